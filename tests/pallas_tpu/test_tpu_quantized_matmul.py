@@ -23,10 +23,11 @@ def record(m, k, n, mode="affine", bits=None, group_size=32, transpose=False, dt
     """A record with normal inputs; the packed matrix is that of normal weights."""
     form, random = make_format(mode, bits, group_size), np.random.default_rng(5)
     weights = jnp.asarray(random.normal(size=(n, k) if transpose else (k, n)), jnp.float32)
-    codes, scales, zeros = encode(weights, form)
+    codes, scales, zeros, tensor_scale = encode(weights, form)
     x = jnp.asarray(random.normal(size=(m, k)), dtype)
     packed = pack(codes, form.bits)
-    return QuantizedMatmul(x=x, packed=packed, scales=scales, zeros=zeros, format=form, transpose=transpose)
+    stored = {"scales": scales, "zeros": zeros, "tensor_scale": tensor_scale}
+    return QuantizedMatmul(x=x, packed=packed, format=form, transpose=transpose, **stored)
 
 
 # Made when they are asked for: collecting tests must not compute anything.

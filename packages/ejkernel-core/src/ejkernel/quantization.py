@@ -6,20 +6,25 @@ Weights are [out_features, in_features] = [N, K], as a layer `y = x w^T` has the
     "row"   [K, ceil(N * bits / 32)]     [K, N / group_size]        out_features       transpose=False, the default
     "col"   [N, ceil(K * bits / 32)]     [N, K / group_size]        in_features        transpose=True
 
-What codes and scales mean in each mode is in `ejkernel.planning.quantized_formats`.
+With nvfp4 and nvfp8 there is one more scale for the whole matrix, the tensor scale. What codes and scales mean in each
+mode is in `ejkernel.planning.quantized_formats`.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from ejkernel.planning.quantized_formats import MODES, Format, Mode, decode, encode, make_format, pack
+from ejkernel import _compat
+from ejkernel.planning.quantized_formats import MODES, Format, Mode, affine_steps, decode, encode, make_format, pack
 
 __all__ = ["MODES", "Mode", "dequantize", "prepack_quantized_weights", "quantize"]
 
 Quantized = tuple[jax.Array, ...]
-"""Words and scales; of affine codes zeros, too."""
+"""Words and scales; with affine codes their zeros, with nvfp4 and nvfp8 the tensor scale."""
 
 
 def quantize(
@@ -28,8 +33,14 @@ def quantize(
     bits: int | None = None,
     mode: Mode = "affine",
     axis: str = "row",
+    scale_dtype: Any = None,
 ) -> Quantized:
     """Quantises weights and packs their codes.
+
+    A weight comes back with an error of at most half a step between codes (a whole one, where rounding up would leave
+    the range of float32; what is subnormal in float32 may count as 0). Of affine codes a step is the group's
+    scale: (max - min) / (2 ** bits - 1), but at least 2 ** -11 of the group's largest magnitude (of scales in bfloat16
+    2 ** -8, in float32 2 ** -22), rounded up to `scale_dtype`.
 
     Args:
         w: [..., N, K] floating, finite.
@@ -38,18 +49,24 @@ def quantize(
         bits: Of a code: 1 to 8 of affine, None for 4; other modes have their own.
         mode: "affine" (integers with a scale and a zero: int4, int8), "nf4", "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
         axis: "row" or "col", see the module.
+        scale_dtype: Of affine scales and zeros: float16, bfloat16 or float32; None for float16. float16 holds steps
+            from 2 ** -24 to 65504; weights that need others are refused where their values can be read. Under a trace
+            they cannot: scales that overflow are infinite there, so choose float32 for weights of unknown size.
 
     Returns:
-        Words uint32 and scales; with `mode="affine"` zeros, too. Scales and zeros of affine are float16, scales of nf4
-        float32, others uint8.
+        Words uint32 and scales; with `mode="affine"` also zeros, with nvfp4 and nvfp8 also the tensor scale, float32
+        [...]. Scales and zeros of affine have `scale_dtype`, scales of nf4 float32, others uint8.
 
     Raises:
         ValueError: An argument is wrong; the message names it.
     """
     form = make_format(mode, bits, group_size)
     _check_axis(axis)
+    dtype = _scale_dtype(scale_dtype, form)
     if getattr(w, "ndim", 0) < 2 or not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(f"w: got {getattr(w, 'dtype', type(w))}{list(getattr(w, 'shape', ()))}, wants floating [N, K]")
+    with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
+        w = jnp.asarray(w)
     rows = jnp.swapaxes(w, -1, -2) if axis == "row" else w
     if rows.shape[-1] == 0 or rows.shape[-1] % form.group_size:
         name = "N" if axis == "row" else "K"
@@ -57,9 +74,48 @@ def quantize(
             f"w: got shape {tuple(w.shape)} with axis={axis!r}, "
             f"wants {name} in multiples of group_size {form.group_size}"
         )
-    codes, scales, zeros = encode(rows, form)
-    packed = pack(codes, form.bits)
-    return (packed, scales) if zeros is None else (packed, scales, zeros)
+    _check_values(rows, form, dtype)
+    return _quantized(rows, form, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantized(rows: jax.Array, form: Format, dtype: Any) -> Quantized:
+    encoded = encode(rows, form, dtype)
+    optional = (encoded.zeros, encoded.tensor_scale)
+    return pack(encoded.codes, form.bits), encoded.scales, *(array for array in optional if array is not None)
+
+
+def _scale_dtype(scale_dtype: Any, form: Format) -> Any:
+    """The dtype of affine scales that is asked for."""
+    name = form.scale_dtypes[0] if scale_dtype is None else jnp.dtype(scale_dtype).name
+    if name not in form.scale_dtypes:
+        raise ValueError(f"scale_dtype: got {name}, wants {' or '.join(form.scale_dtypes)} for {form.mode}")
+    return jnp.dtype(name)
+
+
+def _check_values(rows: jax.Array, form: Format, dtype: Any) -> None:
+    """Refuses weights that are not finite or need scales that `dtype` cannot hold, where values can be read."""
+    if _compat.is_tracer(rows) or not rows.is_fully_addressable or not rows.size:
+        return
+    finite, largest = jax.device_get(_seen(rows, form, dtype))
+    if not finite:
+        raise ValueError("w: got values that are not finite in float32, wants finite weights")
+    if form.mode != "affine":
+        return
+    # A step of less than four of float16's smallest would be up to a quarter larger than needed.
+    smallest = 2.0**-22 if dtype == jnp.float16 else 0.0
+    if largest > float(jnp.finfo(dtype).max) or 0 < largest < smallest:
+        instead = "float32" if dtype == jnp.float16 else "more bits or smaller weights"
+        raise ValueError(f"scale_dtype: got {dtype} for weights that need scales of {largest:.3g}, wants {instead}")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Array | int]:
+    """Whether all weights are finite, and the largest scale that affine codes need."""
+    values = rows.astype(jnp.float32)
+    groups = values.reshape(*rows.shape[:-1], -1, form.group_size)
+    largest = affine_steps(groups, form, dtype).max() if form.mode == "affine" else 0
+    return jnp.isfinite(values).all(), largest
 
 
 def dequantize(
@@ -71,27 +127,35 @@ def dequantize(
     mode: Mode = "affine",
     axis: str = "row",
     dtype: Any = jnp.float32,
+    tensor_scale: jax.Array | None = None,
 ) -> jax.Array:
     """The weights [..., N, K] that `quantize` was given, as far as its codes say.
 
     Args:
-        packed: Words uint32, as `quantize` returns them.
-        scales: As `quantize` returns them.
-        zeros: Likewise; with `mode="affine"` alone.
+        packed: Words uint32, as `quantize` returns them, or int32.
+        scales: As `quantize` returns them; where it returns uint8, also the float8_e8m0fnu or float8_e4m3fn of those
+            bits.
+        zeros: Of affine codes. With nvfp4 and nvfp8 the third array of `quantize` may come here, which is the tensor
+            scale.
         group_size: As given to `quantize`; so are the next three.
         bits: Of a code.
         mode: The format.
         axis: "row" or "col".
         dtype: Of the result.
+        tensor_scale: float32 [...] of nvfp4 and nvfp8; None for 1.
 
     Raises:
         ValueError: An argument is wrong; the message names it.
     """
     form = make_format(mode, bits, group_size)
     _check_axis(axis)
-    check_quantized(packed, scales, zeros, form)
-    rows = decode(packed, scales, zeros, form).astype(dtype)
+    zeros, tensor_scale = split_third(zeros, tensor_scale, form)
+    check_quantized(packed, scales, zeros, form, tensor_scale=tensor_scale)
+    rows = _decode(as_words(packed), as_stored(scales), zeros, form, tensor_scale).astype(dtype)
     return jnp.swapaxes(rows, -1, -2) if axis == "row" else rows
+
+
+_decode = jax.jit(decode, static_argnums=3)
 
 
 def prepack_quantized_weights(
@@ -110,18 +174,41 @@ def prepack_quantized_weights(
     return quantize(w, group_size, bits, mode, ("row" if transpose else "col") if axis is None else axis)
 
 
+def as_words(packed: jax.Array) -> jax.Array:
+    """Packed codes as uint32; checkpoints store the same bits as int32."""
+    return lax.bitcast_convert_type(packed, jnp.uint32) if packed.dtype == jnp.int32 else packed
+
+
+def as_stored(scales: jax.Array) -> jax.Array:
+    """Scales of 8 bits as uint8; others as they are."""
+    return lax.bitcast_convert_type(scales, jnp.uint8) if scales.dtype.itemsize == 1 else scales
+
+
+def split_third(zeros: Any, tensor_scale: Any, form: Format) -> tuple[Any, Any]:
+    """Zeros and tensor scale, where the third array of `quantize` may have been passed for zeros."""
+    if form.has_tensor_scale and tensor_scale is None:
+        return None, zeros
+    return zeros, tensor_scale
+
+
 def check_quantized(
-    packed: Any, scales: Any, zeros: Any, form: Format, names: tuple[str, str, str] = ("w", "scales", "zeros")
+    packed: Any,
+    scales: Any,
+    zeros: Any,
+    form: Format,
+    names: tuple[str, str, str, str] = ("w", "scales", "zeros", "tensor_scale"),
+    tensor_scale: Any = None,
 ) -> None:
     """Checks packed weights against their format; `names` are what the message calls them.
 
     Raises:
         ValueError: They do not fit; the message names the argument, what it is and what it should be.
     """
-    if packed.dtype != jnp.uint32 or packed.ndim < 2:
+    if packed.dtype not in (jnp.uint32, jnp.int32) or packed.ndim < 2:
         raise ValueError(f"{names[0]}: got {packed.dtype}{list(packed.shape)}, wants packed codes uint32 [rows, words]")
-    if scales.dtype != form.scale_dtype:
-        raise ValueError(f"{names[1]}: got dtype {scales.dtype}, wants {jnp.dtype(form.scale_dtype)} for {form.mode}")
+    accepted = (*form.scale_dtypes, *_dtypes_of_bits(form))
+    if scales.dtype.name not in accepted:
+        raise ValueError(f"{names[1]}: got dtype {scales.dtype}, wants {' or '.join(accepted)} for {form.mode}")
     words = form.words(scales.shape[-1] * form.group_size) if scales.ndim else 0
     if scales.shape[:-1] != packed.shape[:-1] or words != packed.shape[-1]:
         columns = packed.shape[-1] * 32 // form.bits
@@ -130,6 +217,7 @@ def check_quantized(
             f"{names[1]}: got shape {tuple(scales.shape)}, wants {wants} for {names[0]} of shape "
             f"{tuple(packed.shape)}, {form.bits} bits and groups of {form.group_size}"
         )
+    _check_tensor_scale(tensor_scale, packed.shape[:-2], form, names[3])
     if (zeros is None) != (form.mode != "affine"):
         wants = "zeros of the scales' shape" if form.mode == "affine" else "None"
         raise ValueError(
@@ -138,6 +226,24 @@ def check_quantized(
     if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != scales.dtype):
         raise ValueError(
             f"{names[2]}: got {zeros.dtype}{list(zeros.shape)}, wants the scales' {scales.dtype}{list(scales.shape)}"
+        )
+
+
+def _dtypes_of_bits(form: Format) -> tuple[str, ...]:
+    """Floating dtypes of 8 bits that scales may have where they are stored in a uint8."""
+    if form.exponents:
+        return ("float8_e8m0fnu",)
+    return ("float8_e4m3fn",) if form.has_tensor_scale else ()
+
+
+def _check_tensor_scale(tensor_scale: Any, shape: tuple[int, ...], form: Format, name: str) -> None:
+    if tensor_scale is None:
+        return
+    if not form.has_tensor_scale:
+        raise ValueError(f"{name}: got an array with mode {form.mode!r}, wants None; only nvfp4 and nvfp8 have one")
+    if tensor_scale.shape != shape or tensor_scale.dtype != jnp.float32:
+        raise ValueError(
+            f"{name}: got {tensor_scale.dtype}{list(tensor_scale.shape)}, wants float32{list(shape)}, one per matrix"
         )
 
 

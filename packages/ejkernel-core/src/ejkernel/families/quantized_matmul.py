@@ -2,7 +2,7 @@
 
 With w the [K, N] matrix of the codes (`ejkernel.planning.quantized_formats` says what they mean):
 
-    out_i = x_i w
+    out_i = x_i w          times the tensor scale, where there is one
 
 Products and sums are taken in float32 (float64 for float64 x). An implementation may round w to x's dtype, or x times
 the scales, where matrix units want their operands so; the operation's tolerance has room for either. Rows of the packed
@@ -33,6 +33,7 @@ class QuantizedMatmul:
         scales: [K, N / Q], or [N, K / Q] if `transpose`.
         format: Mode, bits and Q.
         zeros: Of the scales' shape, for affine codes alone.
+        tensor_scale: float32 [], a factor on the output; None for 1.
         transpose: Whether rows of the packed matrix are columns of w.
         precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
     """
@@ -42,6 +43,7 @@ class QuantizedMatmul:
     scales: jax.Array
     format: Format = static()
     zeros: jax.Array | None = None
+    tensor_scale: jax.Array | None = None
     transpose: bool = static(False)
     precision: lax.Precision | None = static(default=None)
 
@@ -51,13 +53,20 @@ def accumulator(record: QuantizedMatmul) -> Any:
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
+def finished(record: QuantizedMatmul, sums: jax.Array) -> jax.Array:
+    """The output, or the gradient of x, of float32 sums over the matrix without its tensor scale."""
+    if record.tensor_scale is not None:
+        sums = sums * record.tensor_scale
+    return sums.astype(record.x.dtype)
+
+
 def columns(record: QuantizedMatmul) -> int:
     """N."""
     return record.scales.shape[0] if record.transpose else record.scales.shape[1] * record.format.group_size
 
 
 def matrix(record: QuantizedMatmul) -> jax.Array:
-    """w as it lies, rounded to x's dtype: [K, N], or [N, K] if `transpose`."""
+    """w without its tensor scale, rounded to x's dtype: [K, N], or [N, K] if `transpose`."""
     return rounded(decode(record.packed, record.scales, record.zeros, record.format), record.x.dtype).astype(
         record.x.dtype
     )
@@ -70,7 +79,7 @@ def reference(record: QuantizedMatmul) -> tuple[jax.Array, tuple[()]]:
         [M, N] in x's dtype. There are no residuals.
     """
     dtype = accumulator(record)
-    weights = decode(record.packed, record.scales, record.zeros, record.format).astype(dtype)
+    weights = decode(record.packed, record.scales, record.zeros, record.format, record.tensor_scale).astype(dtype)
     weights = weights.T if record.transpose else weights
     output = jnp.matmul(record.x.astype(dtype), weights, precision=lax.Precision.HIGHEST)
     return output.astype(record.x.dtype), ()
@@ -84,7 +93,8 @@ def localise(record: QuantizedMatmul, offsets: Mapping[str, jax.Array]) -> Quant
 def axes(record: QuantizedMatmul) -> dict[str, str]:
     """Axis letters of a record's fields and of its output; w counts words and q groups."""
     row = "n" if record.transpose else "k"
-    return {"x": "m k", "packed": f"{row} w", "scales": f"{row} q", "zeros": f"{row} q", "output": "m n"}
+    packed = {"packed": f"{row} w", "scales": f"{row} q", "zeros": f"{row} q", "tensor_scale": ""}
+    return {"x": "m k", **packed, "output": "m n"}
 
 
 FAMILY = Family(

@@ -3,22 +3,25 @@
 A matrix of R rows and C columns is quantised in groups of `group_size` neighbours of a row:
 
     mode      code                                       value of a code q
-    affine    unsigned integer of 1 to 8 bits            (q - zero) * scale       scale, zero float16
-    nf4       place in the table of NormalFloat          table[q] * scale         scale float32, the largest magnitude
-    mxfp4     e2m1                                       e2m1(q) * 2 ** exponent  exponent int8, its bits in a uint8
-    mxfp8     e4m3                                       e4m3(q) * 2 ** exponent  likewise
-    nvfp4     e2m1                                       e2m1(q) * e4m3(scale)    scale a uint8 that holds an e4m3
-    nvfp8     e4m3                                       e4m3(q) * e4m3(scale)    likewise
+    affine    unsigned integer of 1 to 8 bits            (q - zero) * scale        scale, zero: see below
+    nf4       index into the table of NormalFloat        table[q] * scale          scale float32, the largest magnitude
+    mxfp4     e2m1                                       e2m1(q) * e8m0(scale)     scale a uint8 that holds an e8m0
+    mxfp8     e4m3                                       e4m3(q) * e8m0(scale)     the same
+    nvfp4     e2m1                                       e2m1(q) * e4m3(scale) t   scale a uint8 that holds an e4m3
+    nvfp8     e4m3                                       e4m3(q) * e4m3(scale) t   the same
+
+Byte b of an e8m0 is 2 ** (b - 127), and 255 is NaN. t is the tensor scale, one float32 for a matrix. Scales and zeros
+of affine codes have one dtype: float16, bfloat16 or float32.
 
 Code i of a row is bits `i * bits` to `i * bits + bits - 1` of the row's words, counted from the least significant bit
 of the first uint32: a row has `ceil(C * bits / 32)` of them.
 
 Sources: Dettmers et al. 2023, arXiv:2305.14314 (NormalFloat and its table); OCP Microscaling Formats 1.0, 2023 (e2m1,
-e4m3, shared exponents).
+e4m3, e8m0); NVIDIA 2025, arXiv:2509.25149 (the tensor scale of nvfp4).
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +54,14 @@ NF4 = (
     1.0,
 )
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
-LEAST_EXPONENT, MOST_EXPONENT = -126, 127
+EXPONENT_BIAS, LEAST_EXPONENT, MOST_EXPONENT = 127, -126, 127
+"""Of e8m0; `quantize` leaves out -127, since 2 ** -127 is subnormal in float32."""
 SMALLEST_E4M3 = 2.0**-9
+MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
+"""Smallest normal float32, devices may flush what is smaller to zero; and the largest."""
+LARGEST_ZEROS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
+"""Magnitude of a zero up to which storing it in a dtype rounds it by at most half; of float32 by less, for the sum of
+code and zero is rounded, too."""
 DEFAULT_GROUPS = {"affine": 64, "nf4": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "nvfp8": 16}
 BITS = {"nf4": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "nvfp8": 8}
 """Bits of a code, where the mode says how many."""
@@ -73,9 +82,19 @@ class Format:
     group_size: int
 
     @property
-    def scale_dtype(self) -> Any:
-        """Dtype that scales are stored in."""
-        return {"affine": jnp.float16, "nf4": jnp.float32}.get(self.mode, jnp.uint8)
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """Dtypes that scales may be stored in, the usual one first."""
+        return {"affine": tuple(LARGEST_ZEROS), "nf4": ("float32",)}.get(self.mode, ("uint8",))
+
+    @property
+    def exponents(self) -> bool:
+        """Whether scales are e8m0: powers of two."""
+        return self.mode.startswith("mx")
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether there may be a second scale, one for the whole matrix."""
+        return self.mode.startswith("nv")
 
     def words(self, columns: int) -> int:
         """Words of a row of that many columns."""
@@ -105,14 +124,33 @@ def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) 
     return Format(mode, wanted, group)
 
 
-def encode(weights: jax.Array, form: Format) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Codes uint8 [..., C] of a matrix, its scales [..., C / group_size] and, of affine codes, its zeros."""
+class Encoded(NamedTuple):
+    """A quantised matrix [..., R, C] before its codes are packed.
+
+    Attributes:
+        codes: uint8 [..., R, C].
+        scales: [..., R, C / group_size], as they are stored.
+        zeros: Of the scales' shape and dtype, of affine codes; None of others.
+        tensor_scale: float32 [...], of nvfp4 and nvfp8; None of others.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None = None
+    tensor_scale: jax.Array | None = None
+
+
+def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> Encoded:
+    """Quantises a matrix [..., R, C]; `scale_dtype` is that of affine codes' scales and zeros."""
     groups = weights.astype(jnp.float32).reshape(*weights.shape[:-1], -1, form.group_size)
     if form.mode == "affine":
-        return _encode_affine(groups, form)
-    largest = jnp.max(jnp.abs(groups), axis=-1)
-    scales = _stored_scales(largest, form)
-    scaled = groups / scale_values(scales, form)[..., None]
+        return _encode_affine(groups, form, scale_dtype)
+    tensor_scale = None
+    if form.has_tensor_scale:
+        tensor_scale = _tensor_scale(groups, form)
+        groups = _divided(groups, tensor_scale[..., None, None, None])
+    scales = _stored_scales(jnp.max(jnp.abs(groups), axis=-1), form)
+    scaled = _divided(groups, scale_values(scales, form)[..., None])
     if form.mode == "nf4":
         codes = _nearest(scaled, NF4)
     elif form.bits == 4:
@@ -120,34 +158,91 @@ def encode(weights: jax.Array, form: Format) -> tuple[jax.Array, jax.Array, jax.
     else:
         clipped = jnp.clip(scaled, -E4M3_MOST, E4M3_MOST)
         codes = lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
-    return codes.reshape(weights.shape), scales, None
+    if form.mode != "nf4":
+        # The next code towards zero, where rounding up left the range of float32.
+        values = code_values(codes, form) * scale_values(scales, form)[..., None]
+        values = values if tensor_scale is None else values * tensor_scale[..., None, None, None]
+        codes -= jnp.isinf(values).astype(jnp.uint8)
+    return Encoded(codes.reshape(weights.shape), scales, tensor_scale=tensor_scale)
 
 
-def _encode_affine(groups: jax.Array, form: Format) -> tuple[jax.Array, jax.Array, jax.Array]:
-    low, high, most = groups.min(axis=-1), groups.max(axis=-1), 2**form.bits - 1
-    scales = ((high - low) / most).astype(jnp.float16)
-    scales = jnp.where(scales == 0, jnp.ones_like(scales), scales)
+def affine_steps(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
+    """The scales that groups of affine codes need, float32 and not yet rounded; 0 for groups of zeros.
+
+    A group far from zero has a zero point that needs more digits than its dtype has. Its scale is then larger, so that
+    the zero point is as exact as the codes are: the error is that of rounding the weights to about that many digits.
+    """
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    # Halves, for the difference of two finite numbers may be infinite.
+    between = (high * 0.5 - low * 0.5) / (2**form.bits - 1) * 2
+    farthest = jnp.maximum(jnp.abs(low), jnp.abs(high))
+    steps = jnp.maximum(between, farthest / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
+    return jnp.where(farthest == 0, 0, jnp.maximum(steps, MIN_NORMAL))
+
+
+def _encode_affine(groups: jax.Array, form: Format, scale_dtype: Any) -> Encoded:
+    # The zero point of weights at the end of float32 is rounded, too, and must not leave its range.
+    end = MAX_FLOAT32 * (1 - 1 / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
+    groups = jnp.clip(groups, -end, end)
+    low, steps = groups.min(axis=-1), affine_steps(groups, form, scale_dtype)
+    scales = jnp.where(steps == 0, 1, _rounded_up(steps, scale_dtype))
     # Zeros and codes are those of the scale that is stored, so that its rounding is no error of theirs.
     exact = scales.astype(jnp.float32)
-    zeros = (-low / exact).astype(jnp.float16)
-    codes = jnp.round(groups / exact[..., None] + zeros.astype(jnp.float32)[..., None])
-    codes = jnp.clip(codes, 0, most).astype(jnp.uint8)
-    return codes.reshape(*codes.shape[:-2], -1), scales, zeros
+    zeros = _as_stored(_divided(-low, exact), scale_dtype)
+    codes = jnp.round(_divided(groups, exact[..., None]) + zeros.astype(jnp.float32)[..., None])
+    codes = jnp.clip(codes, 0, 2**form.bits - 1)
+    # The next code towards zero, where rounding up left the range of float32.
+    values = (codes - zeros.astype(jnp.float32)[..., None]) * exact[..., None]
+    codes = (codes - jnp.where(jnp.isinf(values), jnp.sign(values), 0)).astype(jnp.uint8)
+    return Encoded(codes.reshape(*codes.shape[:-2], -1), scales, zeros)
+
+
+def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
+    """x / by, where by is normal. XLA may multiply by 1 / by, which must not be subnormal: devices flush it to zero."""
+    down = jnp.where(by > 2.0**64, 2.0**-64, 1)
+    return x * down / (by * down)
+
+
+def _as_stored(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in a narrower dtype, which no conversion back undoes: XLA takes the two for one that it may leave out."""
+    return lax.optimization_barrier(x.astype(dtype))
+
+
+def _rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
+    """The least number of a floating dtype that is not below x, which is positive; infinity past the largest."""
+    nearest = _as_stored(x, dtype)
+    if nearest.dtype.itemsize != 2:
+        return nearest
+    bits = lax.bitcast_convert_type(nearest, jnp.uint16)
+    bits += (nearest.astype(jnp.float32) < x).astype(jnp.uint16)
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+def _tensor_scale(groups: jax.Array, form: Format) -> jax.Array:
+    """The tensor scale that gives the group with the largest magnitude the largest e4m3 for a scale."""
+    largest = jnp.max(jnp.abs(groups), axis=(-3, -2, -1), initial=0)
+    return jnp.where(largest == 0, 1, jnp.maximum(largest / (E4M3_MOST * _largest_code(form)), MIN_NORMAL))
+
+
+def _largest_code(form: Format) -> float:
+    """The largest magnitude of a floating code."""
+    return E2M1_MOST if form.bits == 4 else E4M3_MOST
 
 
 def _stored_scales(largest: jax.Array, form: Format) -> jax.Array:
     """Scales for groups with these largest magnitudes, as they are stored; 1 for groups of zeros."""
     if form.mode == "nf4":
         return jnp.where(largest > 0, largest, 1)
-    most = E2M1_MOST if form.bits == 4 else E4M3_MOST
-    wanted = jnp.where(largest > 0, largest / most, 1)
-    if form.mode.startswith("mx"):
-        exponent = jnp.clip(jnp.ceil(jnp.log2(wanted)), LEAST_EXPONENT, MOST_EXPONENT).astype(jnp.int8)
-        return lax.bitcast_convert_type(exponent, jnp.uint8)
-    nearest = jnp.clip(wanted, SMALLEST_E4M3, E4M3_MOST).astype(jnp.float8_e4m3fn)
+    needed = jnp.where(largest > 0, largest / _largest_code(form), 1)
+    if form.exponents:
+        # The exponent field of a float32, and one more for a mantissa that is not 0: log2, rounded up.
+        bits = lax.bitcast_convert_type(needed, jnp.int32)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+        return jnp.clip(exponent, LEAST_EXPONENT + EXPONENT_BIAS, MOST_EXPONENT + EXPONENT_BIAS).astype(jnp.uint8)
+    nearest = _as_stored(jnp.clip(needed, SMALLEST_E4M3, E4M3_MOST), jnp.float8_e4m3fn)
     codes = lax.bitcast_convert_type(nearest, jnp.uint8)
     # The next one up where it was rounded down, so that the largest of the group is in range.
-    return codes + (nearest.astype(jnp.float32) < jnp.minimum(wanted, E4M3_MOST)).astype(jnp.uint8)
+    return codes + (nearest.astype(jnp.float32) < jnp.minimum(needed, E4M3_MOST)).astype(jnp.uint8)
 
 
 def _nearest(x: jax.Array, table: tuple[float, ...]) -> jax.Array:
@@ -157,9 +252,11 @@ def _nearest(x: jax.Array, table: tuple[float, ...]) -> jax.Array:
 
 
 def scale_values(scales: jax.Array, form: Format) -> jax.Array:
-    """Scales as float32 factors."""
-    if form.mode.startswith("mx"):
-        return jnp.exp2(lax.bitcast_convert_type(scales, jnp.int8).astype(jnp.float32))
+    """Scales as float32 factors; 2 ** -127 of e8m0 is 2 ** -126 here, see `decode`."""
+    if form.exponents:
+        # The byte is the exponent field of a float32; 255 stands for infinity there.
+        bits = jnp.maximum(scales, 1).astype(jnp.int32) << 23
+        return jnp.where(scales == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
     if form.mode.startswith("nv"):
         return lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)
     return scales.astype(jnp.float32)
@@ -175,14 +272,34 @@ def code_values(codes: jax.Array, form: Format) -> jax.Array:
     return jnp.asarray(table, jnp.float32)[codes]
 
 
-def decode(packed: jax.Array, scales: jax.Array, zeros: jax.Array | None, form: Format) -> jax.Array:
-    """The matrix [..., C] float32 of words [..., words], scales [..., C / group_size] and zeros likewise."""
+def decode(
+    packed: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    form: Format,
+    tensor_scale: jax.Array | None = None,
+) -> jax.Array:
+    """The matrix [..., R, C] float32 of its words [..., R, words].
+
+    Args:
+        packed: Words.
+        scales: [..., R, C / group_size], as they are stored.
+        zeros: Of the scales' shape; None of codes without.
+        form: The format.
+        tensor_scale: float32 [...]; None for 1.
+    """
     columns = scales.shape[-1] * form.group_size
     values = code_values(unpack(packed, form.bits, columns), form)
     groups = values.reshape(*values.shape[:-1], -1, form.group_size)
     if zeros is not None:
         groups = groups - zeros.astype(jnp.float32)[..., None]
-    return (groups * scale_values(scales, form)[..., None]).reshape(values.shape)
+    groups = groups * scale_values(scales, form)[..., None]
+    if form.exponents:
+        # 2 ** -127 in two steps: it is subnormal in float32, and devices may flush it to zero.
+        groups = groups * jnp.where(scales == 0, 0.5, 1)[..., None]
+    if tensor_scale is not None:
+        groups = groups * tensor_scale.astype(jnp.float32)[..., None, None, None]
+    return groups.reshape(values.shape)
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:

@@ -31,6 +31,8 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
     if form.mode != "affine" or form.bits != 4:
         yield f"{form.mode} codes of {form.bits} bits: the kernels multiply affine ones of 4"
+    if record.scales.dtype.name != "float16":
+        yield f"scales are {record.scales.dtype}: the kernels read float16"
     if rows > MOST_ROWS:
         yield f"x has {rows} rows, more than {MOST_ROWS}"
     if record.packed.size > LARGEST:

@@ -33,7 +33,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="quantized_matmul.passes:forward",
             backward="quantized_matmul.passes:backward",
             gradients=frozenset({"x"}),
-            requires=triton_requires(handles=("zeros", "transpose", "precision"), extra=_reasons),
+            requires=triton_requires(handles=("zeros", "tensor_scale", "transpose", "precision"), extra=_reasons),
             config=ConfigSpace(
                 forward=config.QuantizedTiles,
                 backward=config.QuantizedTiles,

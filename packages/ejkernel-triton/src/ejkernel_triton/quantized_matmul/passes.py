@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
 from ejkernel.ops.device import current_device
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.quantized_formats import NF4, WORD
@@ -27,7 +27,7 @@ class QuantizedSpec:
         BITS: Bits of a code.
         AFFINE: Whether codes are integers with a zero.
         TABLE: Whether codes are indices into a table.
-        EXPONENT: Whether scales are exponents in 8 bits.
+        EXPONENT: Whether scales are e8m0 in 8 bits.
         SCALE8: Whether scales are e4m3 in 8 bits.
         BLOCK_M: Rows of x a tile.
         BLOCK_R: Rows of the packed matrix a tile.
@@ -71,7 +71,7 @@ def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
         BITS=form.bits,
         AFFINE=form.mode == "affine",
         TABLE=form.mode == "nf4",
-        EXPONENT=form.mode.startswith("mx"),
+        EXPONENT=form.exponents,
         SCALE8=form.mode.startswith("nv"),
         BLOCK_M=config.block_m,
         BLOCK_R=config.block_r,
@@ -119,7 +119,7 @@ def _over_rows(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles)
     spec = make_spec(record, config)
     made = _launched(over_rows_kernel, record, left, spec, config, (spec.PER, spec.M, spec.W), spec.W, config.block_w)
     # Column `word * PER + n` is code n of the word.
-    return jnp.moveaxis(made, 0, 2).reshape(spec.M, -1).astype(record.x.dtype)
+    return finished(record, jnp.moveaxis(made, 0, 2).reshape(spec.M, -1))
 
 
 def _over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
@@ -131,7 +131,7 @@ def _over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles
     by_code = jnp.moveaxis(left.reshape(spec.M, spec.W, spec.PER), 2, 0)
     shape = (1, spec.M, spec.R)
     made = _launched(over_words_kernel, record, by_code, spec, config, shape, spec.R, config.block_r)
-    return made[0].astype(record.x.dtype)
+    return finished(record, made[0])
 
 
 def _launched(

@@ -49,8 +49,8 @@ def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
     WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words of a group
     COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
     groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
-    # Past the ends words and scales are 0, since code 0 may stand for another number than 0. Scales that are
-    # exponents are 1 there, but code 0 of their formats is 0.
+    # Past the ends words and scales are 0, since code 0 may stand for another number than 0. An e8m0 of 0 is not 0, but
+    # code 0 of its formats is.
     mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
     at = rows[:, None] * spec.GROUPS + groups[None, :]
     stored = tl.load(scales + at, mask=mask, other=0)
@@ -76,9 +76,10 @@ def spread_over_words(x, spec: tl.constexpr):
 def factors(stored, zeros, spec: tl.constexpr):
     """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
     if spec.EXPONENT:
-        # The byte is the exponent of a power of two. It becomes float32's exponent field, with the bias of that.
-        exponent = stored.to(tl.int8, bitcast=True).to(tl.int32)
-        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        # e8m0: the byte is the exponent field of a float32, but for 2 ** -127, which is subnormal, and 255 for NaN.
+        exponent = stored.to(tl.int32)
+        bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+        scale = bits.to(tl.float32, bitcast=True)
     elif spec.SCALE8:
         scale = decode_float(stored.to(tl.int32), 7, 3, 128)
     else:

@@ -11,7 +11,7 @@ IMPLEMENTATIONS = (
         backward="passes:backward",
         gradients=FAMILY.differentiable,
         symbolic=False,
-        handles={"zeros", "transpose", "precision"},
+        handles={"zeros", "tensor_scale", "transpose", "precision"},
         config=NO_CHOICE,
     ),
 )

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, matrix
+from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, finished, matrix
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.precision import product_precision
 
@@ -47,4 +47,4 @@ def _product(record: QuantizedMatmul, rows: jax.Array, axis: int) -> jax.Array:
         precision=product_precision(record.x.dtype, record.precision),
         preferred_element_type=accumulator(record),
     )
-    return product.astype(record.x.dtype)
+    return finished(record, product)

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Integer, Num, UInt32
+from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel import _compat
 from ejkernel.families import grouped_matmul as family
@@ -29,7 +29,7 @@ from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.planning.precision import rounded
 from ejkernel.planning.quantized_formats import Format, Mode, decode, make_format
-from ejkernel.quantization import check_quantized
+from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 
 @arguments
@@ -46,6 +46,7 @@ class GroupedMatmulArguments:
     rhs_bias: jax.Array | None = None
     lhs_scale: jax.Array | None = None
     rhs_zeros: jax.Array | None = None
+    rhs_tensor_scale: jax.Array | None = None
     transpose_rhs: bool = static(False)
     rhs_mode: Any = static(None)
     rhs_bits: int | None = static(None)
@@ -62,6 +63,9 @@ class GroupedMatmulArguments:
         _refuse(self.interpret, self.out_shard_callback)
         _check_rows(self.group_sizes, self.lhs)
         wanted, form = self.preferred_element_type, _format(self)
+        if form is not None:
+            zeros, tensor_scale = split_third(self.rhs_zeros, self.rhs_tensor_scale, form)
+            settle(self, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
         settle(
             self,
             rhs_bits=None if form is None else form.bits,
@@ -81,7 +85,7 @@ def _format(args: GroupedMatmulArguments) -> Format | None:
     """The format of packed matrices; None for others, which have none of its arguments."""
     if args.rhs_mode is not None:
         return make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-    for name in ("rhs_bits", "rhs_group_size", "rhs_zeros"):
+    for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
         if getattr(args, name) is not None:
             raise ValueError(f"{name}: got a value without rhs_mode, wants None")
     return None
@@ -109,7 +113,7 @@ def _refuse(interpret: Any, out_shard_callback: Any) -> None:
 @operation(lambda: OP)
 def grouped_matmul(
     lhs: Float[Array, "m k"],
-    rhs: Num[Array, "e k n"] | Num[Array, "e n k"] | UInt32[Array, "e rows words"],
+    rhs: Num[Array, "e k n"] | Num[Array, "e n k"] | Integer[Array, "e rows words"],
     group_sizes: Integer[Array, " g"],
     group_offset: Integer[Array, ""] | Integer[Array, "1"] | int | None = None,
     existing_out: Float[Array, "m n"] | None = None,
@@ -118,7 +122,8 @@ def grouped_matmul(
     rhs_scale: Float[Array, "e blocks 1 n"] | Num[Array, "e rows scales"] | None = None,
     rhs_bias: Float[Array, "e 1 n"] | None = None,
     lhs_scale: Float[Array, "m lhs_blocks"] | None = None,
-    rhs_zeros: Float[Array, "e rows scales"] | None = None,
+    rhs_zeros: Float[Array, "e rows scales"] | Float[Array, " e"] | None = None,
+    rhs_tensor_scale: Float[Array, " e"] | None = None,
     transpose_rhs: bool = False,
     rhs_mode: Mode | None = None,
     rhs_bits: int | None = None,
@@ -162,11 +167,13 @@ def grouped_matmul(
         lhs_scale: [M, blocks] floating, factors on the rows: one a row and block of `K / blocks` contracted elements.
             With it lhs may have 8 bits; where rhs has too, kernels multiply them as they are. A gradient of an array
             of 8 bits is rounded to its dtype.
-        rhs_zeros: Of rhs_scale's shape and dtype, with `rhs_mode="affine"` alone.
+        rhs_zeros: Of rhs_scale's shape and dtype, with `rhs_mode="affine"` alone. With nvfp4 and nvfp8 the third array
+            of `quantize`, which is the tensor scale, may come here.
+        rhs_tensor_scale: float32 [E], the second scale of nvfp4 and nvfp8; None for 1.
         transpose_rhs: Whether the matrices lie with their columns first.
         rhs_mode: Format of packed matrices, `quantize`'s `mode`: rhs is then uint32 [E, K, words], or [E, N, words]
-            with `transpose_rhs`. All of them are dequantised to lhs's dtype before they are multiplied, which takes
-            the memory of rhs in that dtype.
+            with `transpose_rhs`, or int32 of the same bits. All of them are dequantised to lhs's dtype before they are
+            multiplied, which takes the memory of rhs in that dtype.
         rhs_bits: Of a code, with `rhs_mode`; None for what `quantize` takes.
         rhs_group_size: Q, likewise.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
@@ -244,21 +251,23 @@ def _check_packed(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
     if args.rhs_scale is None:
         raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize makes")
     check_shape("rhs", args.rhs, "E rows words", {})
-    check_quantized(args.rhs, args.rhs_scale, args.rhs_zeros, form, ("rhs", "rhs_scale", "rhs_zeros"))
+    names = ("rhs", "rhs_scale", "rhs_zeros", "rhs_tensor_scale")
+    check_quantized(args.rhs, args.rhs_scale, args.rhs_zeros, form, names, args.rhs_tensor_scale)
     *rows, groups = args.rhs_scale.shape
     return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), args.lhs.dtype))
 
 
 def _plain(args: GroupedMatmulArguments, rhs: Any) -> GroupedMatmulArguments:
     """The arguments with matrices that are not packed."""
-    packed = {"rhs_scale": None, "rhs_zeros": None, "rhs_mode": None, "rhs_bits": None, "rhs_group_size": None}
-    return dataclasses.replace(args, rhs=rhs, **packed)
+    packed = ("rhs_scale", "rhs_zeros", "rhs_tensor_scale", "rhs_mode", "rhs_bits", "rhs_group_size")
+    return dataclasses.replace(args, rhs=rhs, **dict.fromkeys(packed))
 
 
 def _dequantised(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
     """The arguments with packed matrices in lhs's dtype."""
     form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-    values = decode(args.rhs, cast(jax.Array, args.rhs_scale), args.rhs_zeros, form)
+    scales = as_stored(cast(jax.Array, args.rhs_scale))
+    values = decode(as_words(args.rhs), scales, args.rhs_zeros, form, args.rhs_tensor_scale)
     return _plain(args, rounded(values, args.lhs.dtype).astype(args.lhs.dtype))
 
 
@@ -311,7 +320,7 @@ def axes_of(args: GroupedMatmulArguments) -> dict[str, str]:
     """The axis letters of rhs where its columns come first, and of packed matrices."""
     if args.rhs_mode is not None:
         row = "n" if args.transpose_rhs else "k"
-        return {"rhs": f"e {row} w", "rhs_scale": f"e {row} q", "rhs_zeros": f"e {row} q"}
+        return {"rhs": f"e {row} w", "rhs_scale": f"e {row} q", "rhs_zeros": f"e {row} q", "rhs_tensor_scale": "e"}
     return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 

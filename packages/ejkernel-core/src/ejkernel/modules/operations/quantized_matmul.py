@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Num, UInt32
+from jaxtyping import Array, Float, Int32, Num, UInt32
 
 from ejkernel.families import quantized_matmul as family
 from ejkernel.families.quantized_matmul import QuantizedMatmul as Record
@@ -18,7 +18,7 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.planning.quantized_formats import Mode, make_format
-from ejkernel.quantization import check_quantized
+from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 
 @arguments
@@ -29,6 +29,7 @@ class QuantizedMatmulArguments:
     w: jax.Array
     scales: jax.Array
     zeros: jax.Array | None = None
+    tensor_scale: jax.Array | None = None
     transpose: bool = static(False)
     group_size: int | None = static(None)
     bits: int | None = static(None)
@@ -51,8 +52,11 @@ class QuantizedMatmulArguments:
             wants = "'col' or None with transpose=True, 'row' or None without"
             raise ValueError(f"axis: got {self.axis!r} with transpose={transpose}, wants {wants}")
         _refuse(self)
+        zeros, tensor_scale = split_third(self.zeros, self.tensor_scale, form)
         settle(
             self,
+            zeros=zeros,
+            tensor_scale=tensor_scale,
             transpose=transpose,
             group_size=form.group_size,
             bits=form.bits,
@@ -78,10 +82,11 @@ def _refuse(args: QuantizedMatmulArguments) -> None:
 @operation(lambda: OP)
 def quantized_matmul(
     x: Float[Array, "m k"],
-    w: UInt32[Array, "rows words"],
+    w: UInt32[Array, "rows words"] | Int32[Array, "rows words"],
     scales: Num[Array, "rows groups"],
-    zeros: Float[Array, "rows groups"] | None = None,
+    zeros: Float[Array, "rows groups"] | Float[Array, ""] | None = None,
     *,
+    tensor_scale: Float[Array, ""] | None = None,
     transpose: bool = False,
     group_size: int | None = None,
     bits: int | None = None,
@@ -104,17 +109,20 @@ def quantized_matmul(
 ) -> Float[Array, "m n"]:
     """x times a matrix of few bits (formula and formats: `ejkernel.families.quantized_matmul`).
 
-    `ejkernel.quantization.quantize` makes w, scales and zeros. Kernels dequantise in registers; where none serves the
-    call, XLA makes the matrix at x's width. Sums are float32 (float64 of float64 x); of narrower x, a backend may round
-    the dequantised matrix, or x times the scales, to x's dtype. The gradient of x is that of the dequantised matrix; w,
-    scales and zeros are constants, whose gradients are zeros.
+    `ejkernel.quantization.quantize` makes the weights. Kernels dequantise in registers; where none serves the call, XLA
+    makes the matrix at x's width. Sums are float32 (float64 of float64 x); of narrower x, a backend may round the
+    dequantised matrix, or x times the scales, to x's dtype. The gradient of x is that of the dequantised matrix; all
+    others are constants, whose gradients are zeros.
 
     Args:
         x: [M, K] float16, bfloat16, float32 or float64.
-        w: uint32 [K, ceil(N * bits / 32)], or [N, ceil(K * bits / 32)] with `transpose`.
-        scales: [K, N / group_size], or [N, K / group_size] with `transpose`: float16 of affine codes, float32 of nf4,
-            uint8 of others.
-        zeros: float16 of the scales' shape, with `mode="affine"` alone.
+        w: uint32 [K, ceil(N * bits / 32)], or [N, ceil(K * bits / 32)] with `transpose`; or the same bits as int32.
+        scales: [K, N / group_size], or [N, K / group_size] with `transpose`: float16, bfloat16 or float32 of affine
+            codes, float32 of nf4, of mxfp4 and mxfp8 uint8 or float8_e8m0fnu, of nvfp4 and nvfp8 uint8 or
+            float8_e4m3fn.
+        zeros: Of the scales' shape and dtype, with `mode="affine"` alone. With nvfp4 and nvfp8 the third array of
+            `quantize`, which is the tensor scale, may come here.
+        tensor_scale: float32 [], the second scale of nvfp4 and nvfp8; None for 1.
         transpose: Whether the rows of w are the columns of the matrix, as `quantize(..., axis="col")` makes them.
         group_size: Neighbours in a row of w that share a scale; None for the mode's own.
         bits: Of a code, 1 to 8 with `mode="affine"`; None for 4, or what another mode has.
@@ -161,7 +169,7 @@ def validate(args: QuantizedMatmulArguments) -> None:
     check_dtype("x", args.x, jnp.floating, "a floating dtype")
     check_shape("w", args.w, "rows words", sizes)
     check_shape("scales", args.scales, "rows groups", sizes)
-    check_quantized(args.w, args.scales, args.zeros, form)
+    check_quantized(args.w, args.scales, args.zeros, form, tensor_scale=args.tensor_scale)
     contracted = args.scales.shape[1] * form.group_size if args.transpose else args.w.shape[0]
     if args.x.shape[1] != contracted:
         raise ValueError(
@@ -173,9 +181,10 @@ def lower(args: QuantizedMatmulArguments) -> Record:
     """The quantised-matmul record of a call."""
     return Record(
         x=args.x,
-        packed=args.w,
-        scales=lax.stop_gradient(args.scales),
+        packed=as_words(args.w),
+        scales=lax.stop_gradient(as_stored(args.scales)),
         zeros=None if args.zeros is None else lax.stop_gradient(args.zeros),
+        tensor_scale=None if args.tensor_scale is None else lax.stop_gradient(args.tensor_scale),
         format=make_format(args.mode, args.bits, args.group_size),
         transpose=args.transpose,
         precision=args.precision,

@@ -35,7 +35,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="ejkernel_pallas.tpu.quantized_matmul.passes:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=tpu_requires(
-                handles=frozenset({"zeros", "transpose", "precision"}),
+                handles=frozenset({"zeros", "tensor_scale", "transpose", "precision"}),
                 extra=_reasons,
             ),
             config=ConfigSpace(

@@ -54,7 +54,7 @@ class QuantizedRefs:
 
 
 def over_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
-    """x [M, R] times the packed matrix, [M, C] in x's dtype."""
+    """x [M, R] times the packed matrix, [M, C] in `spec.output`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
     made = _launch(
         record,
@@ -62,7 +62,7 @@ def over_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax
         _over_rows,
         x=Operand(x, (m, r), lambda i, j, k: (i, k)),
         output=Operand(
-            jax.ShapeDtypeStruct((spec.codes, spec.rows, spec.words), x.dtype),
+            jax.ShapeDtypeStruct((spec.codes, spec.rows, spec.words), spec.output),
             (spec.codes, m, w),
             lambda i, j, k: (0, i, j),
         ),
@@ -73,8 +73,9 @@ def over_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax
 
 
 def over_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
-    """x [M, C] times the transposed packed matrix, [M, R] in x's dtype."""
+    """x [M, C] times the transposed packed matrix, [M, R] in `spec.output`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
+    output = jax.ShapeDtypeStruct((spec.rows, spec.packed_rows), spec.output)
     # x is rearranged once by XLA, so that code n of neighbouring words meets neighbouring columns: no number moves
     # between lanes in the kernel.
     by_code = jnp.moveaxis(x.reshape(spec.rows, spec.words, spec.codes), 2, 0)
@@ -83,7 +84,7 @@ def over_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> ja
         spec,
         _over_words,
         x=Operand(by_code, (spec.codes, m, w), lambda i, j, k: (0, i, k)),
-        output=Operand(jax.ShapeDtypeStruct((spec.rows, spec.packed_rows), x.dtype), (m, r), lambda i, j, k: (i, j)),
+        output=Operand(output, (m, r), lambda i, j, k: (i, j)),
         packed=lambda i, j, k: (j, k),
         steps=-(-spec.words // w),
     )

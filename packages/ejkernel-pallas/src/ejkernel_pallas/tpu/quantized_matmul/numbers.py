@@ -45,15 +45,15 @@ def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
 
 def scale_values(stored: jax.Array, form: Format) -> jax.Array:
     """Scales, or zeros, as float32."""
-    if stored.dtype == jnp.float32:
-        return stored
+    if jnp.issubdtype(stored.dtype, jnp.floating):
+        return stored.astype(jnp.float32)
     bits = stored.astype(jnp.int32)
     if form.mode == "affine":
         return small_float(bits, 5, 10)
-    if form.mode.startswith("mx"):
-        # Stored as a signed exponent; shifted to where float32 has its own, it is the power of two.
-        signed = jnp.where(bits > 127, bits - 256, bits)
-        return lax.bitcast_convert_type((signed + 127) << 23, jnp.float32)
+    if form.exponents:
+        # e8m0: the byte is the exponent field of a float32, and 255 is NaN. 2 ** -127 becomes 0, as every number below
+        # the smallest normal does on a TPU.
+        return lax.bitcast_convert_type(jnp.where(bits == 255, 0x7FC00000, bits << 23), jnp.float32)
     return small_float(bits, 4, 3)
 
 

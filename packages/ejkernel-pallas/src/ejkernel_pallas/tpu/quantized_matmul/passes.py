@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
 from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.quantized_matmul.kernels import over_rows, over_words
 from ejkernel_pallas.tpu.quantized_matmul.spec import make_spec
@@ -45,4 +45,4 @@ def backward(pullback: Pullback, config: TpuQuantized) -> dict[str, jax.Array]:
 def _multiplied(run: Any, record: QuantizedMatmul, rows: jax.Array, config: TpuQuantized) -> jax.Array:
     """Runs a kernel on rows, filled up to whole registers: arrays of fewer have another layout in memory."""
     spec, count = make_spec(record, config), rows.shape[0]
-    return run(record, jnp.pad(rows, ((0, spec.rows - count), (0, 0))), spec)[:count]
+    return finished(record, run(record, jnp.pad(rows, ((0, spec.rows - count), (0, 0))), spec)[:count])

@@ -28,6 +28,7 @@ class QuantizedSpec:
         format: Mode, bits and group size.
         blocks: Tiles.
         operand: Dtype of what is multiplied.
+        output: Dtype of what is written: x's, or float32 where a tensor scale is still to come.
         precision: Of the products.
         piece: Rows of words, and words, of one product: as many as matrix units are wide. More numbers than that on
             their way there would not fit registers.
@@ -40,6 +41,7 @@ class QuantizedSpec:
     format: Format
     blocks: TpuQuantized
     operand: Any
+    output: Any
     precision: lax.Precision | None
     piece: int
 
@@ -83,6 +85,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         format=form,
         blocks=config,
         operand=record.x.dtype,
+        output=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
         # Mosaic has products in one pass of bfloat16 and in six. One of bfloat16 operands is exact.
         precision=lax.Precision.HIGHEST if wide and exact else asked if wide else None,
         piece=2 * LANES if is_wide(current_device().kind) else LANES,
@@ -90,7 +93,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
 
 
 def scale_bits(scales: jax.Array) -> jax.Array:
-    """Scales as what the kernels read: float32 as it is, others as the integers of their bits."""
+    """Scales as what the kernels read: float16 as the integers of their bits, others as they are."""
     if scales.dtype == jnp.float16:
         return lax.bitcast_convert_type(scales, jnp.uint16)
     return scales

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.cases.quantized_matmul import quantized_like
 from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
 from ejkernel.ops.model import Case
 from ejkernel.planning.quantized_formats import Mode, make_format
@@ -143,10 +144,9 @@ def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:
     if args.rhs_mode is None:
         return {}
     form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-    *rows, groups = args.rhs_scale.shape
-    weights = jax.random.normal(key, (*rows, groups * form.group_size))
-    packed, scale, *zeros = quantize(weights, form.group_size, form.bits, args.rhs_mode, "col")
-    return {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
+    packed = quantized_like({"w": args.rhs, "scales": args.rhs_scale}, form, key)
+    names = {"rhs": "w", "rhs_scale": "scales", "rhs_zeros": "zeros", "rhs_tensor_scale": "tensor_scale"}
+    return {name: packed.get(of) for name, of in names.items() if getattr(args, name) is not None}
 
 
 def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:

@@ -1,14 +1,15 @@
 """Inputs for `quantized_matmul`: the named cases every backend is tested on, and inputs of any given shapes."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
-from ejkernel.planning.quantized_formats import make_format
+from ejkernel.planning.quantized_formats import Format, Mode, make_format
 from ejkernel.quantization import quantize
 
 
@@ -24,6 +25,7 @@ class MatmulSizes:
     group_size: int | None = 32
     transpose: bool = False
     dtype: Any = jnp.float32
+    scales: str | None = None
 
 
 _TABLE: tuple[Row[MatmulSizes], ...] = (
@@ -31,12 +33,20 @@ _TABLE: tuple[Row[MatmulSizes], ...] = (
     ("int4, transposed", MatmulSizes(transpose=True), lambda k: {}, ("zeros",), ()),
     ("int8", MatmulSizes(bits=8), lambda k: {}, ("zeros",), ()),
     ("3 bits", MatmulSizes(bits=3, group_size=16), lambda k: {}, ("zeros",), ("awkward",)),
+    ("bfloat16 scales, transposed", MatmulSizes(transpose=True, scales="bfloat16"), lambda k: {}, ("zeros",), ()),
+    ("float32 scales", MatmulSizes(bits=8, scales="float32"), lambda k: {}, ("zeros",), ("awkward",)),
     ("2 bits, one row", MatmulSizes(m=1, bits=2), lambda k: {}, ("zeros",), ("awkward",)),
     ("nf4", MatmulSizes(mode="nf4", group_size=64), lambda k: {}, (), ()),
     ("mxfp4", MatmulSizes(mode="mxfp4", n=160), lambda k: {}, (), ("awkward",)),
     ("mxfp8, transposed", MatmulSizes(mode="mxfp8", transpose=True), lambda k: {}, (), ()),
-    ("nvfp4, transposed", MatmulSizes(mode="nvfp4", group_size=16, transpose=True), lambda k: {}, (), ()),
-    ("nvfp8", MatmulSizes(mode="nvfp8", group_size=16), lambda k: {}, (), ()),
+    (
+        "nvfp4, transposed",
+        MatmulSizes(mode="nvfp4", group_size=16, transpose=True),
+        lambda k: {},
+        ("tensor_scale",),
+        (),
+    ),
+    ("nvfp8", MatmulSizes(mode="nvfp8", group_size=16), lambda k: {}, ("tensor_scale",), ()),
     ("square", MatmulSizes(k=64, n=64, transpose=True), lambda k: {}, ("zeros", "transpose"), ()),
     ("many rows", MatmulSizes(m=70, dtype=jnp.bfloat16), lambda k: {}, ("zeros",), ()),
     (
@@ -60,12 +70,13 @@ def inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
     z, (one, other) = sizes, jax.random.split(key)
     # Outputs of the size of 1, as a model's weights make them: kernels may round weights, which adds up as they do.
     weights = jax.random.normal(other, (z.n, z.k), jnp.float32) * z.k**-0.5
-    packed, scales, *zeros = quantize(weights, z.group_size, z.bits, z.mode, "col" if z.transpose else "row")
+    axis = "col" if z.transpose else "row"
+    packed, scales, *third = quantize(weights, z.group_size, z.bits, z.mode, axis, z.scales)
     return {
         "x": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
         "w": packed,
         "scales": scales,
-        "zeros": zeros[0] if zeros else None,
+        "zeros": third[0] if third else None,
         "transpose": z.transpose,
         "group_size": z.group_size,
         "bits": z.bits,
@@ -82,9 +93,19 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """
     one, other = jax.random.split(key)
     form = make_format(args.mode, args.bits, args.group_size)
-    rows, groups = args.scales.shape
-    shape = (rows, groups * form.group_size)
-    weights = jax.random.normal(other, shape, jnp.float32)
-    packed, scales, *zeros = quantize(weights, form.group_size, form.bits, args.mode, "col")
+    packed = quantized_like({"w": args.w, "scales": args.scales}, form, other)
+    optional = {name: packed.get(name) for name in ("zeros", "tensor_scale") if getattr(args, name) is not None}
     x = jax.random.normal(one, args.x.shape, jnp.float32).astype(args.x.dtype)
-    return dataclasses.replace(args, x=x, w=packed, scales=scales, zeros=zeros[0] if zeros else None)
+    return dataclasses.replace(args, x=x, w=packed["w"], scales=packed["scales"], **optional)
+
+
+def quantized_like(stored: dict[str, Any], form: Format, key: jax.Array) -> dict[str, jax.Array]:
+    """Quantised normal weights: `w` and `scales` like those stored, and zeros or the tensor scale of their format."""
+    scales = stored["scales"]
+    *rows, groups = scales.shape
+    weights = jax.random.normal(key, (*rows, groups * form.group_size), jnp.float32)
+    dtype = scales.dtype if form.mode == "affine" else None
+    packed, values, *third = quantize(weights, form.group_size, form.bits, cast(Mode, form.mode), "col", dtype)
+    made = {"w": packed, "scales": values}
+    made = {name: lax.bitcast_convert_type(array, stored[name].dtype) for name, array in made.items()}
+    return made | dict(zip(("tensor_scale" if form.has_tensor_scale else "zeros",), third, strict=False))
