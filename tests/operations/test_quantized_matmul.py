@@ -105,7 +105,7 @@ def test_scales_and_zeros_are_constants_with_gradients_of_zero():
         ({"zeros": None}, "zeros: got None with mode 'affine', wants zeros"),
         ({"x": jnp.ones((3, 65))}, "x: got shape (3, 65), wants [M, 64]"),
         ({"w": jnp.ones((64, 12))}, "w: got float32[64, 12], wants packed codes uint32"),
-        ({"scales": jnp.ones((64, 3))}, "scales: got dtype float32, wants float16 for affine"),
+        ({"scales": jnp.ones((64, 3), jnp.int8)}, "scales: got dtype int8, wants float16 or bfloat16 or float32"),
     ],
 )
 def test_what_is_wrong_is_said_by_name(change, said):
