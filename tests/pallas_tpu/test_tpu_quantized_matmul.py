@@ -19,11 +19,11 @@ from ejkernel_pallas.tpu.quantized_matmul.tiles import TpuQuantized
 TILES = TpuQuantized(block_m=16, block_r=128, block_w=128)
 
 
-def record(m, k, n, mode="affine", bits=None, group_size=32, transpose=False, dtype="float32"):
+def record(m, k, n, mode="affine", bits=None, group_size=32, transpose=False, dtype="float32", stored="float16"):
     """A record with normal inputs; the packed matrix is that of normal weights."""
     form, random = make_format(mode, bits, group_size), np.random.default_rng(5)
     weights = jnp.asarray(random.normal(size=(n, k) if transpose else (k, n)), jnp.float32)
-    codes, scales, zeros, tensor_scale = encode(weights, form)
+    codes, scales, zeros, tensor_scale = encode(weights, form, stored)
     x = jnp.asarray(random.normal(size=(m, k)), dtype)
     packed = pack(codes, form.bits)
     stored = {"scales": scales, "zeros": zeros, "tensor_scale": tensor_scale}
@@ -34,6 +34,7 @@ def record(m, k, n, mode="affine", bits=None, group_size=32, transpose=False, dt
 CASES = {
     "int4, tiles that end beyond every axis": partial(record, 20, 150, 1056),
     "int4, transposed": partial(record, 5, 1056, 150, transpose=True, dtype="bfloat16"),
+    "int4, bfloat16 scales": partial(record, 5, 130, 160, stored="bfloat16"),
     "int8": partial(record, 5, 140, 544, bits=8, dtype="bfloat16"),
     "nf4, scales of two blocks": partial(record, 3, 130, 2304, mode="nf4", group_size=16),
     "mxfp4, transposed": partial(record, 3, 160, 96, mode="mxfp4", transpose=True),

@@ -15,15 +15,16 @@ from ejkernel_pallas.tpu.quantized_matmul.tiles import heuristic
 pytestmark = pytest.mark.libtpu
 
 
-def record(m, k, n, mode="affine", bits=None, group_size=64, transpose=False, dtype="bfloat16"):
+def record(m, k, n, mode="affine", bits=None, group_size=64, transpose=False, dtype="bfloat16", stored=None):
     form = make_format(mode, bits, group_size)
     rows, columns = (n, k) if transpose else (k, n)
-    scales = shaped((rows, columns // form.group_size), form.scale_dtype)
+    scales = shaped((rows, columns // form.group_size), stored or form.scale_dtype)
     return QuantizedMatmul(
         x=shaped((m, k), dtype),
         packed=shaped((rows, form.words(columns)), "uint32"),
         scales=scales,
         zeros=scales if mode == "affine" else None,
+        tensor_scale=shaped((), "float32") if form.has_tensor_scale else None,
         format=form,
         transpose=transpose,
     )
@@ -32,6 +33,7 @@ def record(m, k, n, mode="affine", bits=None, group_size=64, transpose=False, dt
 RECORDS = {
     "int4": record(16, 1100, 2112),
     "int8, transposed": record(3, 2112, 1100, bits=8, transpose=True),
+    "int4, bfloat16 scales": record(16, 300, 1088, stored="bfloat16"),
     "nf4, float32": record(3, 300, 1088, mode="nf4", dtype="float32"),
     "mxfp4, transposed": record(16, 2112, 300, mode="mxfp4", group_size=32, transpose=True),
     "nvfp8": record(16, 300, 2112, mode="nvfp8", group_size=16),

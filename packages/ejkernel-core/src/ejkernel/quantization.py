@@ -87,7 +87,7 @@ def _quantized(rows: jax.Array, form: Format, dtype: Any) -> Quantized:
 
 def _scale_dtype(scale_dtype: Any, form: Format) -> Any:
     """The dtype of affine scales that is asked for."""
-    name = form.scale_dtypes[0] if scale_dtype is None else jnp.dtype(scale_dtype).name
+    name = jnp.dtype(form.scale_dtype if scale_dtype is None else scale_dtype).name
     if name not in form.scale_dtypes:
         raise ValueError(f"scale_dtype: got {name}, wants {' or '.join(form.scale_dtypes)} for {form.mode}")
     return jnp.dtype(name)

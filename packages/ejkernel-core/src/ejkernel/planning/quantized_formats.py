@@ -87,6 +87,11 @@ class Format:
         return {"affine": tuple(LARGEST_ZEROS), "nf4": ("float32",)}.get(self.mode, ("uint8",))
 
     @property
+    def scale_dtype(self) -> Any:
+        """The usual dtype of scales."""
+        return jnp.dtype(self.scale_dtypes[0])
+
+    @property
     def exponents(self) -> bool:
         """Whether scales are e8m0: powers of two."""
         return self.mode.startswith("mx")

@@ -1,0 +1,14 @@
+"""Numbers of the quantised matmul's kernels, interpreted: formats and dtypes of scales."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from triton_chips import assert_conforms
+
+CASES = "scales or mxfp4 or nvfp4"
+"""e8m0, a tensor scale, and affine scales that are not float16."""
+
+
+def test_scales_of_every_kind():
+    assert "skipped" not in assert_conforms(["quantized_matmul"], f"test_value and ({CASES})")
