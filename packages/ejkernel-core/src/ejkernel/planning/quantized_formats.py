@@ -55,7 +55,7 @@ NF4 = (
 )
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 EXPONENT_BIAS, LEAST_EXPONENT, MOST_EXPONENT = 127, -126, 127
-"""Of e8m0; `quantize` leaves out -127, since 2 ** -127 is subnormal in float32."""
+"""These are exponents of e8m0; `quantize` never writes -127, since 2 ** -127 is subnormal in float32."""
 SMALLEST_E4M3 = 2.0**-9
 MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 """Smallest normal float32, devices may flush what is smaller to zero; and the largest."""
