@@ -54,7 +54,7 @@ def triton_implementation(
         forward: "folder.module:function" below this package.
         backward: The backward pass in the same form; None without one.
         name: Name among the implementations of the family.
-        priority: Above XLA's 0 once a GPU has confirmed it.
+        priority: Its rank among those that a GPU has confirmed; XLA's is 0.
         **fields: Others of `Implementation`.
     """
     return Implementation(
@@ -67,5 +67,6 @@ def triton_implementation(
         requires=requires,
         config=config,
         priority=priority,
+        evidence="ejkernel_triton:evidence",
         **fields,
     )

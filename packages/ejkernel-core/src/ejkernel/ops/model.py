@@ -227,6 +227,8 @@ class Implementation:
         backward_requires: What the backward pass needs, where that differs.
         priority: Higher is tried first; ties go by name.
         tuned: `"package:folder"` of shipped tables, `<device kind>/<op>.json` in it.
+        evidence: `"package:folder"` of what the conformance suite found on devices, `<chip>/<name>.json` in it: on a GPU
+            without, it comes after all that are confirmed. None goes by priority alone.
         only: Names of the operations it serves; None for all of the family. For exceptions: what a call cannot be
             served for belongs in `requires`.
         cases: `"module:function"` that returns further conformance cases by operation, `{"flash_attention": (...)}`;
@@ -248,6 +250,7 @@ class Implementation:
     backward_requires: Requires | None = None
     priority: int = 0
     tuned: str | None = None
+    evidence: str | None = None
     only: frozenset[str] | None = None
     cases: str | None = None
     paired: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ejkernel_conformance.confirm import runner
+from ejkernel_conformance.confirm import merging, runner
 from ejkernel_conformance.confirm.state import Result, Run, Writer, known_results, read
 
 NAMES = "NAME"
@@ -51,6 +51,18 @@ def run(ctx: click.Context, out: Path, resume: tuple[Path, ...], minutes: float,
     left = _print_summary(this, results)
     failed = any(result.outcome == "failed" for result in results.values())
     ctx.exit(2 if left else 1 if failed else 0)
+
+
+@main.command()
+@click.argument("states", type=click.Path(path_type=Path, exists=True, dir_okay=False), nargs=-1)
+def merge(states: tuple[Path, ...]) -> None:
+    """Write evidence files from state files, and mark evidence as stale whose sources have changed since.
+
+    Results of sources that are no longer there are left out. Without state files, only the marks are renewed: an
+    implementation with stale evidence comes after all that are confirmed, until it is confirmed again.
+    """
+    for path in merging.merge(read(states)):
+        click.echo(path)
 
 
 def _run(

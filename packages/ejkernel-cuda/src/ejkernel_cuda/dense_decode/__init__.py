@@ -27,6 +27,7 @@ IMPLEMENTATIONS = (
         family="paged_attention",
         name="cuda",
         platform="cuda",
+        evidence="ejkernel_cuda:evidence",
         backend="gpu",
         forward="ejkernel_cuda.dense_decode.forward:forward",
         requires=decoding_requires(

@@ -50,6 +50,7 @@ def _implementation(name: str, priority: int, handles: frozenset[str]) -> Implem
         family="paged_attention",
         name=name,
         platform="cuda",
+        evidence="ejkernel_cuda:evidence",
         backend="gpu",
         forward="ejkernel_cuda.paged_decode.forward:forward",
         requires=decoding_requires(handles=handles, extra=_reasons),

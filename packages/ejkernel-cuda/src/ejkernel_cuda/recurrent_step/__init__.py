@@ -88,6 +88,7 @@ IMPLEMENTATIONS = (
         family="linear_recurrence",
         name="cuda_step",
         platform="cuda",
+        evidence="ejkernel_cuda:evidence",
         backend="gpu",
         forward="ejkernel_cuda.recurrent_step.forward:forward",
         requires=Requires(

@@ -59,6 +59,7 @@ IMPLEMENTATIONS = (
         family="selective_scan",
         name="cuda",
         platform="cuda",
+        evidence="ejkernel_cuda:evidence",
         backend="gpu",
         forward="ejkernel_cuda.selective_scan.forward:forward",
         backward="ejkernel_cuda.selective_scan.backward:backward",

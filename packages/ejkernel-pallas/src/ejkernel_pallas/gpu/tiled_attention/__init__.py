@@ -41,6 +41,7 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             name="mosaic_gpu",
             platform="pallas",
+            evidence="ejkernel_pallas:evidence",
             backend="gpu",
             forward="ejkernel_pallas.gpu.tiled_attention.forward.run:forward",
             backward="ejkernel_pallas.gpu.tiled_attention.backward.run:backward",

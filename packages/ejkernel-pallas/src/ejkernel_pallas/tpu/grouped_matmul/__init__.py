@@ -40,6 +40,7 @@ def implementations() -> tuple[Implementation, ...]:
             family="grouped_matmul",
             name="pallas_tpu",
             platform="pallas",
+            evidence="ejkernel_pallas:evidence",
             backend="tpu",
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",

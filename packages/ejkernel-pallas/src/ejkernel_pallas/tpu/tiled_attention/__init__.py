@@ -32,6 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             name="pallas_tpu",
             platform="pallas",
+            evidence="ejkernel_pallas:evidence",
             backend="tpu",
             forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",

@@ -1,0 +1,250 @@
+"""What the conformance suite found on devices, as backends ship it: `evidence/<chip>/<implementation>.json`.
+
+A kernel takes part in dispatch on a GPU in the order of its priority only where a chip of the same kind has run all of
+its tests, and all passed, with the toolchain that runs. Elsewhere it comes after all that are confirmed, XLA's among
+them. Toolchains are the same where the minor versions are equal: JAX 0.11.2 and 0.11.4, Triton 3.6.0 and 3.6.1.
+
+`python3 -m ejkernel_conformance.confirm` writes the files, and never a person: each holds a checksum of its content.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.resources
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources.abc import Traversable
+from typing import Literal
+
+import msgspec
+
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.model import Implementation
+from ejkernel.ops.toolchain import split_requirement
+
+FORMAT = 1
+VARIABLE = "EJKERNEL_UNCONFIRMED"
+"""With the value `allow` in the environment, dispatch goes by priority alone, evidence or not."""
+SHOWN = ("jax", "jax_triton", "triton")
+"""The versions that tell toolchains apart, in the order in which they are printed."""
+
+
+class EvidenceWarning(UserWarning):
+    """An evidence file cannot be read; the implementation counts as not confirmed."""
+
+
+class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of tests.
+
+    Attributes:
+        passed: How many passed.
+        refused: How many were about calls that the implementation refuses.
+        failed: Those that failed, and the first line of why.
+        not_run: Those that did not run.
+    """
+
+    passed: int = 0
+    refused: int = 0
+    failed: Mapping[str, str] = {}
+    not_run: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many tests there are."""
+        return self.passed + self.refused + len(self.failed) + len(self.not_run)
+
+
+class FamilyEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was found about the implementation of one family.
+
+    Attributes:
+        digest: Of the sources that ran (`source_digest`).
+        operations: The tests of each operation.
+        claims: Those of what the implementation says about itself.
+        stale: Whether the sources have changed since.
+    """
+
+    digest: str
+    operations: Mapping[str, Tally]
+    claims: Tally = Tally()
+    stale: bool = False
+
+
+class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was found on one device with one toolchain.
+
+    Attributes:
+        device: JAX's name for the kind of device.
+        versions: Of all that the kernels were compiled and run with.
+        at: ISO 8601 time of the last run, UTC.
+        families: What was found about the implementation of each family.
+        compiled_for: For kernels of chips that are not at hand: those that their compiler compiled them for.
+    """
+
+    device: str
+    versions: Mapping[str, str]
+    at: str
+    families: Mapping[str, FamilyEvidence]
+    compiled_for: tuple[str, ...] = ()
+
+    @property
+    def toolchain(self) -> str:
+        """The toolchain in words: `jax 0.11.2, triton 3.6.0`."""
+        return _in_words(self.versions, 3)
+
+
+class EvidenceFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of an evidence file.
+
+    Attributes:
+        implementation: Name of the implementation.
+        chip: The chip, as in the file's path.
+        confirmations: One for each device and toolchain.
+        kind: Whether a device ran the kernels, or a CPU interpreted them.
+        checksum: Of all else in the file.
+        format: The format of the file.
+    """
+
+    implementation: str
+    chip: str
+    confirmations: tuple[Confirmation, ...]
+    kind: Literal["device", "interpreted"] = "device"
+    checksum: str = ""
+    format: int = FORMAT
+
+
+def chip_of(device: DeviceInfo) -> str:
+    """The name of a chip in paths: NVIDIA's by their compute capability, `sm_90`, others by their kind."""
+    if device.platform == "tpu":
+        return "tpu"
+    if device.vendor == "nvidia" and device.compute_capability is not None:
+        return f"sm_{round(device.compute_capability * 10)}"
+    return (device.kind or device.platform).replace(" ", "_").replace("/", "_")
+
+
+def encode(file: EvidenceFile) -> bytes:
+    """An evidence file as text that people can read and compare, with its checksum."""
+    return msgspec.json.format(msgspec.json.encode(_sealed(file), order="sorted"), indent=1) + b"\n"
+
+
+def decode(data: bytes) -> EvidenceFile:
+    """The content of an evidence file.
+
+    Raises:
+        ValueError: It is none, of another version, or was changed by hand.
+    """
+    file = msgspec.json.decode(data, type=EvidenceFile)
+    if file.format != FORMAT:
+        raise ValueError(f"has format {file.format}, this version reads {FORMAT}")
+    if _sealed(file).checksum != file.checksum:
+        raise ValueError("its checksum is that of another content: evidence is written by runs, not by hand")
+    return file
+
+
+def _sealed(file: EvidenceFile) -> EvidenceFile:
+    content = msgspec.json.encode(msgspec.structs.replace(file, checksum=""), order="sorted")
+    return msgspec.structs.replace(file, checksum=hashlib.sha256(content).hexdigest()[:16])
+
+
+@functools.cache
+def shipped(folder: str, name: str) -> tuple[EvidenceFile, ...]:
+    """The evidence that a backend ships about the implementations of a name, on all chips.
+
+    Args:
+        folder: `"package:folder"` from the implementation.
+        name: Name of the implementation.
+    """
+    return tuple(_read(folder, name))
+
+
+def _read(folder: str, name: str) -> Iterator[EvidenceFile]:
+    for file in evidence_files(folder):
+        if file.name != f"{name}.json":
+            continue
+        try:
+            yield decode(file.read_bytes())
+        except (OSError, ValueError) as error:
+            warnings.warn(f"the evidence in {file} is ignored: {error}", EvidenceWarning, stacklevel=3)
+
+
+def evidence_files(folder: str) -> list[Traversable]:
+    """All evidence files that a backend ships, in order."""
+    package, _, path = folder.partition(":")
+    try:
+        chips = [chip for chip in importlib.resources.files(package).joinpath(path).iterdir() if chip.is_dir()]
+    except (ImportError, OSError):
+        return []
+    files = [file for chip in chips for file in chip.iterdir() if file.name.endswith(".json")]
+    return sorted(files, key=str)
+
+
+def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
+    """Why an implementation comes after all that are confirmed, in a sentence; empty where it does not."""
+    if implementation.evidence is None or device.platform != "gpu" or _is_allowed():
+        return ""
+    known = (implementation.evidence, implementation.name, implementation.family, implementation.requires.modules)
+    return _unconfirmed(*known, op, chip_of(device), device.kind)
+
+
+@functools.cache
+def _is_allowed() -> bool:
+    return os.environ.get(VARIABLE) == "allow"
+
+
+@functools.cache
+def _unconfirmed(folder: str, name: str, family: str, modules: tuple[str, ...], op: str, chip: str, kind: str) -> str:
+    on_chip = [x for file in shipped(folder, name) if file.chip == chip for x in file.confirmations]
+    on_chip = [confirmation for confirmation in on_chip if family in confirmation.families]
+    if not on_chip:
+        return f"not confirmed on {chip}: no run of its tests there is known"
+    installed = installed_versions(modules)
+    matching = [x for x in on_chip if _minor(x.versions, installed) == _minor(installed, installed)]
+    if not matching:
+        others = "; ".join(dict.fromkeys(_in_words(x.versions, 2, installed) for x in on_chip))
+        return f"not confirmed with {_in_words(installed, 2)} on {chip}, but with {others}"
+    same_kind = [x for x in matching if x.device == kind]
+    latest = max(same_kind or matching, key=lambda x: x.at)
+    problem = trouble(latest.families[family], op)
+    return f"not confirmed on {latest.device} with {latest.toolchain}: {problem}" if problem else ""
+
+
+def trouble(found: FamilyEvidence, op: str) -> str:
+    """What keeps evidence from confirming an operation; empty where it does."""
+    tally = found.operations.get(op, Tally())
+    if found.stale:
+        return "the sources have changed since"
+    if tally.failed:
+        return f"{len(tally.failed)} of {tally.count} tests of {op} fail"
+    if found.claims.failed:
+        return f"{len(found.claims.failed)} of {found.claims.count} tests of its claims fail"
+    missing = len(tally.not_run) + len(found.claims.not_run)
+    if missing:
+        return f"{missing} of {tally.count + found.claims.count} tests of {op} have not run"
+    return "" if tally.passed else f"no test of {op} has run"
+
+
+def installed_versions(modules: Iterable[str]) -> dict[str, str]:
+    """The installed versions of what an implementation needs, and of JAX, by module."""
+    names = dict.fromkeys(["jax", *(split_requirement(needed)[0] for needed in modules)])
+    found = {name: _installed(name) for name in names}
+    return {name: version for name, version in found.items() if version}
+
+
+@functools.cache
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+
+
+def _minor(versions: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Major and minor versions of some modules."""
+    return {name: ".".join(versions.get(name, "").split(".")[:2]) for name in names}
+
+
+def _in_words(versions: Mapping[str, str], length: int, names: Iterable[str] = SHOWN) -> str:
+    """Versions in words, each to so many numbers."""
+    shown = [name for name in SHOWN if name in versions and name in names]
+    return ", ".join(f"{name} {'.'.join(versions[name].split('.')[:length])}" for name in shown)
