@@ -14,6 +14,9 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 # The distributed tests and examples need several devices. JAX reads this when it looks for devices, not at import.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+# Tests of dispatch are about its order by priority: evidence is stale as soon as somebody works on a kernel.
+os.environ.setdefault("EJKERNEL_UNCONFIRMED", "allow")
+
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/operations/*.md", "docs/extending/*.md"],

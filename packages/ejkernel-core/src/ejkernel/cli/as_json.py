@@ -59,4 +59,5 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "status": verdict.status,
         "reasons": list(verdict.reasons),
         "remark": verdict.remark,
+        "unconfirmed": verdict.unconfirmed or None,
     }

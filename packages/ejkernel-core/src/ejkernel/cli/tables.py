@@ -106,7 +106,7 @@ def print_choice(out: Console, choice: Choice) -> None:
     """Prints the verdicts of one direction, and where its configuration came from."""
     rows = [
         (v.implementation.name, v.implementation.platform, v.implementation.priority, (v.status, COLORS[v.status]),
-         "; ".join(v.reasons) or v.remark)
+         v.remarks)
         for v in choice.verdicts
     ]  # fmt: skip
     title = f"{choice.op}, {choice.direction}, on {choice.device}"

@@ -1,7 +1,7 @@
 """What code that was written around kernel classes imports beside them."""
 
 from ejkernel.ops.device import current_device
-from ejkernel.ops.dispatch import hardware_refusals
+from ejkernel.ops.dispatch import hardware_refusals, in_order
 from ejkernel.ops.execution.executor import create_default_executor
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.plugins import registry
@@ -22,7 +22,7 @@ def detect_platform(algorithm: str, platform: str = "auto") -> str:
     if platform != "auto":
         return str(platform)
     op, device = registry().op(algorithm), current_device()
-    for implementation in registry().implementations.get(op.name, ()):
+    for implementation, _ in in_order(op, device):
         if not hardware_refusals(implementation, device):
             return implementation.platform
     raise ValueError(f"algorithm: no implementation of {algorithm!r} runs on {device}")

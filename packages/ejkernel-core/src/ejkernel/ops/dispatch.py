@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.ops import evidence
 from ejkernel.ops.arguments import array_fields, given_fields
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.config.selection import foreign_part
@@ -28,15 +29,22 @@ class Verdict:
         status: Chosen, usable in its place, or refused.
         reasons: Why it is refused; empty otherwise.
         remark: Why it is chosen, where that is more than its place in the order.
+        unconfirmed: Why it comes after all that are confirmed on the device; empty where it does not.
     """
 
     implementation: Implementation
     status: Status
     reasons: tuple[str, ...] = ()
     remark: str = ""
+    unconfirmed: str = ""
+
+    @property
+    def remarks(self) -> str:
+        """What there is to say about it: why it is refused, or about its place in the order."""
+        return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed)))
 
     def __str__(self) -> str:
-        i, reasons = self.implementation, "; ".join(self.reasons) or self.remark
+        i, reasons = self.implementation, self.remarks
         return f"{i.name:<16} {i.platform:<8} priority {i.priority:>4}  {self.status:<8} {reasons}".rstrip()
 
 
@@ -141,10 +149,10 @@ def choose(
     """
     found = registry()
     verdicts: list[Verdict] = []
-    for implementation in found.implementations.get(op.name, ()):
+    for implementation, unconfirmed in in_order(op, device):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
         reasons += _without_fields(op, implementation, direction, cfg, hints)
-        verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons))
+        verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons, "", unconfirmed))
     return Choice(
         op=op.name,
         direction=direction,
@@ -153,6 +161,16 @@ def choose(
         verdicts=_with_first_chosen(verdicts),
         failed_plugins=found.failed,
     )
+
+
+def in_order(op: Op, device: DeviceInfo) -> list[tuple[Implementation, str]]:
+    """The implementations in the order of choice on a device, each with why it is not confirmed there, if so.
+
+    Those that evidence confirms, and those that need none, come before all others.
+    """
+    listed = registry().implementations.get(op.name, ())
+    found = [(implementation, evidence.unconfirmed(implementation, op.name, device)) for implementation in listed]
+    return sorted(found, key=lambda pair: bool(pair[1]))
 
 
 def _without_fields(
@@ -240,7 +258,7 @@ def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool
     else:
         same = backwards[verdict.implementation.name]
         reasons = tuple(f"paired, and its backward refuses: {reason}" for reason in same.reasons)
-    return Verdict(verdict.implementation, "refused", reasons) if reasons else verdict
+    return dataclasses.replace(verdict, status="refused", reasons=reasons) if reasons else verdict
 
 
 def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
@@ -250,7 +268,8 @@ def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implem
         return verdict
     same = forwards.get(implementation.name)
     reasons = tuple(f"paired, and its forward refuses: {reason}" for reason in (same.reasons if same else ()))
-    return Verdict(implementation, "refused", reasons or ("paired, and another forward pass is chosen",))
+    reasons = reasons or ("paired, and another forward pass is chosen",)
+    return dataclasses.replace(verdict, status="refused", reasons=reasons)
 
 
 def refusals(

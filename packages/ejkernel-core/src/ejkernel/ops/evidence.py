@@ -183,6 +183,8 @@ def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> 
     """Why an implementation comes after all that are confirmed, in a sentence; empty where it does not."""
     if implementation.evidence is None or device.platform != "gpu" or _is_allowed():
         return ""
+    if not implementation.requires.devices & device.names:  # it is refused there
+        return ""
     known = (implementation.evidence, implementation.name, implementation.family, implementation.requires.modules)
     return _unconfirmed(*known, op, chip_of(device), device.kind)
 

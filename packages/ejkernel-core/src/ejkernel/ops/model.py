@@ -227,8 +227,8 @@ class Implementation:
         backward_requires: What the backward pass needs, where that differs.
         priority: Higher is tried first; ties go by name.
         tuned: `"package:folder"` of shipped tables, `<device kind>/<op>.json` in it.
-        evidence: `"package:folder"` of what the conformance suite found on devices, `<chip>/<name>.json` in it: on a GPU
-            without, it comes after all that are confirmed. None goes by priority alone.
+        evidence: `"package:folder"` of what the conformance suite found on devices, `<chip>/<name>.json` in it: on a
+            GPU without, it comes after all that are confirmed. None goes by priority alone.
         only: Names of the operations it serves; None for all of the family. For exceptions: what a call cannot be
             served for belongs in `requires`.
         cases: `"module:function"` that returns further conformance cases by operation, `{"flash_attention": (...)}`;

@@ -12,7 +12,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.evidence import Confirmation, EvidenceFile, FamilyEvidence, Tally
 from ejkernel.ops.model import Implementation
 from ejkernel_conformance.confirm.listing import SuiteTest
-from ejkernel_conformance.confirm.state import COMPILED_WITH, Result, Run
+from ejkernel_conformance.confirm.state import COMPILED_WITH, Result, Run, known_results
 from ejkernel_conformance.confirm.toolchain import digests, implementations
 
 Key = tuple[str, str]
@@ -24,7 +24,7 @@ def merge(runs: Iterable[Run]) -> list[Path]:
     known = {key: one for key, one in implementations().items() if one.evidence is not None}
     current = digests(known)
     found: dict[Key, list[Confirmation]] = collections.defaultdict(list)
-    for run in _joined(runs):
+    for run in _by_toolchain(runs):
         for name, confirmation in _confirmations(run, known, current):
             found[evidence.chip_of(DeviceInfo(**run.about["device"])), name].append(confirmation)
     written: list[Path] = []
@@ -38,28 +38,17 @@ def merge(runs: Iterable[Run]) -> list[Path]:
     return written
 
 
-def _joined(runs: Iterable[Run]) -> Iterator[Run]:
+def _by_toolchain(runs: Iterable[Run]) -> Iterator[Run]:
     """Runs of the same toolchain and device as one: the last has the tests and the sources, the last result counts."""
     groups: dict[str, list[Run]] = collections.defaultdict(list)
     for run in runs:
         groups[run.toolchain].append(run)
     for group in groups.values():
-        yield Run(
-            {**group[-1].about, "digests": {key: value for run in group for key, value in run.about["digests"].items()}},
-            list({test.id: test for run in group for test in run.tests}.values()),
-            _last_results(group),
-        )
-
-
-def _last_results(group: list[Run]) -> dict[str, Result]:
-    """The last results of the last sources of each test."""
-    newest = {key: value for run in group for key, value in run.about["digests"].items()}
-    return {
-        test.id: run.results[test.id]
-        for run in group
-        for test in run.tests
-        if test.id in run.results and run.digest(test) == newest[f"{test.family}/{test.implementation}"]
-    }
+        newest = {key: value for run in group for key, value in run.about["digests"].items()}
+        tests = {test.id: test for run in group for test in run.tests}
+        union = Run({**group[-1].about, "digests": newest}, list(tests.values()))
+        union.results = known_results(union, group)
+        yield union
 
 
 def _confirmations(
@@ -73,15 +62,18 @@ def _confirmations(
             tests[test.implementation][test.family].append(test)
     versions = {name: run.about["versions"][name] for name in sorted(run.about["versions"])}
     for name, families in tests.items():
-        yield name, Confirmation(
-            device=run.about["device"]["kind"],
-            versions=versions,
-            at=run.about["at"],
-            families={
-                family: _family(listed, run.results, current[f"{family}/{name}"])
-                for family, listed in sorted(families.items())
-                if any(test.id in run.results for test in listed)
-            },
+        yield (
+            name,
+            Confirmation(
+                device=run.about["device"]["kind"],
+                versions=versions,
+                at=run.about["at"],
+                families={
+                    family: _family(listed, run.results, current[f"{family}/{name}"])
+                    for family, listed in sorted(families.items())
+                    if any(test.id in run.results for test in listed)
+                },
+            ),
         )
 
 
@@ -129,15 +121,23 @@ def _path(folder: str, chip: str, name: str) -> Path:
 
 
 def _with_confirmations(file: EvidenceFile, added: Iterable[Confirmation]) -> EvidenceFile:
-    """The file with what was found; that of the same device and toolchain is replaced, family by family."""
+    """The file with what was found; that of the same device, toolchain and sources is replaced by operation."""
     by_toolchain = {_identity(one): one for one in file.confirmations}
     for one in added:
         old = by_toolchain.get(_identity(one))
-        families = {**(old.families if old else {}), **one.families}
+        families = dict(old.families) if old else {}
+        families |= {family: _with_family(families.get(family), found) for family, found in one.families.items()}
         if families:
             by_toolchain[_identity(one)] = msgspec.structs.replace(one, families=dict(sorted(families.items())))
     ordered = tuple(by_toolchain[key] for key in sorted(by_toolchain))
     return msgspec.structs.replace(file, confirmations=ordered)
+
+
+def _with_family(old: FamilyEvidence | None, new: FamilyEvidence) -> FamilyEvidence:
+    if old is None or old.digest != new.digest:
+        return new
+    claims = new.claims if new.claims.count else old.claims
+    return msgspec.structs.replace(new, operations={**old.operations, **new.operations}, claims=claims)
 
 
 def _identity(one: Confirmation) -> tuple[str, ...]:

@@ -1,0 +1,146 @@
+"""Evidence in dispatch: what a chip has confirmed with the toolchain that runs comes first, and `explain` says why."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+
+from ejkernel.modules.base import detect_platform
+from ejkernel.ops import DeviceInfo, evidence, explain, target_device
+from ejkernel.ops.evidence import Confirmation, EvidenceFile, EvidenceWarning, FamilyEvidence, Tally
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+H100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H100 80GB HBM3", compute_capability=9.0)
+A100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100-SXM4-40GB", compute_capability=8.0)
+CPU = DeviceInfo(platform="cpu")
+JAX = ".".join(jax.__version__.split(".")[:2])
+PASSED = Tally(passed=10, refused=2)
+
+
+def confirmation(tally=PASSED, *, device=H200, jax=f"{JAX}.77", at="2026-11-26", op="toy", **about):
+    family = FamilyEvidence(digest="0", operations={op: tally}, **about)
+    return Confirmation(device=device.kind, versions={"jax": jax, "python": "3.12"}, at=at, families={"toy": family})
+
+
+def forget():
+    for cached in (evidence.shipped, evidence._unconfirmed, evidence._is_allowed):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def ship(tmp_path, monkeypatch, use):
+    """Makes the confirmations given all that the backend `fast` ships; it comes before XLA by priority."""
+    monkeypatch.delenv(evidence.VARIABLE, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "shipping").mkdir()
+    (tmp_path / "shipping/__init__.py").touch()
+    devices = frozenset({"cpu", "nvidia"})
+    fast = {"platform": "fast", "priority": 10, "evidence": "shipping:evidence", "devices": devices}
+    use(toy.plugin(toy.implementation("fast", **fast), toy.implementation("xla", devices=devices)))
+
+    def ship(*confirmations, chip="sm_90", name="fast", change=lambda text: text):
+        file = EvidenceFile(implementation=name, chip=chip, confirmations=confirmations)
+        path = tmp_path / "shipping/evidence" / chip / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(change(evidence.encode(file)))
+        forget()
+
+    forget()
+    yield ship
+    forget()
+    sys.modules.pop("shipping", None)
+
+
+def choice(device=H200, **options):
+    with target_device(device):
+        return explain("toy", jnp.ones((4, 8)), **options).forward
+
+
+def sentence(device=H200):
+    """Why the fast one comes last; XLA is chosen then."""
+    found = choice(device)
+    assert [v.implementation.name for v in found.verdicts] == ["xla", "fast"]
+    assert found.implementation.name == "xla"
+    assert found.verdicts[1].unconfirmed in str(found)
+    return found.verdicts[1].unconfirmed
+
+
+def confirmed(device=H200):
+    found = choice(device)
+    return found.implementation.name == "fast" and not any(verdict.unconfirmed for verdict in found.verdicts)
+
+
+def test_without_evidence_it_comes_after_xla(ship):
+    assert sentence() == "not confirmed on sm_90: no run of its tests there is known"
+    with target_device(H200):
+        assert detect_platform("toy") == "xla"
+
+
+def test_with_evidence_priority_decides(ship):
+    ship(confirmation())
+    assert confirmed()
+    with target_device(H200):
+        assert detect_platform("toy") == "fast"
+
+
+def test_platform_reaches_what_is_not_confirmed(ship):
+    found = choice(platform="fast")
+    assert found.implementation.name == "fast"
+    assert "not confirmed on sm_90" in str(found)
+
+
+def test_evidence_is_about_gpus(ship):
+    assert confirmed(CPU)
+
+
+def test_evidence_is_about_a_chip(ship):
+    ship(confirmation())
+    assert confirmed(H100)
+    assert sentence(A100) == "not confirmed on sm_80: no run of its tests there is known"
+
+
+def test_evidence_is_about_a_toolchain(ship):
+    ship(confirmation(jax="0.7.3"), confirmation(jax="0.8.1"))
+    assert sentence() == f"not confirmed with jax {JAX} on sm_90, but with jax 0.7; jax 0.8"
+    ship(confirmation(jax="0.7.3"), confirmation(jax=f"{JAX}.99"))
+    assert confirmed()
+
+
+@pytest.mark.parametrize(
+    ("shipped", "problem"),
+    [
+        (confirmation(Tally(passed=9, failed={"test_value[a]": "wrong"})), "1 of 10 tests of toy fail"),
+        (confirmation(Tally(passed=9, not_run=("test_value[a]",))), "1 of 10 tests of toy have not run"),
+        (confirmation(Tally(refused=9)), "no test of toy has run"),
+        (confirmation(op="another"), "no test of toy has run"),
+        (confirmation(stale=True), "the sources have changed since"),
+        (confirmation(claims=Tally(failed={"test_handles[a]": "no"})), "1 of 1 tests of its claims fail"),
+        (confirmation(claims=Tally(not_run=("test_handles[a]",))), "1 of 13 tests of toy have not run"),
+    ],
+)
+def test_evidence_has_to_be_whole(ship, shipped, problem):
+    ship(shipped)
+    assert sentence() == f"not confirmed on NVIDIA H200 with jax {JAX}.77: {problem}"
+
+
+def test_the_last_run_on_the_same_kind_of_device_counts(ship):
+    bad = Tally(passed=9, failed={"test_value[a]": "wrong"})
+    ship(confirmation(bad, at="2026-11-01"), confirmation(at="2026-11-02", jax=f"{JAX}.78"))
+    assert confirmed()
+    ship(confirmation(at="2026-11-01"), confirmation(bad, at="2026-11-02", device=H100))
+    assert confirmed(H200)
+    assert "NVIDIA H100" in sentence(H100)
+
+
+def test_edited_evidence_is_none(ship):
+    ship(confirmation(Tally(refused=9)), change=lambda text: text.replace(b'"refused": 9', b'"passed": 9'))
+    with pytest.warns(EvidenceWarning, match="written by runs, not by hand"):
+        assert "no run of its tests" in sentence()
+
+
+def test_a_variable_lets_priority_decide(ship, monkeypatch):
+    monkeypatch.setenv(evidence.VARIABLE, "allow")
+    forget()
+    assert confirmed()
