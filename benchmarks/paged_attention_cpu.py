@@ -65,7 +65,7 @@ def ours(
 ) -> jax.Array:
     """The library: `page_attention` where every sequence has one query, else `unified_attention`."""
     if len(query) == len(lens):
-        return page_attention(query, key, value, lens, tables)
+        return page_attention(query, key, value, lens, tables, kv_layout="pshd")
     return unified_attention(query, key, value, lens, tables, starts)
 
 

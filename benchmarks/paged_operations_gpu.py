@@ -66,7 +66,7 @@ def sides(cell: Cell, arrays: tuple[jax.Array, ...], platform: str) -> Iterator[
     rows = [x.reshape(-1, *x.shape[2:]) for x in (keys, values)]
     on = functools.partial
     yield "unified_attention", side(on(unified_attention, platform=platform), *arrays)
-    yield "page_attention", side(on(page_attention, platform=platform), *arrays[:3], lengths, tables)
+    yield "page_attention", side(on(page_attention, platform=platform, kv_layout="pshd"), *arrays[:3], lengths, tables)
     decode = on(decode_attention, page_size=cell.page, platform=platform)
     yield "decode_attention", side(decode, query, *rows, tables, lengths)
     second = on(ragged_page_attention_v2, platform=platform)

@@ -162,6 +162,14 @@ def _v3(paged: Paged) -> list[Any]:
     return [paged.queries, *news, cache, paged.lens, paged.tables().reshape(-1), paged.starts, distribution]
 
 
+_LAYOUTS = {"page_attention": "pshd", "prefill_page_attention": "hpsd"}
+
+
+def layout(op: str) -> dict[str, str]:
+    """The keyword that names the layout of the caches among `arguments`, whose shapes may allow several."""
+    return {"kv_layout": _LAYOUTS[op]} if op in _LAYOUTS else {}
+
+
 _MAKERS: dict[str, Callable[[Paged], list[Any]]] = {
     "page_attention": _page,
     "decode_attention": _decode,
@@ -182,6 +190,7 @@ def keywords(op: str, paged: Paged, options: dict[str, Any]) -> tuple[list[Any],
     if op == "page_attention":
         names["scale"] = "attn_scale"
     given = {names[name]: value for name, value in options.items() if name in names}
+    given |= layout(op)
     window = given.get("sliding_window")
     if op == "ragged_decode_attention" and isinstance(window, int):
         given["sliding_window"] = (window - 1, 0)

@@ -43,7 +43,7 @@ CALLS = {
         (shaped(64, 8, 128), PAGES, PAGES, shaped(64, dtype=INT), shaped(64, 512, dtype=INT), shaped(65, dtype=INT)),
     ),
     "page_attention": (
-        lambda *x: modules.page_attention(*x, platform="xla"),
+        lambda *x: modules.page_attention(*x, platform="xla", kv_layout="pshd"),
         (shaped(64, 8, 128), PAGES, PAGES, shaped(64, dtype=INT), shaped(64, 512, dtype=INT)),
     ),
 }

@@ -67,7 +67,7 @@ def test_heads_and_sequences_can_be_split(op):
 
 def test_the_heads_of_a_cache_are_split_where_its_layout_has_them():
     query, key, value, lens, tables = paged_calls.arguments("page_attention", Paged(DECODE))
-    want = ej.page_attention(query, key, value, lens, tables)
+    want = ej.page_attention(query, key, value, lens, tables, kv_layout="pshd")
     arrays = (query, key.swapaxes(1, 2), value.swapaxes(1, 2), lens, tables)
 
     def split(cache):

@@ -22,7 +22,7 @@ WRITING = {"ragged_page_attention_v3": (3,), "chunked_prefill_paged_decode": (3,
 def call_of(op):
     """The operation on the arrays of a batch, and these arrays."""
     paged = Paged(DECODE if op in DECODING else CHUNK if op == "prefill_page_attention" else MIXED, entries=6)
-    options = {"page_size": paged.slots} if op == "decode_attention" else {}
+    options = {"page_size": paged.slots} if op == "decode_attention" else paged_calls.layout(op)
     arrays = [
         jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in paged_calls.arguments(op, paged)
     ]

@@ -1,5 +1,7 @@
 """What caches of pages make easy to get wrong: layouts, windows, padding of tables, lengths, sinks, order of terms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,7 +165,7 @@ def test_t27_page_attention_honours_window_and_soft_cap():
 
 def test_t33_page_attention_takes_the_shapes_of_a_model():
     query, *rest = paged_calls.arguments("page_attention", Paged(DECODE))
-    got = jax.jit(page_attention)(query[:, None], *rest)
+    got = jax.jit(functools.partial(page_attention, kv_layout="pshd"))(query[:, None], *rest)
     assert got.shape == (4, 1, 4, 8)
     close(got[:, 0], paged_loop.packed(DECODE))
 

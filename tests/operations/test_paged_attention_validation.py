@@ -28,6 +28,7 @@ def refused(op, changes, said, **keywords):
         arrays[position] = array(arrays[position]) if callable(array) else array
     if op == "decode_attention":
         keywords = {"page_size": 4, **keywords}
+    keywords = {**paged_calls.layout(op), **keywords}
     with pytest.raises(ValueError, match=".*".join(map(re.escape, said))):
         getattr(ej, op)(*arrays, **keywords)
 
@@ -116,21 +117,23 @@ def test_wrong_optional_arrays(name):
 
 def test_tuning_arguments_are_short_for_the_configuration():
     cfg = configs.PageAttentionConfig(kv_blocksize=8)
-    args = ARRAYS["page_attention"]
-    said = str(ejkernel.explain(ej.page_attention, *args, num_splits=2, pages_per_compute_block=3, cfg=cfg).forward)
+    args, layout = ARRAYS["page_attention"], paged_calls.layout("page_attention")
+    tuning = {"num_splits": 2, "pages_per_compute_block": 3}
+    said = str(ejkernel.explain(ej.page_attention, *args, **tuning, cfg=cfg, **layout).forward)
     assert "override: cfg= gives" in said
     for part in ("kv_blocksize=8", "num_splits=2", "pages_per_compute_block=3"):
         assert part in said
     with pytest.raises(ValueError, match="num_splits: got 4, wants cfg's 2"):
-        ej.page_attention(*args, num_splits=4, cfg=configs.PageAttentionConfig(num_splits=2))
+        ej.page_attention(*args, num_splits=4, cfg=configs.PageAttentionConfig(num_splits=2), **layout)
     # Zero is the word for leaving it to the heuristics.
-    assert "override: none given" in str(ejkernel.explain(ej.page_attention, *args, num_splits=0).forward)
+    assert "override: none given" in str(ejkernel.explain(ej.page_attention, *args, num_splits=0, **layout).forward)
 
 
 def test_arguments_that_cannot_matter_do_not():
-    want = ej.page_attention(*ARRAYS["page_attention"])
+    layout = paged_calls.layout("page_attention")
+    want = ej.page_attention(*ARRAYS["page_attention"], **layout)
     given = {"mask_value": -1e30, "max_context_len": 7, "megacore_mode": "batch", "inline_seq_dim": False}
-    np.testing.assert_array_equal(ej.page_attention(*ARRAYS["page_attention"], **given), want)
+    np.testing.assert_array_equal(ej.page_attention(*ARRAYS["page_attention"], **given, **layout), want)
 
 
 def test_aliases():

@@ -54,7 +54,7 @@ class PageAttentionArguments:
     inline_seq_dim: bool = static(True)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     softmax_aux: jax.Array | None = None
-    kv_layout: str = static("pshd")
+    kv_layout: Any = static(None)
     return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class PageAttentionArguments:
             megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
             inline_seq_dim=as_flag("inline_seq_dim", self.inline_seq_dim),
             sliding_window=as_newest("sliding_window", self.sliding_window),
-            kv_layout=as_layout("kv_layout", self.kv_layout),
+            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
         )
 
 
@@ -92,7 +92,7 @@ def page_attention(
     inline_seq_dim: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
-    kv_layout: Literal["pshd", "phsd", "hpsd"] = "pshd",
+    kv_layout: Literal["pshd", "phsd", "hpsd"] | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
@@ -111,7 +111,7 @@ def page_attention(
 
     Args:
         query: [N, H, D] or [N, 1, H, D] float16, bfloat16, float32 or float64; its position is `context_lens[n] - 1`.
-        key_cache: [P, S, Hk, D] floating, or as `kv_layout` says; holds the query's own token already.
+        key_cache: [P, S, Hk, D] floating ("pshd"), or as `kv_layout` says; holds the query's own token already.
         value_cache: [P, S, Hk, Dv], dtype of key_cache.
         context_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0.
         block_tables: [N, max_blocks] int. Entries past a sequence's length are not looked at; within it, an entry that
@@ -127,7 +127,8 @@ def page_attention(
         inline_seq_dim: Whether a TPU kernel walks the sequences itself (tuning).
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
-        kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
+        kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). None takes the one in which the
+            cache's KV heads divide the query's heads, and fails where there are several: it is never guessed.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:

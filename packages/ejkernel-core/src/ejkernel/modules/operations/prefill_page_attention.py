@@ -47,7 +47,7 @@ class PrefillPageAttentionArguments:
     attn_logits_soft_cap: float | None = static(None)
     sliding_window: int | tuple[int | None, int | None] | None = static(None)
     softmax_aux: jax.Array | None = None
-    kv_layout: str = static("hpsd")
+    kv_layout: Any = static(None)
     return_lse: bool = static(default=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class PrefillPageAttentionArguments:
             mask_value=as_mask_value("mask_value", self.mask_value),
             attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
             sliding_window=as_newest("sliding_window", self.sliding_window),
-            kv_layout=as_layout("kv_layout", self.kv_layout),
+            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"),
         )
 
 
@@ -75,7 +75,7 @@ def prefill_page_attention(
     attn_logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
-    kv_layout: Literal["pshd", "phsd", "hpsd"] = "hpsd",
+    kv_layout: Literal["pshd", "phsd", "hpsd"] | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: PrefillPageAttentionConfig | None = None,
@@ -93,7 +93,7 @@ def prefill_page_attention(
 
     Args:
         query: [C, H, D] float16, bfloat16, float32 or float64.
-        key_cache: [Hk, P, S, D] floating, or as `kv_layout` says; holds the chunk already.
+        key_cache: [Hk, P, S, D] floating ("hpsd"), or as `kv_layout` says; holds the chunk already.
         value_cache: [Hk, P, S, Dv], dtype of key_cache.
         context_len: [1] int, tokens of the sequence, the chunk included. Rows before its first token give 0.
         page_indices: [n_pages] int. Entries past the sequence's length are not looked at; within it, an entry that is
@@ -103,7 +103,8 @@ def prefill_page_attention(
         attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
-        kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). It is never guessed.
+        kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). None takes the one in which the
+            cache's KV heads divide the query's heads, and fails where there are several: it is never guessed.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:

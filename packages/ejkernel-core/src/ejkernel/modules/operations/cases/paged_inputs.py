@@ -101,6 +101,7 @@ def page_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
         **caches(keys[1], z),
         "context_lens": jnp.array(z.lens, jnp.int32),
         "block_tables": jnp.asarray(z.tables()),
+        "kv_layout": "pshd",
     }
 
 
@@ -187,6 +188,7 @@ def prefill_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
         **{name: given[name].transpose(2, 0, 1, 3) for name in ("key_cache", "value_cache")},
         "context_len": given["kv_lens"],
         "page_indices": given["block_tables"][0],
+        "kv_layout": "hpsd",
     }
 
 

@@ -110,13 +110,41 @@ def as_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     return value
 
 
-def as_layout(name: str, value: Any) -> str:
+def as_layout(value: Any, query: Any, cache: Any, usual: str) -> str:
     """The order of the axes of a cache whose keys and values are apart.
 
+    Args:
+        value: The argument `kv_layout`; None takes the order that the shapes allow.
+        query: Array [..., H, D].
+        cache: The argument `key_cache`.
+        usual: The order that an error is about where the shapes allow none.
+
     Raises:
-        ValueError: There is no such order.
+        ValueError: There is no such order; or it is None, and the shapes allow several.
     """
-    return as_choice(name, value, LAYOUTS[:3])
+    if value is not None:
+        return as_choice("kv_layout", value, (*LAYOUTS[:3], None))
+    fitting = {layout: heads for layout in LAYOUTS[:3] if (heads := _kv_heads(layout, query, cache)) is not None}
+    if len(fitting) > 1:
+        axes = {layout: ", ".join(LETTERS.get(letter, letter.upper()) for letter in layout) for layout in fitting}
+        readings = " or ".join(
+            f"[{axes[layout]}] with {heads} KV heads ({layout!r})" for layout, heads in fitting.items()
+        )
+        shape = tuple(cache.shape)
+        raise ValueError(
+            f"kv_layout: got None with key_cache of shape {shape}, which may be {readings}; say which it is"
+        )
+    return next(iter(fitting), usual)
+
+
+def _kv_heads(layout: str, query: Any, cache: Any) -> int | None:
+    """The KV heads of a cache if it is of a layout; None where it cannot be."""
+    shape, wants = getattr(cache, "shape", ()), getattr(query, "shape", ())
+    if len(shape) != 4 or len(wants) < 2 or shape[-1] != wants[-1]:
+        return None
+    heads = shape[layout.index("h")]
+    known = isinstance(heads, int) and isinstance(wants[-2], int)
+    return heads if known and heads > 0 and wants[-2] % heads == 0 else None
 
 
 def check_query(name: str, query: Any, axes: str, sizes: dict[str, int]) -> None:
