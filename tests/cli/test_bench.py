@@ -88,7 +88,7 @@ def test_without_shapes_the_benchmark_cases_run(run, monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr("ejkernel.cli.bench._time", lambda call, settings, out: asked.append(call.label) or [])
     run("bench", "flash_attention", status=1)
-    assert asked == ["model"]
+    assert asked == ["small model"]
 
 
 def test_plotting_without_matplotlib_says_what_to_install(run, monkeypatch, tmp_path):

@@ -5,35 +5,30 @@ import functools
 import importlib.metadata
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 from ejkernel._version import __version__
 from ejkernel.cli.as_json import AS_JSON, print_json
-from ejkernel.cli.baselines import baselines, with_gradients
 from ejkernel.cli.calls import Call, CallSpec, one_line_errors, takes_call
 from ejkernel.cli.check import Check, check, within_limit
 from ejkernel.cli.counts import Count, count
 from ejkernel.cli.measuring import samples, temporary_bytes
+from ejkernel.cli.programs import BASELINE, PASSES, REFERENCE, Program, programs
+from ejkernel.cli.progress import duration, progress_bar
 from ejkernel.cli.tables import console, megabytes, milliseconds, print_choice, print_plain, print_table
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.call import default_chain, make_plan
-from ejkernel.ops.config.params import Direction, given_values
-from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.execution.tuner import spread
-from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.pullback import Pullback, Results
 
-PASSES = ("forward", "forward + backward")
-REFERENCE = "reference"
-BASELINE = "baseline"
-SWEEP_HELP = "Time several sizes of an axis, by its letter in `ejkernel ops`: t,s=1024,2048,4096 sets both."
+BACKWARD_COST = 2.5  # forward passes that a backward pass costs, for the estimate
+SWEEP_HELP = "Time several sizes of an axis, by its letter in `ejkernel ops`: t,s=1024,2048,4096 sets both t and s."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +36,14 @@ class Timing:
     """One line of the table, and one bar or point of the plot.
 
     Attributes:
-        call: What was called.
-        at: The size that is swept over; None where there is one size.
-        implementation: Whose kernel; a backward pass of somebody else's is named after a plus sign.
+        call: The call, as text.
+        at: The size that `--sweep` set; None without it.
+        implementation: Name of the implementation; see `Program`.
         passes: One of `PASSES`.
         config: The configuration it ran with.
-        seconds: Median time; None where it did not run.
+        seconds: Median time; None if it did not run.
         spread: Interquartile range of the times.
-        temporary: Bytes it needs besides inputs and outputs; None where the device does not say.
+        temporary: Bytes it needs in addition to inputs and outputs; None if the device does not say.
         count: Its operations and bytes.
         check: How it compared with the reference, or why it did not run.
     """
@@ -66,21 +61,11 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Runner:
-    """One pass of one implementation: what a `Timing` says about it, and the function of the lowered record."""
-
-    implementation: str
-    passes: str
-    config: str
-    function: Callable[[Any], Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What the options say about timing.
 
     Attributes:
-        repeat: Timed runs of each.
+        repeat: Timed runs of each program.
         baselines: Whether to time the reference and JAX's own functions too.
         sweep: Axis letters, and the sizes to give them; None for the call as it is.
         plot: PNG file to draw into.
@@ -94,6 +79,23 @@ class Settings:
     as_json: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A program that was compiled and checked.
+
+    Attributes:
+        timing: The line of the table, still without a time.
+        run: What to time; None if the program does not run.
+        compile_seconds: How long compiling took.
+        run_seconds: How long the first run took.
+    """
+
+    timing: Timing
+    run: Callable[[], Any] | None
+    compile_seconds: float = 0.0
+    run_seconds: float = 0.0
+
+
 def parse_sweep(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Reads `t,s=1024,2048`."""
     letters, _, sizes = text.partition("=")
@@ -105,49 +107,63 @@ def parse_sweep(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 @click.command()
 @takes_call
-@click.option("--repeat", type=click.IntRange(min=1), default=10, show_default=True, help="Timed runs of each.")
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=10, show_default=True, help="Number of timed runs of each program."
+)
 @click.option("--sweep", type=parse_sweep, metavar="AXES=SIZES", help=SWEEP_HELP)
-@click.option("--baselines/--no-baselines", default=True, help="Also time the reference, jax.nn and lax.")
+@click.option(
+    "--baselines/--no-baselines",
+    default=True,
+    help="Also time the reference, and the function of jax.nn or jax.lax that computes the same. The default.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the times into this PNG file.")
 @AS_JSON
 @click.pass_context
-def bench(ctx: click.Context, spec: CallSpec, **given: Any) -> None:
-    """Time every implementation that serves a call.
+def bench(ctx: click.Context, spec: CallSpec, **options: Any) -> None:
+    """Time every implementation that supports a call.
 
-    On random data: forward, and forward with backward. What is small enough is first compared with the operation's
-    reference; exits with 1 if that fails. Everything is timed interleaved, so that a noisy machine disturbs all of it;
-    the times are medians, the spread is their interquartile range. Without --shape and --case, the operation's
-    benchmark cases are run.
+    Times the forward pass, and the forward and backward passes together, on random data. First compares each result
+    with the operation's reference, if the reference fits in memory. The exit status is 1 if a result differs.
+
+    The programs are timed in turn, so that other load on the machine affects all of them. The time is the median of
+    the runs, the spread their interquartile range. Without --shape and --case, runs the operation's benchmark cases,
+    which are smaller on a CPU.
 
     \b
     ejkernel bench flash_attention --shape 1,2048,8,64 -o causal=true --plot times.png
     ejkernel bench flash_attention --shape 1,2048,8,64 --sweep t,s=512,1024,2048 --plot sweep.png
     """
-    settings = Settings(**given)
+    settings = Settings(**options)
     if settings.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'ejkernel-core[plot]'")
     out, timings = console(stderr=settings.as_json), list[Timing]()
     for call, at in _calls(spec, settings):
-        found = [dataclasses.replace(timing, at=at) for timing in _time(call, settings, out)]
+        rows = [dataclasses.replace(timing, at=at) for timing in _time(call, settings, out)]
         if not settings.as_json:
-            _print(out, call, found)
-        timings += found
+            _print(out, call, rows)
+        timings += rows
     _report(spec, settings, timings)
-    # What a baseline gets wrong says nothing about a kernel.
+    # A baseline that is wrong says nothing about a kernel.
     if not timings or any(t.check.passed is False and t.config != BASELINE for t in timings):
         ctx.exit(1)
 
 
 def _calls(spec: CallSpec, settings: Settings) -> Iterator[tuple[Call, int | None]]:
-    """The calls, each with the size that is swept over."""
+    """The calls, each with the size that `--sweep` sets."""
     if settings.sweep is None:
-        yield from ((call, None) for call in spec.calls(default="bench"))
+        yield from ((call, None) for call in spec.calls(default=_tag(spec)))
         return
     if not spec.shapes:
         raise click.UsageError("--sweep needs the call's shapes: --shape")
     letters, sizes = settings.sweep
     for size in sizes:
         yield spec.resized(letters, size), size
+
+
+def _tag(spec: CallSpec) -> str:
+    """The tag of the cases to run without --shape and --case: smaller ones on a CPU, if the operation has them."""
+    small = jax.devices()[0].platform == "cpu" and any("bench_cpu" in case.tags for case in spec.op.cases)
+    return "bench_cpu" if small else "bench"
 
 
 def _report(spec: CallSpec, settings: Settings, timings: list[Timing]) -> None:
@@ -163,13 +179,13 @@ def _report(spec: CallSpec, settings: Settings, timings: list[Timing]) -> None:
     else:
         draw_sweep(timings, settings.plot, title, ", ".join(settings.sweep[0]))
     if not settings.as_json:
-        click.echo(f"drawn in {settings.plot}")
+        click.echo(f"plot written to {settings.plot}")
 
 
 def about() -> dict[str, str]:
     """The device and the versions that times belong to."""
-    found = {"device": jax.devices()[0].device_kind, "ejkernel": __version__}
-    return {**found, **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
+    known = {"device": jax.devices()[0].device_kind, "ejkernel": __version__}
+    return {**known, **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
 
 
 def versions() -> str:
@@ -187,115 +203,69 @@ def _time(call: Call, settings: Settings, out: Console) -> list[Timing]:
     if choice.implementation is None:
         print_choice(out, choice)
         return []
-    timings, compiled = list[Timing](), list[Callable[[], Any]]()
-    runners = [*_runners(plan, record, choice)]
-    if settings.baselines:
-        runners += _baseline_runners(plan, record, {runner.passes for runner in runners})
-    for runner in runners:
-        timing, run = _prepared(call, args, record, runner)
-        timings.append(timing)
-        if run is not None:
-            compiled.append(run)
-    times = iter(samples(compiled, settings.repeat, warm=True))
-    return [timing if timing.seconds is None else _timed(timing, next(times)) for timing in timings]
+    every = programs(plan, record, choice, settings.baselines)
+    _say(settings, f"{call.op.name}, {call.label}: {len(every)} programs, each timed {settings.repeat} times")
+    prepared = list[Prepared]()
+    with progress_bar(len(every) + settings.repeat) as step:
+        for number, program in enumerate(every):
+            prepared.append(_prepare(call, args, record, program))
+            if number == 0:
+                _say(settings, _estimate(prepared[0], every, settings.repeat))
+            step("compile and check")
+        runs = [one.run for one in prepared if one.run is not None]
+        times = iter(samples(runs, settings.repeat, warm=True, after_round=functools.partial(step, "time")))
+    return [one.timing if one.run is None else _timed(one.timing, next(times)) for one in prepared]
+
+
+def _say(settings: Settings, text: str) -> None:
+    """Prints a line about what is going to happen; to programs that read JSON, nothing."""
+    if not settings.as_json or sys.stderr.isatty():
+        print_plain(console(stderr=True), text, "dim")
+
+
+def _estimate(first: Prepared, every: list[Program], repeat: int) -> str:
+    """How long a call will take, judged by its first program: one forward pass."""
+    passes = sum(1 + BACKWARD_COST * program.has_backward for program in every)
+    # The check of a program compiles and runs the reference as well, which counts here as the program once more.
+    seconds = passes * (2 * first.compile_seconds + (repeat + 2) * first.run_seconds)
+    return f"this takes about {duration(seconds)}; --repeat, --no-baselines or smaller shapes make it shorter"
 
 
 def _timed(timing: Timing, times: list[float]) -> Timing:
     return dataclasses.replace(timing, seconds=statistics.median(times), spread=spread(times))
 
 
-def _prepared(call: Call, args: Any, record: Any, runner: Runner) -> tuple[Timing, Callable[[], Any] | None]:
-    """Compiles, runs and checks; the timing, still at zero, and what to time, unless it does not run."""
+def _prepare(call: Call, args: Any, record: Any, program: Program) -> Prepared:
+    """Compiles, runs and checks a program."""
     output = jax.eval_shape(lambda record: call.op.family.reference(record)[0], record)
-    about = {name: getattr(runner, name) for name in ("implementation", "passes", "config")}
     timing = Timing(
         call=call.label,
-        **about,
+        implementation=program.implementation,
+        passes=program.passes,
+        config=program.config,
         seconds=None,
         temporary=None,
-        count=count(call.op.family, record, runner.passes, output),
+        count=count(call.op.family, record, program.passes, output),
         check=Check(None, ""),
     )
     try:
-        compiled = jax.jit(runner.function).lower(record).compile()
-        temporary = temporary_bytes(compiled)
-        if runner.implementation == REFERENCE:
-            result = within_limit(temporary)
-            if result.passed is None:
-                return dataclasses.replace(timing, check=result), None
-            jax.block_until_ready(compiled(record))
-        else:
-            result = check(call.op, args, record, runner.passes, jax.block_until_ready(compiled(record)))
-    except jax.errors.JaxRuntimeError as error:  # more memory than there is, for example
+        started = time.perf_counter()
+        compiled = jax.jit(program.function).lower(record).compile()
+        compile_seconds, temporary = time.perf_counter() - started, temporary_bytes(compiled)
+        is_reference = program.implementation == REFERENCE
+        verdict = within_limit(temporary)
+        if is_reference and verdict.passed is None:
+            return Prepared(timing=dataclasses.replace(timing, check=verdict), run=None)
+        started = time.perf_counter()
+        result = jax.block_until_ready(compiled(record))
+        run_seconds = time.perf_counter() - started
+        verdict = verdict if is_reference else check(call.op, args, record, program.passes, result)
+    except jax.errors.JaxRuntimeError as error:  # for example, the device has too little memory
         failure = Check(False, f"does not run: {str(error).splitlines()[0]}")
-        return dataclasses.replace(timing, check=failure), None
-    timing = dataclasses.replace(timing, seconds=0.0, temporary=temporary, check=result)
-    return timing, functools.partial(compiled, record)
-
-
-def _baseline_runners(plan: CallPlan, record: Any, passes: set[str]) -> Iterator[Runner]:
-    """The reference and JAX's own functions, in the passes that the kernels have."""
-    wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
-    for name, function in baselines(plan.op, record):
-        yield Runner(implementation=name, passes=PASSES[0], config=BASELINE, function=function)
-        if PASSES[1] in passes:
-            both = with_gradients(function, wanted)
-            yield Runner(implementation=name, passes=PASSES[1], config=BASELINE, function=both)
-
-
-def _runners(plan: CallPlan, record: Any, choice: Choice) -> Iterable[Runner]:
-    """Both passes of every implementation that can serve the call."""
-    wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
-    backward = plan.pick(record, "backward", wanted)
-    unpaired = [v for v in backward.verdicts if v.status != "refused" and not v.implementation.paired]
-    for verdict in choice.verdicts:
-        if verdict.status == "refused":
-            continue
-        forward = _pinned(choice, verdict)
-        part, run = _kernel(plan, record, forward)
-        name, config = verdict.implementation.name, given_values(part)
-        output_only = functools.partial(_forward, run)
-        yield Runner(implementation=name, passes=PASSES[0], config=config, function=output_only)
-        same = next(v for v in backward.verdicts if v.implementation == verdict.implementation)
-        followers = [same] if same.status != "refused" else [] if verdict.implementation.paired else unpaired
-        if not wanted or not followers:
-            continue
-        served, follower = _pinned(backward, followers[0]), followers[0].implementation
-        back_part, pull = _kernel(plan, record, served)
-        same_kernel = follower is verdict.implementation
-        both = functools.partial(_forward_and_backward, run, pull, wanted, same_kernel)
-        names = " + ".join(dict.fromkeys((name, follower.name)))
-        config = config if follower.paired else f"{config}; {given_values(back_part)}"
-        yield Runner(implementation=names, passes=PASSES[1], config=config, function=both)
-
-
-def _forward(run: Any, record: Any) -> Any:
-    """The output alone, so that what only the backward pass needs is not computed."""
-    return run(record)[0]
-
-
-def _forward_and_backward(
-    run: Any, pull: Any, wanted: frozenset[str], same: bool, record: Any
-) -> tuple[Any, dict[str, Any]]:
-    """The output, and the gradients of its sum; `same` where one implementation runs both passes."""
-    made = Results(*run(record))
-    made, output = made if same else made._replace(pocket=None), made.output
-    cotangent = jax.tree.map(jnp.ones_like, output)
-    saved = Pullback(record=record, cotangent=cotangent, wanted=wanted, **made._asdict())
-    return output, {name: gradient for name, gradient in pull(saved).items() if name in wanted}
-
-
-def _pinned(choice: Choice, verdict: Verdict) -> Choice:
-    return dataclasses.replace(choice, verdicts=(dataclasses.replace(verdict, status="chosen"),))
-
-
-def _kernel(plan: CallPlan, record: Any, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
-    """The configuration that the chain gives an implementation, and its function with that configuration."""
-    assert choice.implementation is not None  # callers have looked
-    direction: Direction = choice.direction
-    part = plan.chain.choose(plan.request(choice, record)).part
-    kernel = choice.implementation.function(direction)
-    return part, lambda argument: kernel(argument, part)
+        return Prepared(timing=dataclasses.replace(timing, check=failure), run=None)
+    timing = dataclasses.replace(timing, temporary=temporary, check=verdict)
+    run = functools.partial(compiled, record)
+    return Prepared(timing=timing, run=run, compile_seconds=compile_seconds, run_seconds=run_seconds)
 
 
 def _print(out: Console, call: Call, timings: list[Timing]) -> None:

@@ -19,8 +19,14 @@ def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool 
     return [statistics.median(times) for times in samples(calls, repeats, warm=warm)]
 
 
-def samples(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = False) -> list[list[float]]:
-    """The seconds of every run of each call; arguments as `interleaved`."""
+def samples(
+    calls: Sequence[Callable[[], Any]],
+    repeats: int,
+    *,
+    warm: bool = False,
+    after_round: Callable[[], None] | None = None,
+) -> list[list[float]]:
+    """The seconds of every run of each call; arguments as `interleaved`, and what to call when each has run once."""
     times: list[list[float]] = [[] for _ in calls]
     for call in () if warm else calls:
         jax.block_until_ready(call())
@@ -29,6 +35,8 @@ def samples(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = Fa
             start = time.perf_counter()
             jax.block_until_ready(call())
             record.append(time.perf_counter() - start)
+        if after_round is not None:
+            after_round()
     return times
 
 

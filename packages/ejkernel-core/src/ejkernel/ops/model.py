@@ -80,7 +80,7 @@ class Case:
     Attributes:
         name: Unique within the operation.
         make: PRNG key -> argument record.
-        tags: Any of `"ci"`, `"awkward"`, `"bench"`.
+        tags: Any of `"ci"`, `"awkward"`, `"bench"` (timed on accelerators) and `"bench_cpu"` (timed on CPUs).
         exercises: Optional arguments of the family record this case is about; the conformance suite checks that
             dropping any of them changes the answer.
     """

@@ -59,6 +59,13 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (),
         ("bench",),
     ),
+    (
+        "small model",
+        AttentionSizes(b=1, t=512, s=512, h=8, g=2, d=64, v=64),
+        lambda k: {"causal": True},
+        (),
+        ("bench_cpu",),
+    ),
 )
 
 

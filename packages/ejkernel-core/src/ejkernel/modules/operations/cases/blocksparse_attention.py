@@ -81,6 +81,13 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (),
         ("bench",),
     ),
+    (
+        "small model",
+        AttentionSizes(b=1, t=512, s=512, h=8, g=2, d=64, v=64),
+        lambda k: {"mask_builder": lambda q, k, *_: LocalMask((q, k), (128, 0)), "causal": False},
+        (),
+        ("bench_cpu",),
+    ),
 )
 
 

@@ -33,6 +33,7 @@ _TABLE: tuple[_Row, ...] = (
     ),
     ("bfloat16", (2, 65, 40, 4), ("bias",), _SILU | _STATE, jnp.bfloat16, ("bias",), ()),
     ("model", (8, 4096, 4096, 4), ("bias",), _SILU, jnp.bfloat16, (), ("bench",)),
+    ("small model", (2, 1024, 512, 4), ("bias",), _SILU, jnp.float32, (), ("bench_cpu",)),
 )
 
 

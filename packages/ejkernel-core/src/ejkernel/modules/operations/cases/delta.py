@@ -1,5 +1,6 @@
 """Inputs for the delta rules: the named cases every backend is tested on."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from ejkernel.modules.operations.cases.recurrence import (
     in_slots,
     log_gate,
     make_cases,
+    make_inputs,
     normal,
 )
 from ejkernel.ops.model import Case
@@ -44,12 +46,20 @@ def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 _GIVEN = ("beta", "decay", "initial_state")
 _CHANNELS: Row = ("decay of channels, grouped", RecurrenceSizes(g=2, v=12), _decay_of_channels, _GIVEN, ())
 _MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
+_SMALL_MODEL: Row = (
+    "small model",
+    RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, v=64),
+    gates("beta", "decay"),
+    (),
+    ("bench_cpu",),
+)
 _KERNEL: tuple[Row, ...] = (
     ("no decay", RecurrenceSizes(t=7, g=1, k=6, v=10), gates("beta"), ("beta",), ("awkward",)),
     ("keys as they are", RecurrenceSizes(), _weak, ("beta",), ()),
     _CHANNELS,
     ("bfloat16", RecurrenceSizes(g=2, dtype=jnp.bfloat16), gates("beta", "decay"), ("beta", "decay"), ()),
     _MODEL,
+    _SMALL_MODEL,
 )
 _GATED: tuple[Row, ...] = (
     (
@@ -69,6 +79,7 @@ _GATED: tuple[Row, ...] = (
     _CHANNELS,
     ("segments with padding", RecurrenceSizes(), segments, ("segment_ids", "initial_state"), ()),
     _MODEL,
+    _SMALL_MODEL,
 )
 
 
@@ -93,7 +104,25 @@ _RAGGED: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...], str | None
 
 def ragged_delta(arguments: type) -> tuple[Case, ...]:
     """Cases of `ragged_gated_delta_rule`."""
-    return tuple(_ragged(arguments, *row) for row in _RAGGED)
+    steps = (("model", 64, 16, 128, jnp.bfloat16, "bench"), ("small model", 8, 4, 64, jnp.float32, "bench_cpu"))
+    return (*(_ragged(arguments, *row) for row in _RAGGED), *(_step(arguments, *step) for step in steps))
+
+
+def _step(arguments: type, name: str, requests: int, heads: int, dim: int, dtype: Any, tag: str) -> Case:
+    """A step of decoding to time: one token of each request, whose states are in slots."""
+    tokens, bounds = jax.ShapeDtypeStruct((requests, heads, dim), dtype), jax.ShapeDtypeStruct((requests + 1,), "int32")
+    gate = jax.ShapeDtypeStruct((requests, heads), jnp.float32)
+    shapes = arguments(
+        query=tokens,
+        key=tokens,
+        value=tokens,
+        beta=gate,
+        decay=gate,
+        recurrent_state=jax.ShapeDtypeStruct((requests, heads, dim, dim), jnp.float32),
+        query_start_loc=bounds,
+        state_indices=jax.ShapeDtypeStruct((requests,), jnp.int32),
+    )
+    return Case(name=name, make=functools.partial(make_inputs, shapes), tags=frozenset({tag}))
 
 
 def _ragged(

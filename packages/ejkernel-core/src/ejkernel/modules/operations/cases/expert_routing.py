@@ -17,6 +17,7 @@ _TABLE: tuple[_Row, ...] = (
     ("all experts", 9, 3, 3, jnp.float32, None, ("awkward",)),
     ("one expert", 5, 1, 1, jnp.float32, None, ("awkward",)),
     ("layer", 8192, 128, 8, jnp.bfloat16, None, ("bench",)),
+    ("small layer", 1024, 64, 8, jnp.float32, None, ("bench_cpu",)),
 )
 
 

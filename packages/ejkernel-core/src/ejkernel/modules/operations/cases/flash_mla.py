@@ -109,6 +109,13 @@ _TABLE: tuple[Row[LatentSizes], ...] = (
         (),
         ("bench",),
     ),
+    (
+        "small model",
+        LatentSizes(t=512, h=4, g=4, r=128, n=64, rope=32, v=64),
+        lambda k: {"causal": True},
+        (),
+        ("bench_cpu",),
+    ),
 )
 
 

@@ -19,6 +19,7 @@ _TABLE: tuple[_Row, ...] = (
     # No row is left over, so that the output is defined.
     ("precision", 16, 40, 32, 16, (25, 15), jnp.float32, {"precision": "highest", "left_over": "undefined"}, ()),
     ("layer", 8192, 65536, 2048, 768, (512,) * 128, jnp.bfloat16, {}, ("bench",)),
+    ("small layer", 256, 1024, 256, 128, (64,) * 16, jnp.float32, {}, ("bench_cpu",)),
 )
 
 

@@ -21,6 +21,8 @@ _TABLE: tuple[_Row, ...] = (
     ("bfloat16 weights", 64, 40, 2, 4, 130, jnp.bfloat16, jnp.bfloat16, True, ()),
     ("experts, dispatch", 8192, 65536, 1, 8, 2048, jnp.bfloat16, None, False, ("bench",)),
     ("experts, combine", 65536, 8192, 8, 1, 2048, jnp.bfloat16, jnp.float32, False, ("bench",)),
+    ("small experts, dispatch", 1024, 8192, 1, 8, 256, jnp.float32, None, False, ("bench_cpu",)),
+    ("small experts, combine", 8192, 1024, 8, 1, 256, jnp.float32, jnp.float32, False, ("bench_cpu",)),
 )
 
 

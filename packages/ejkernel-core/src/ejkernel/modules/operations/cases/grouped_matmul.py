@@ -115,6 +115,7 @@ _TABLE: tuple[Row[GroupedSizes], ...] = (
     ),
     ("rows with scales", PLAIN, lambda k: {"lhs_scale": 1 + jax.random.uniform(k, (129, 2))}, ("lhs_scale",), ()),
     ("experts", GroupedSizes(8192, 2048, 1408, (128,) * 64, dtype=jnp.bfloat16), lambda k: {}, (), ("bench",)),
+    ("small experts", GroupedSizes(1024, 256, 512, (64,) * 16), lambda k: {}, (), ("bench_cpu",)),
 )
 
 

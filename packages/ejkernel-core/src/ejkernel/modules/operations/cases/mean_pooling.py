@@ -21,6 +21,7 @@ _TABLE: tuple[_Row, ...] = (
     ("padded rows, chunks", (2, 63, 20), (0, 0, 63), 10, jnp.float32, ("lengths",), ("awkward",)),
     ("bfloat16", (2, 129, 64), None, None, jnp.bfloat16, (), ()),
     ("documents", (65536, 2048), tuple(range(0, 65537, 1024)), None, jnp.bfloat16, ("ranges",), ("bench",)),
+    ("small documents", (8192, 256), tuple(range(0, 8193, 512)), None, jnp.float32, ("ranges",), ("bench_cpu",)),
 )
 
 

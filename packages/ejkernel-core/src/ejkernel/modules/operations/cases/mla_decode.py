@@ -67,6 +67,13 @@ _TABLE: tuple[Row[DecodeSizes], ...] = (
         (),
         ("bench",),
     ),
+    (
+        "small model",
+        DecodeSizes(4, 1024, 16, 16, r=128, n=64, rope=32, v=64, one_cache=True, lengths=(1024,) * 4),
+        lambda k: {},
+        (),
+        ("bench_cpu",),
+    ),
 )
 
 

@@ -89,6 +89,13 @@ _TABLE: tuple[Row[NativeSparseSizes], ...] = (
         (),
         ("bench",),
     ),
+    (
+        "small model",
+        NativeSparseSizes(t=512, h=16, g=1, d=64, v=64, block=32, gates=ALL),
+        lambda k: {},
+        (),
+        ("bench_cpu",),
+    ),
 )
 
 

@@ -28,6 +28,15 @@ from ejkernel.ops.model import Case
 PLAIN = PagedSizes()
 
 
+SMALL_DECODE = PagedSizes(lens=(500, 400, 300, 200), h=8, g=2, d=64, v=64)
+
+
+SMALL_MIXED = PagedSizes(lens=(256, 150, 50, 200), q_lens=(29, 1, 1, 1), h=8, g=2, d=64, v=64)
+
+
+SMALL_UNUSED = PagedSizes(lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h=8, g=2, d=128, v=128)
+
+
 LSE = {"return_lse": True}
 
 
@@ -97,6 +106,7 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
         ("soft cap", PLAIN, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
         ("wide table, bfloat16", short, lambda k: {"max_context_len": 70}, (), ()),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", SMALL_DECODE, nothing, (), ("bench_cpu",)),
     )
     return table(arguments, page_inputs, rows)
 
@@ -125,6 +135,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("shared prefix, sinks", common, lambda k: _shared(k, common), ("shared_prefix", "softmax_aux"), ()),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", SMALL_MIXED, nothing, (), ("bench_cpu",)),
     )
     return table(arguments, packed_inputs, rows)
 
@@ -142,6 +153,7 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("rounded operands", MIXED, lambda k: {"compute_dtype": jnp.bfloat16}, ("compute_dtype",), ()),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", SMALL_UNUSED, nothing, (), ("bench_cpu",)),
     )
     return table(arguments, v2_inputs, rows)
 
@@ -161,6 +173,7 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
         ("head size 64, sinks, lse", small, lambda k: _sinks_lse(k, small), ("softmax_aux",), ()),
         ("scales", small, lambda k: scaled, ("value_scale",), ()),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", SMALL_UNUSED, nothing, (), ("bench_cpu",)),
     )
     halved: tuple[Row[PagedSizes], ...] = (
         ("head size 64 in lanes, bfloat16", _half(small), lambda k: {"softmax_scale": None}, (), ()),
@@ -199,6 +212,7 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
         ),
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", SMALL_MIXED, nothing, (), ("bench_cpu",)),
     )
     return table(arguments, chunked_inputs, rows)
 
@@ -214,6 +228,7 @@ def decode_cases(arguments: type) -> tuple[Case, ...]:
         ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
         ("sinks, bfloat16", _half(PLAIN), lambda k: per_head(k, "softmax_aux", PLAIN), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", SMALL_DECODE, nothing, (), ("bench_cpu",)),
     )
     return table(arguments, decode_inputs, rows)
 
@@ -235,6 +250,7 @@ def prefill_cases(arguments: type) -> tuple[Case, ...]:
         ("soft cap", chunk, lambda k: {"attn_logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
         ("sinks, lse", chunk, lambda k: _sinks_lse(k, chunk), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", PagedSizes(lens=(256,), q_lens=(64,), h=8, g=2, d=64, v=64), nothing, (), ("bench_cpu",)),
     )
     return table(arguments, prefill_inputs, rows)
 
@@ -270,5 +286,6 @@ def dense_cases(arguments: type) -> tuple[Case, ...]:
             (),
         ),
         ("model", model, nothing, (), ("bench",)),
+        ("small model", dataclasses.replace(SMALL_DECODE, s=512), nothing, (), ("bench_cpu",)),
     )
     return table(arguments, dense_inputs, rows)

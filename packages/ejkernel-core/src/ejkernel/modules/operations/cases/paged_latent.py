@@ -59,10 +59,17 @@ HALF = dataclasses.replace(SMALL, h=96, v=128, d=64, dtype=jnp.bfloat16)
 MODEL = PagedSizes(
     lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=16, s=64, v=512, d=64, dtype=jnp.bfloat16
 )
+SMALL_MODEL = PagedSizes(lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h=4, s=16, v=128, d=32)
 LSE = {"return_lse": True}
 SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
 QUARTERS = {"k_scale": 0.25, "v_scale": 0.25}
 CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
+
+
+_TIMED: tuple[Row[PagedSizes], ...] = (
+    ("model", MODEL, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
+    ("small model", SMALL_MODEL, lambda k: {"softmax_scale": 96**-0.5}, (), ("bench_cpu",)),
+)
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
@@ -70,7 +77,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", SMALL, lambda k: {}, ("latent", "new_keys", "num_seqs"), ("awkward",)),
         ("window and soft cap, bfloat16", HALF, lambda k: CAPPED, ("sliding_window", "logits_soft_cap"), ()),
-        ("model", MODEL, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
+        *_TIMED,
     )
     eight: tuple[Row[PagedSizes], ...] = (
         ("int8, scales, lse", SMALL, lambda k: {**SCALES, **LSE}, ("value_scale",), ()),
@@ -89,7 +96,7 @@ def cases_v2(arguments: type) -> tuple[Case, ...]:
     rows: tuple[Row[PagedSizes], ...] = (
         ("int8, everything, lse", SMALL, lambda k: {**CAPPED, **SCALES, **LSE}, every, ()),
     )
-    return table(arguments, integers, rows)
+    return (*table(arguments, integers, rows), *table(arguments, inputs, _TIMED))
 
 
 make_inputs = functools.partial(

@@ -57,6 +57,7 @@ _TABLE: tuple[Row[MatmulSizes], ...] = (
         (),
     ),
     ("decoding", MatmulSizes(16, 4096, 14336, group_size=64, dtype=jnp.bfloat16), lambda k: {}, ("zeros",), ("bench",)),
+    ("small decoding", MatmulSizes(16, 1024, 2048, group_size=64), lambda k: {}, ("zeros",), ("bench_cpu",)),
 )
 
 

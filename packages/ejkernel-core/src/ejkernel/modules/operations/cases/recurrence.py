@@ -124,6 +124,7 @@ def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 
 _SLOTS: tuple[str, ...] = ("decay", "cu_seqlens", "sequence_state", "state_slots")
 _MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
+_SMALL_MODEL: Row = ("small model", RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, v=64), gates("g"), (), ("bench_cpu",))
 _SPARSE: Row = (
     "packed",
     _PACKED,
@@ -150,6 +151,7 @@ _RECURRENT: tuple[Row, ...] = (
     ("gate of heads for all tokens, reversed", RecurrenceSizes(), gates("g_gamma", reverse=True), ("decay",), ()),
     _SPARSE,
     _MODEL,
+    _SMALL_MODEL,
 )
 _GATED: tuple[Row, ...] = (
     (
@@ -164,6 +166,7 @@ _GATED: tuple[Row, ...] = (
     _SPARSE,
     ("slots in bfloat16", RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16), _in_slots, _SLOTS, ()),
     _MODEL,
+    _SMALL_MODEL,
 )
 _CONSTANT: tuple[Row, ...] = (
     ("grouped", RecurrenceSizes(g=2, v=12), gates(layer_idx=1, num_layers=4), ("decay",), ()),
@@ -182,6 +185,8 @@ _CONSTANT: tuple[Row, ...] = (
         ("decay", "cu_seqlens", "sequence_state"),
         (),
     ),
+    (*_MODEL[:2], gates(layer_idx=1, num_layers=4), *_MODEL[3:]),
+    (*_SMALL_MODEL[:2], gates(layer_idx=1, num_layers=4), *_SMALL_MODEL[3:]),
 )
 
 

@@ -50,6 +50,13 @@ _TABLE: tuple[_Row, ...] = (
     ("everything", NetworkSizes(b=3, f=7, l=2, r=2), ("weight_ih_deep", *BIASES, *STATES), (1, 20, 13), ()),
     ("bfloat16", NetworkSizes(h=32, dtype=jnp.bfloat16), BIASES, None, ()),
     ("model", NetworkSizes(b=32, t=512, f=512, l=2, r=2, h=512), ("weight_ih_deep", *BIASES), None, ("bench",)),
+    (
+        "small model",
+        NetworkSizes(b=4, t=128, f=128, l=2, r=2, h=128),
+        ("weight_ih_deep", *BIASES),
+        None,
+        ("bench_cpu",),
+    ),
 )
 
 

@@ -67,6 +67,7 @@ _TABLE: tuple[Row, ...] = (
     ),
     ("bfloat16", StateSpaceSizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
     ("model", StateSpaceSizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
+    ("small model", StateSpaceSizes(b=1, t=512, h=8, g=1, p=64, e=64), (), {}, (), ("bench_cpu",)),
 )
 
 

@@ -23,6 +23,7 @@ _TABLE: tuple[Row, ...] = (
     ("slots", (1, 5, 8, 3), ("slots",), jnp.float32, ("cu_seqlens", "state_slots"), ()),
     ("bfloat16", (2, 129, 32, 16), ("gate",), jnp.bfloat16, (), ()),
     ("model", (1, 2048, 4096, 16), ("gate",), jnp.bfloat16, (), ("bench",)),
+    ("small model", (1, 256, 512, 16), ("gate",), jnp.float32, (), ("bench_cpu",)),
 )
 
 

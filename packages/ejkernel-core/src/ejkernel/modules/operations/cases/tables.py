@@ -37,7 +37,7 @@ def table(
 
 def tagged(name: str, make: Callable[[jax.Array], Any], exercises: Iterable[str], tags: Iterable[str]) -> Case:
     """A case that CI runs, unless it is there to be timed."""
-    everywhere = () if "bench" in tags else ("ci",)
+    everywhere = () if {"bench", "bench_cpu"} & set(tags) else ("ci",)
     return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
 
 

@@ -1,0 +1,130 @@
+"""The programs that `ejkernel bench` times: both passes of every implementation that supports a call, and baselines."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.cli.baselines import baselines, with_gradients
+from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.config.params import Direction, given_values
+from ejkernel.ops.dispatch import Choice, Verdict
+from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.pullback import Pullback, Results
+
+PASSES = ("forward", "forward + backward")
+REFERENCE = "reference"
+BASELINE = "baseline"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One pass of one implementation.
+
+    Attributes:
+        implementation: Its name; if another implementation runs the backward pass, that one's follows a plus sign.
+        passes: One of `PASSES`.
+        config: The configuration it runs with, as text.
+        function: What to compile; a function of the lowered record.
+    """
+
+    implementation: str
+    passes: str
+    config: str
+    function: Callable[[Any], Any]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it runs the backward pass too."""
+        return self.passes == PASSES[1]
+
+
+def programs(plan: CallPlan, record: Any, choice: Choice, with_baselines: bool) -> list[Program]:
+    """The programs of a call, those of implementations first.
+
+    Args:
+        plan: How the call is carried out.
+        record: The lowered record.
+        choice: The forward choice, with the verdict on every implementation.
+        with_baselines: Whether to add the reference and JAX's own functions.
+    """
+    kernels = list(_kernel_programs(plan, record, choice))
+    if not with_baselines:
+        return kernels
+    return [*kernels, *_baseline_programs(plan, record, {program.passes for program in kernels})]
+
+
+def _baseline_programs(plan: CallPlan, record: Any, passes: set[str]) -> Iterator[Program]:
+    """The reference and JAX's own functions, in the passes that the kernels have."""
+    grad_fields = _grad_fields(plan, record)
+    for name, function in baselines(plan.op, record):
+        yield Program(implementation=name, passes=PASSES[0], config=BASELINE, function=function)
+        if PASSES[1] in passes:
+            both = with_gradients(function, grad_fields)
+            yield Program(implementation=name, passes=PASSES[1], config=BASELINE, function=both)
+
+
+def _kernel_programs(plan: CallPlan, record: Any, choice: Choice) -> Iterator[Program]:
+    """Both passes of every implementation that supports the call."""
+    grad_fields = _grad_fields(plan, record)
+    backward = plan.pick(record, "backward", grad_fields)
+    for verdict in choice.verdicts:
+        if verdict.status == "refused":
+            continue
+        piece, forward = _kernel(plan, record, _pinned(choice, verdict))
+        name, config = verdict.implementation.name, given_values(piece)
+        output_only = functools.partial(_output, forward)
+        yield Program(implementation=name, passes=PASSES[0], config=config, function=output_only)
+        follower = _backward_verdict(backward, verdict)
+        if not grad_fields or follower is None:
+            continue
+        back_piece, pull = _kernel(plan, record, _pinned(backward, follower))
+        same_kernel = follower.implementation is verdict.implementation
+        both = functools.partial(_output_and_gradients, forward, pull, grad_fields, same_kernel)
+        names = " + ".join(dict.fromkeys((name, follower.implementation.name)))
+        config = config if follower.implementation.paired else f"{config}; {given_values(back_piece)}"
+        yield Program(implementation=names, passes=PASSES[1], config=config, function=both)
+
+
+def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
+    return frozenset(plan.op.family.differentiable) & set(array_fields(record))
+
+
+def _backward_verdict(backward: Choice, verdict: Verdict) -> Verdict | None:
+    """The backward pass that follows a forward pass: the same implementation's, or the first that is not paired."""
+    usable = [one for one in backward.verdicts if one.status != "refused"]
+    same = [one for one in usable if one.implementation == verdict.implementation]
+    others = [] if verdict.implementation.paired else [one for one in usable if not one.implementation.paired]
+    return next(iter((*same, *others)), None)
+
+
+def _output(forward: Any, record: Any) -> Any:
+    """The output alone, so that XLA does not compute what only the backward pass needs."""
+    return forward(record)[0]
+
+
+def _output_and_gradients(
+    forward: Any, pull: Any, grad_fields: frozenset[str], same_kernel: bool, record: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The output, and the gradients of its sum; `same_kernel` if one implementation runs both passes."""
+    results = Results(*forward(record))
+    results, output = results if same_kernel else results._replace(pocket=None), results.output
+    cotangent = jax.tree.map(jnp.ones_like, output)
+    saved = Pullback(record=record, cotangent=cotangent, wanted=grad_fields, **results._asdict())
+    return output, {name: gradient for name, gradient in pull(saved).items() if name in grad_fields}
+
+
+def _pinned(choice: Choice, verdict: Verdict) -> Choice:
+    return dataclasses.replace(choice, verdicts=(dataclasses.replace(verdict, status="chosen"),))
+
+
+def _kernel(plan: CallPlan, record: Any, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
+    """The configuration that the chain gives an implementation, and its function with that configuration."""
+    assert choice.implementation is not None  # callers have checked
+    direction: Direction = choice.direction
+    piece = plan.chain.choose(plan.request(choice, record)).part
+    kernel = choice.implementation.function(direction)
+    return piece, lambda argument: kernel(argument, piece)

@@ -1,0 +1,31 @@
+"""What a slow command prints on the standard error: a bar on a terminal, and how long it will take."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Generator[Callable[[str], None]]:
+    """Shows a bar on the standard error inside the block, if that is a terminal.
+
+    Yields:
+        A function that ends one step and names the next.
+    """
+    import tqdm
+
+    with tqdm.tqdm(total=total, unit="step", leave=False, disable=not sys.stderr.isatty()) as bar:
+        bar.set_description_str("compile")
+
+        def step(following: str) -> None:
+            bar.update()
+            bar.set_description_str(following)
+
+        yield step
+
+
+def duration(seconds: float) -> str:
+    """A rough duration as people say it: `"5 s"`, `"3 min"`, `"2.5 h"`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
