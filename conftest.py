@@ -1,13 +1,11 @@
 """Settings of all tests; and the fenced Python of the README, CONTRIBUTING and `docs/`: `pytest docs README.md`."""
 
 import gc
-import importlib.util
 import itertools
 import os
 from pathlib import Path
 
 import jax
-import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -27,15 +25,6 @@ _finished = itertools.count(1)
 _MAPS = Path("/proc/self/maps")
 MOST_MAPS = 4096
 """A sixteenth of what Linux gives a process; a test that compiles takes about 60, and a worker about 3 GB by then."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs libtpu where there is none."""
-    if importlib.util.find_spec("libtpu") is None:
-        missing = pytest.mark.skip(reason="libtpu is not installed: pip install 'ejkernel-pallas[aot]'")
-        for item in items:
-            if item.get_closest_marker("libtpu"):
-                item.add_marker(missing)
 
 
 def pytest_collection_finish() -> None:

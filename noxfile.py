@@ -112,11 +112,14 @@ def bench(session: nox.Session) -> None:
 
 
 PROCESSES = ("-n", "auto", "--maxprocesses", "4")
+REPORTS = ("--plan", "--durations-by-kind", "--record-costs")
+"""What may follow `--` without selecting tests."""
 
 
 def pytest(session: nox.Session, *args: str, **env: str) -> None:
     """Run pytest on the CPU, on at most four processes, none of which starts a pool of its own for NumPy."""
-    parallel = (*PROCESSES, "--dist", "worksteal")
+    # The plan is printed by the process that collects.
+    parallel = () if "--plan" in session.posargs else (*PROCESSES, "--dist", "worksteal")
     session.run("python", "-m", "pytest", *parallel, *args, *session.posargs, env={**QUICK, **env})
 
 
@@ -125,8 +128,37 @@ def examples(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *PROCESSES, "--dist", "loadfile", "docs", "README.md")
 
 
+def selects(session: nox.Session) -> bool:
+    """Whether something after `--` selects tests."""
+    return not set(session.posargs) <= set(REPORTS)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests to trust a change by, in ten minutes: a covering design of all; or those selected after `--`."""
+    install_all(session, "test")
+    pytest(session, f"--ejk-cover={'all' if selects(session) else 'first'}")
+
+
+@nox.session
+def thorough(session: nox.Session) -> None:
+    """Run all that `tests` leaves out, the documentation's examples, other backends, compilers of TPUs and GPUs."""
+    install_all(session, "test")
+    session.install(*cuda_compiler())
+    if selects(session):
+        pytest(session)
+        return
+    pytest(session, "--ejk-cover=rest")
+    if "--plan" in session.posargs:
+        return
+    examples(session)
+    # In the same environment: a new one takes half a minute.
+    for more in (check_third_parties, compile_for_tpus, lower_for_gpus):
+        more(session)
+
+
 def suite(session: nox.Session) -> None:
-    """Run the tests, and without a selection of them the documentation's examples too."""
+    """Run all tests, and without a selection of them the documentation's examples too."""
     install_all(session, "test")
     session.install(*cuda_compiler())
     pytest(session)
@@ -137,16 +169,6 @@ def suite(session: nox.Session) -> None:
 def absent(session: nox.Session) -> None:
     """Stand in for a suite whose interpreter this machine does not have."""
     session.skip(f"no {session.name.replace('tests-', 'Python ')} here")
-
-
-@nox.session
-def tests(session: nox.Session) -> None:
-    """Run the tests on the running interpreter, then the third-party backends and the compilers of TPUs and GPUs."""
-    suite(session)
-    if not session.posargs:
-        # In the same environment: a new one takes half a minute.
-        for more in (check_third_parties, compile_for_tpus, lower_for_gpus):
-            more(session)
 
 
 for _version in PYTHONS:
@@ -185,8 +207,7 @@ def compile_kernels(session: nox.Session) -> None:
 def check_third_parties(session: nox.Session) -> None:
     """Install two backends from outside: the suite must pass the honest one and catch the one that lies."""
     session.install("./tests/third_party_plugin", "./tests/third_party_liar")
-    # Elsewhere the tests skip without the two; here that would be a session that passes and tests nothing.
-    pytest(session, "tests/third_party", EJKERNEL_THIRD_PARTY="required")
+    pytest(session, "tests/third_party")
 
 
 def compile_for_tpus(session: nox.Session) -> None:
@@ -195,8 +216,9 @@ def compile_for_tpus(session: nox.Session) -> None:
         session.log("libtpu is for Linux alone")
         return
     session.install("-e", f"{part('pallas')}[aot]")
-    session.run("python", "-c", "import libtpu")  # without it the tests skip
-    pytest(session, "-m", "libtpu", "tests/pallas_tpu", "tests/pallas_tpu_profile", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    session.run("python", "-c", "import libtpu")  # without it the tests are not collected
+    folders = ("tests/pallas_tpu", "tests/pallas_tpu_profile")
+    pytest(session, "--needs=libtpu", *folders, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 
 def lower_for_gpus(session: nox.Session) -> None:
@@ -207,27 +229,27 @@ def lower_for_gpus(session: nox.Session) -> None:
     session.install("-e", part("triton"))
     version = session.run("python", "-c", "import jaxlib; print(jaxlib.__version__)", silent=True)
     session.install("--no-deps", f"jax-cuda13-plugin=={str(version).strip()}")
-    session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests skip
+    session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests are not collected
     session.run("python", "-m", "pytest", *map(str, sorted(Path("tests/triton").glob("test_*_lowering.py"))), env=QUICK)
 
 
 @nox.session
 def third_party(session: nox.Session) -> None:
-    """Run what `tests` does with backends from outside, alone."""
+    """Run what `thorough` does with backends from outside, alone."""
     install(session, *group("test"))
     check_third_parties(session)
 
 
 @nox.session
 def ahead(session: nox.Session) -> None:
-    """Run what `tests` compiles for TPUs, alone."""
+    """Run what `thorough` compiles for TPUs, alone."""
     install(session, *group("test"))
     compile_for_tpus(session)
 
 
 @nox.session
 def triton_lowering(session: nox.Session) -> None:
-    """Run what `tests` lowers for GPUs, alone; requirements after `--` are installed too."""
+    """Run what `thorough` lowers for GPUs, alone; requirements after `--` are installed too."""
     install(session, *group("test"), *session.posargs)
     lower_for_gpus(session)
 

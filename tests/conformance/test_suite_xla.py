@@ -4,7 +4,13 @@ The tests are the suite's, imported; its pytest plugin, which is installed with 
 """
 
 from ejkernel_conformance.test_candidates import test_candidates
-from ejkernel_conformance.test_capabilities import test_gives_gradient, test_handles, test_serves_some_case
+from ejkernel_conformance.test_capabilities import (
+    test_gives_gradient,
+    test_handles,
+    test_refusals,
+    test_serves_some_case,
+    test_sharding_fields,
+)
 from ejkernel_conformance.test_determinism import test_determinism, test_gradient_determinism
 from ejkernel_conformance.test_gradients import test_gradients
 from ejkernel_conformance.test_padding import test_padding, test_padding_gradients
@@ -22,10 +28,12 @@ __all__ = [
     "test_handles",
     "test_padding",
     "test_padding_gradients",
+    "test_refusals",
     "test_residuals",
     "test_serves_some_case",
     "test_shapes",
     "test_shard",
+    "test_sharding_fields",
     "test_value",
     "test_vmap",
 ]

@@ -119,6 +119,7 @@ def test_splits_stay_within_reason(rows, capability):
         )
 
 
+@pytest.mark.needs("cuda compiler")
 @pytest.mark.slow
 def test_sources_compile_and_the_call_lowers(compiled, monkeypatch):
     """On a machine without CUDA: the library loads, shows its handler, and JAX takes it for the CUDA platform."""

@@ -202,7 +202,7 @@ def test_new_tokens_are_written_by_the_call_into_the_cache_that_it_is_given(op, 
     assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= arrays
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs the kernels")
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize(("op", "cache"), WRITTEN)
 def test_donated_caches_are_updated_in_place_on_a_gpu(op, cache):
     function, arguments = writing_call(op, cache, 16384)
@@ -225,7 +225,7 @@ def test_donated_caches_are_updated_in_place_on_a_gpu(op, cache):
             made[n] = x
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs the kernels")
+@pytest.mark.needs("gpu")
 def test_layers_in_a_loop_share_one_cache_in_place_on_a_gpu():
     layers, pages = 4, 4096
     function, arguments = writing_call("ragged_page_attention_v3", "bfloat16", layers * pages)
@@ -246,6 +246,7 @@ def test_layers_in_a_loop_share_one_cache_in_place_on_a_gpu():
     assert memory.temp_size_in_bytes < cache.nbytes / 8
 
 
+@pytest.mark.needs("cuda compiler")
 @pytest.mark.slow
 def test_the_call_lowers(compiled, monkeypatch):
     monkeypatch.setattr(ejkernel_cuda, "__path__", [str(compiled)])

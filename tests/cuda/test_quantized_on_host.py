@@ -36,8 +36,6 @@ CASES = {case.name: case for case in cases.cases()["quantized_matmul"]}
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
     """The kernels' sources, compiled for the host with what stands in for CUDA."""
-    if shutil.which("g++") is None:
-        pytest.skip("the kernels were not run: no g++")
     folder = tmp_path_factory.mktemp("on_host")
     for source in SOURCES.glob("quantized_*.cuh"):
         # Shared memory is that of the emulated block.
@@ -85,6 +83,7 @@ def refusals(device=H200, name="cuda", **changes):
     return [reason for reason in verdict.reasons if library.MODULE not in reason]
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(kernels, name, parts):
@@ -95,6 +94,7 @@ def test_numbers(kernels, name, parts):
     np.testing.assert_allclose(got, want, rtol=tolerance.rtol, atol=tolerance.atol)
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 4096, 36), (9, 4096, 32), (16, 512, 36), (8, 9216, 32)])
 def test_numbers_of_whole_columns(kernels, m, k, n):
     made = MatmulSizes(m=m, k=k, n=n, group_size=64, dtype=jnp.bfloat16, transpose=True)
@@ -104,6 +104,7 @@ def test_numbers_of_whole_columns(kernels, m, k, n):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize(
     ("m", "k", "n", "parts"), [(50, 2816, 40, 2), (33, 2048, 40, 1), (20, 2304, 40, 1), (17, 512, 40, 2)]
 )
@@ -116,6 +117,7 @@ def test_numbers_of_warpgroups(kernels, m, k, n, parts):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize("m", [8, 16, 32, 48, 64])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_numbers_of_rows_first(kernels, m, parts):
@@ -127,6 +129,7 @@ def test_numbers_of_rows_first(kernels, m, parts):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 3e-3
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize("shift", [20, 300, -300])
 def test_zeros_may_be_far_from_the_codes(kernels, shift):
     made = MatmulSizes(m=9, k=256, n=128, group_size=64, dtype=jnp.bfloat16)
@@ -138,6 +141,7 @@ def test_zeros_may_be_far_from_the_codes(kernels, shift):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
 
 
+@pytest.mark.needs("g++")
 def test_few_rows_of_wide_matrices_have_other_products(kernels):
     made = MatmulSizes(m=5, k=72, n=8192, group_size=64, dtype=jnp.bfloat16)
     record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
@@ -147,6 +151,7 @@ def test_few_rows_of_wide_matrices_have_other_products(kernels):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2.6e-3
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.parametrize("transpose", [False, True])
 def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
     made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)

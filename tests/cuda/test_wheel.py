@@ -39,7 +39,7 @@ def test_the_build_links_against_an_old_c_library():
     assert '"--plat", tag' in (ROOT / "noxfile.py").read_text()
 
 
-@pytest.mark.skipif(WHEELS is None, reason="wants EJKERNEL_CUDA_WHEELS: nox -s wheels builds one")
+@pytest.mark.needs("cuda wheel")
 def test_no_symbol_of_the_wheel_is_newer_than_manylinux_2_28(tmp_path):
     objdump = shutil.which("objdump")
     assert objdump, "objdump, of binutils, is needed to look at the wheel"

@@ -10,9 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("optax")
-
 FILE = Path(__file__).parents[2] / "examples" / "layers.py"
 LAYERS = ("mamba2", "gla", "gated_delta", "kda")
 

@@ -26,7 +26,7 @@ from ejkernel_conformance.subjects import inputs
 
 OPS = [op for op in registry().ops.values() if op.name != "ring_attention"]  # which is told of the devices it talks to
 ROWS = PartitionSpec("rows")
-needs_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="one device")
+needs_two_devices = pytest.mark.needs("2 devices")
 
 
 def mesh():

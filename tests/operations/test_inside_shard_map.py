@@ -42,7 +42,7 @@ def test_every_operation_and_its_gradients_are_traced(op):
     assert jax.tree.map(jnp.shape, jax.eval_shape(mapped, *leaves.values())) == jax.tree.map(jnp.shape, results)
 
 
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device")
+@pytest.mark.needs("2 devices")
 def test_the_gradient_of_what_devices_share_is_their_sum():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 12, 4, 8))
     sinks, bias = jnp.ones((4, 1)), jax.random.normal(jax.random.key(1), (1, 4, 1, 12))

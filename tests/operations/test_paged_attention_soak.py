@@ -163,7 +163,7 @@ def test_500_sequences_never_diverge_and_never_write_outside_their_own_slots(kin
     serve_all(kind(rng, Model()), rng)
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs the kernels")
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize("kind", [V3, Chunked])
 @pytest.mark.parametrize(
     ("platform", "model"), [("pallas", ON_HOPPER), ("triton", ON_A_GPU), ("triton", DECODING), ("cuda", DECODING)]

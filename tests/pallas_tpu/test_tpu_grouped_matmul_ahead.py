@@ -19,7 +19,7 @@ from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
 from ejkernel_pallas.tpu.profile import Case, Workload, profile_many
 
-pytestmark = pytest.mark.libtpu
+pytestmark = pytest.mark.needs("libtpu")
 
 SMALL = TpuMatmul(block_m=128, block_k=256, block_n=128)
 
@@ -143,7 +143,6 @@ def test_an_exported_call_is_loaded_and_lowered_again():
         record = GroupedMatmul(lhs=lhs, rhs=rhs, group_sizes=groups, out_dtype=jnp.dtype("float32"))
         return forward(record, SMALL)[0]
 
-    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: jax.export needs it")
     exported = jax.export.export(jax.jit(multiply), platforms=["tpu"])(made.lhs, made.rhs, sizes)
     loaded = jax.export.deserialize(exported.serialize())
     assert "tpu_custom_call" in compiled(loaded.call, (made.lhs, made.rhs, sizes), "v5e").as_text()

@@ -14,7 +14,7 @@ from ejkernel.modules import mla_decode, multi_latent_ragged_page_attention
 from ejkernel_pallas.tpu.profile.chips import chip
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
-pytestmark = pytest.mark.libtpu
+pytestmark = pytest.mark.needs("libtpu")
 
 
 def shapes(sharding, dtype=jnp.bfloat16, **arrays):

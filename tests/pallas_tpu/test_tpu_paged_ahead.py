@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.paged_attention.work import FIELDS
 from ejkernel_pallas.tpu.profile.chips import chip
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
-pytestmark = pytest.mark.libtpu
+pytestmark = pytest.mark.needs("libtpu")
 
 
 def attend(record):

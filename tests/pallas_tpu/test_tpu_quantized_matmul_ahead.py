@@ -12,7 +12,7 @@ from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
 from ejkernel_pallas.tpu.quantized_matmul.passes import backward, forward
 from ejkernel_pallas.tpu.quantized_matmul.tiles import heuristic
 
-pytestmark = pytest.mark.libtpu
+pytestmark = pytest.mark.needs("libtpu")
 
 
 def record(m, k, n, mode="affine", bits=None, group_size=64, transpose=False, dtype="bfloat16", stored=None):

@@ -15,7 +15,7 @@ from ejkernel.ops.pullback import Pullback
 from ejkernel_pallas.tpu.ring_attention import backward, forward, remote, remote_backward
 from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
 
-pytestmark = pytest.mark.libtpu
+pytestmark = pytest.mark.needs("libtpu")
 
 SLICES = {"v5e": "v5e:4x2", "v5p": "v5p:2x2x1", "v6e": "v6e:4x2", "v7x": "tpu7x:2x2x1"}
 WAYS = {"collectives": (forward, backward), "remote copies": (remote, remote_backward)}

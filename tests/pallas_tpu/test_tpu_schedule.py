@@ -12,7 +12,7 @@ from ejkernel.modules import flash_attention, ragged_page_attention_v2, ring_att
 from ejkernel_pallas.tpu.mosaic.launch import VMEM_LIMIT
 from ejkernel_pallas.tpu.profile import CHIPS, Case, Workload, profile_many
 
-pytestmark = [pytest.mark.libtpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("libtpu"), pytest.mark.timeout(600)]
 
 KINDS = {"v5e": ("causal", "full"), "v5p": ("causal",), "v6e": ("causal", "full"), "v7x": ("causal",)}
 """Full attention once for each width of matrix units: the compiler is the same for both chips."""

@@ -94,7 +94,6 @@ def test_roofline_and_mfu_follow_from_the_operations(report, kernel):
 
 
 def test_columns_of_the_plot_are_shares_of_what_is_issued(kernel):
-    pytest.importorskip("matplotlib")
     from ejkernel_pallas.tpu.profile.plot import issued
 
     shares = issued(kernel, columns=50)
@@ -105,7 +104,6 @@ def test_columns_of_the_plot_are_shares_of_what_is_issued(kernel):
 
 
 def test_the_plot_is_a_png(report, tmp_path):
-    pytest.importorskip("matplotlib")
     from ejkernel_pallas.tpu.profile.plot import draw
 
     draw([report, report], tmp_path / "slots.png")

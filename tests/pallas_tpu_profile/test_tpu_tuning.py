@@ -105,7 +105,7 @@ def test_values_are_made_of_what_decides_and_shapes_of_the_rest():
     assert made["lengths"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.libtpu
+@pytest.mark.needs("libtpu")
 def test_with_the_compiler(run, tmp_path):
     output = run(*SMALL, "--target", "v7x", "--export", str(tmp_path))
     assert "predicted for TPU7x" in output

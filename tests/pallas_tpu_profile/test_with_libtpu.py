@@ -11,7 +11,7 @@ from ejkernel.ops import plugins
 from ejkernel_pallas.tpu.profile import Case, profile, profile_many
 from ejkernel_pallas.tpu.profile.command import profile as command
 
-pytestmark = pytest.mark.libtpu
+pytestmark = pytest.mark.needs("libtpu")
 
 BUILDERS = Path(profiled_kernels.__file__)
 

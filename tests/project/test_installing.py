@@ -81,8 +81,6 @@ def test_pages_lead_with_an_installation_that_works_today(page):
 
 # --- resolved ---------------------------------------------------------------------------------------------------------
 
-resolver = pytest.mark.skipif(WHEELS is None, reason="wants EJKERNEL_WHEELS: nox -s resolve builds them")
-
 
 def resolved_by_uv(wanted: str, python: str, jax: str) -> dict[str, str]:
     """What uv would install, by name; it needs no such Python."""
@@ -96,8 +94,6 @@ def resolved_by_uv(wanted: str, python: str, jax: str) -> dict[str, str]:
 def resolved_by_pip(wanted: str, python: str, jax: str) -> dict[str, str]:
     """What pip would install, by name; markers are those of the Python that runs it."""
     interpreter = shutil.which(f"python{python}")
-    if interpreter is None or subprocess.run([interpreter, "-c", ""], capture_output=True).returncode:
-        pytest.skip(f"no Python {python} here")
     options = ["--dry-run", "--ignore-installed", "--quiet", "--only-binary", ":all:", "--report", "-"]
     command = [interpreter, "-m", "pip", "install", *options, "--find-links", str(WHEELS), wanted, f"jax=={jax}.*"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -107,10 +103,19 @@ def resolved_by_pip(wanted: str, python: str, jax: str) -> dict[str, str]:
     return {item["metadata"]["name"]: item["metadata"]["version"] for item in items}
 
 
-@resolver
+RESOLUTIONS = [
+    pytest.param(resolve, *pair, marks=needs, id=f"{name}-{'-'.join(pair)}")
+    for pair in PAIRS
+    for resolve, name, needs in [
+        (resolved_by_uv, "uv", ()),
+        (resolved_by_pip, "pip", pytest.mark.needs(f"python{pair[0]}")),
+    ]
+]
+
+
+@pytest.mark.needs("wheels")
 @pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize(("python", "jax"), PAIRS)
-@pytest.mark.parametrize("resolve", [resolved_by_uv, resolved_by_pip], ids=["uv", "pip"])
+@pytest.mark.parametrize(("resolve", "python", "jax"), RESOLUTIONS)
 def test_every_extra_resolves_to_our_wheels_and_keeps_jax(resolve, python, jax, extra):
     found = resolve(f"ejkernel[{extra}]" if extra else "ejkernel", python, jax)
     ours = {name: version for name, version in found.items() if name.startswith("ejkernel")}

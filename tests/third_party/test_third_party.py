@@ -5,7 +5,6 @@ Runs where `tests/third_party_plugin` and `tests/third_party_liar` are installed
 
 import functools
 import importlib.metadata
-import os
 import subprocess
 import sys
 import tempfile
@@ -30,18 +29,15 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(autouse=True)
 def outside() -> None:
-    """Skips where the distributions are not installed, and fails there if they were meant to be."""
+    """Fails where the distributions are not installed."""
     there = {distribution.name for distribution in importlib.metadata.distributions()}
-    missing = ", ".join(name for name in OUTSIDE if name not in there)
-    if missing and os.environ.get("EJKERNEL_THIRD_PARTY") == "required":
-        pytest.fail(f"not installed: {missing}")
-    if missing:
-        pytest.skip(f"not installed: {missing}; nox -s third_party installs it")
+    if missing := ", ".join(name for name in OUTSIDE if name not in there):
+        pytest.fail(f"not installed: {missing}; nox -s third_party installs it")
 
 
 @functools.cache
 def suite(*options: str, module: str = "ejkernel_conformance") -> dict[str, str]:
-    """Runs the conformance suite as its users do; test id -> passed, failed or skipped."""
+    """Runs the conformance suite as its users do; test id -> passed or failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "--pyargs", module, *options, "-q", f"--junitxml={report}"]
@@ -53,7 +49,8 @@ def suite(*options: str, module: str = "ejkernel_conformance") -> dict[str, str]
 
 def _outcome(case: ET.Element) -> str:
     kinds = {child.tag for child in case}
-    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    assert "skipped" not in kinds
+    return "failed" if kinds & {"failure", "error"} else "passed"
 
 
 def _with(results: dict[str, str], outcome: str) -> set[str]:
@@ -152,7 +149,8 @@ def test_suite_passes_the_honest_backend() -> None:
     assert {"test_value[flash_attention-acme-window]", "test_gradients[flash_attention-acme-packed]"} <= passed
     assert {"test_padding[flash_attention-acme-segments with padding]"} <= passed
     assert {"test_handles[scaled sum-acme-scale]", "test_candidates[acme_scaled_sum-acme-forward]"} <= passed
-    assert "test_value[flash_attention-acme-bias]" in _with(results, "skipped")
+    assert "test_refusals[tiled_attention-acme]" in passed
+    assert "test_value[flash_attention-acme-bias]" not in results  # it is refused
 
 
 def test_suite_catches_the_liar_on_windows_and_nothing_else() -> None:
@@ -161,7 +159,7 @@ def test_suite_catches_the_liar_on_windows_and_nothing_else() -> None:
     windows = {name for case in cases for name in results if name.endswith(f"-liar-{case}]")}
     assert _with(results, "failed") <= windows
     for test in ("test_value", "test_gradients", "test_vmap"):
-        run = {name for name in windows if name.startswith(f"{test}[")} - _with(results, "skipped")
+        run = {name for name in windows if name.startswith(f"{test}[")}
         assert f"{test}[flash_attention-liar-window]" in run
         assert run <= _with(results, "failed")
 
@@ -169,7 +167,10 @@ def test_suite_catches_the_liar_on_windows_and_nothing_else() -> None:
 def test_suite_catches_what_refuses_everything() -> None:
     results = suite("--ejk-impl", "vacuous")
     assert _with(results, "failed") == {"test_serves_some_case[tiled_attention-vacuous]"}
-    assert not _with(results, "passed")
+    assert _with(results, "passed") == {
+        "test_refusals[tiled_attention-vacuous]",
+        "test_sharding_fields[tiled_attention-vacuous]",
+    }
 
 
 def test_suite_catches_a_claim_that_no_case_shows() -> None:

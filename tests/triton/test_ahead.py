@@ -6,11 +6,8 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 import triton_chips
+from jax import lax
 from triton_chips import assert_fits, assert_fits_and_spills_nothing
 
 from ejkernel.families.tiled_attention import TiledAttention

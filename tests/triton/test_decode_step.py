@@ -3,9 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from triton_chips import CHIPS, H200, assert_conforms, assert_fits_and_spills_nothing
 
 from ejkernel.families.linear_recurrence import LinearRecurrence

@@ -4,9 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("jax_triton")
-pytest.importorskip("jax_cuda13_plugin")
-
 from ejkernel.modules import gated_delta_rule, kernel_delta_attention, state_space_v1
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_triton import _compat

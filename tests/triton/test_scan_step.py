@@ -6,9 +6,6 @@ Its numbers are compared with those of `state_space_v1` in `test_decode_step.py`
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from triton_chips import CHIPS, H200, assert_fits_and_spills_nothing
 
 from ejkernel.families.selective_scan import SelectiveScan

@@ -11,9 +11,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("jax_triton")
-pytest.importorskip("jax_cuda13_plugin")
-
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules import flash_attention, ragged_gated_delta_rule, recurrent_attention
 from ejkernel.ops.device import DeviceInfo, target_device

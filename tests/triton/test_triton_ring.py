@@ -1,9 +1,5 @@
 """Ring attention in Triton: every kind of step in Triton's interpreter, which is chosen at import."""
 
-import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from triton_chips import run_interpreted
 
 

@@ -6,9 +6,6 @@ import importlib.resources
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from triton_chips import H200
 
 from ejkernel.families.linear_recurrence import LinearRecurrence

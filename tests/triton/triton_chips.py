@@ -37,7 +37,7 @@ def assert_fits_and_spills_nothing(calls, chip):
 
 
 def assert_conforms(operations, selection, implementation="triton"):
-    """The conformance suite passes for operations, and skips nothing, where kernels are interpreted.
+    """The conformance suite passes for operations, and nothing is refused, where kernels are interpreted.
 
     Args:
         operations: Names; none for all that the implementation serves.
@@ -45,7 +45,14 @@ def assert_conforms(operations, selection, implementation="triton"):
         implementation: Name.
     """
     command = ["-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-impl", implementation, *(f"--ejk-op={name}" for name in operations), "-k", selection]
+    command += [
+        "--ejk-refused=fail",
+        "--ejk-impl",
+        implementation,
+        *(f"--ejk-op={name}" for name in operations),
+        "-k",
+        selection,
+    ]
     ran = _run(command)
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout

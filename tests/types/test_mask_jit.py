@@ -162,7 +162,6 @@ def test_flags_and_axis_names_are_part_of_the_jit_key():
 
 
 def test_a_function_of_a_mask_info_is_exported_and_read_again():
-    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed: jax.export needs it")
     info = MaskInfo.from_segments(jnp.array([[0, 0, 1, 1, -1]]), batch_axis_name=("data", "fsdp")).apply_causal()
     exported = jax.export.export(jax.jit(lambda info: (info.bias, info.replace(q_positions=None))))(info)
     bias, returned = jax.export.deserialize(exported.serialize()).call(info)

@@ -1,4 +1,4 @@
-"""The pytest plugin: options, and one test for each selected implementation and case."""
+"""The pytest plugin: options, and one test for each selected implementation and case that can run here."""
 
 from typing import Any
 
@@ -16,6 +16,9 @@ PARAMETERS = (
     "ejk_gradient",
     "ejk_candidates",
 )
+COVER = ("all", "first", "rest")
+_tests = pytest.StashKey[list[tuple[Any, Any]]]()
+ELSEWHERE = "ejkernel_elsewhere"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +27,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ejk-impl", action="append", default=[], metavar="NAME", help="implementations to test (all)")
     group.addoption("--ejk-op", action="append", default=[], metavar="NAME", help="operations to test (all)")
     group.addoption("--ejk-tag", default="ci", metavar="TAG", help="which cases to run: ci, awkward, bench (ci)")
+    group.addoption(
+        "--ejk-cover",
+        default="all",
+        choices=COVER,
+        help="first: a covering design, the few tests in which all that matters appears; rest: the others (all)",
+    )
+    group.addoption(
+        "--ejk-refused",
+        default="leave-out",
+        choices=("leave-out", "fail"),
+        help="what to do with a test that dispatch refuses to serve: leave it out, or let it fail (leave-out)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,24 +50,95 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Fills in whichever of `PARAMETERS` a test asks for."""
+    """Fills in whichever of `PARAMETERS` a test asks for, where the test can run on it."""
     names = [name for name in PARAMETERS if name in metafunc.fixturenames]
     if not names:
         return
-    selection = _selection(metafunc.config)
+    from ejkernel_conformance.served import refusal_of
+
+    selection, refusal = _selection(metafunc.config), refusal_of(metafunc.function)
+    keeps_refused = metafunc.config.getoption("--ejk-refused") == "fail"
     for name in names:
-        found = selection.of(name)
+        every = selection.of(name)
+        metafunc.config.stash.setdefault(_tests, []).extend((metafunc.function, item) for item in every)
+        found = [item for item in every if keeps_refused or not refusal(item)]
         # The scope puts the tests of a case next to each other, where they share what was compiled.
         metafunc.parametrize(name, found, ids=[str(item) for item in found], scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that nothing selected is subject to; pytest would report them as skipped without a refusal."""
-    empty = [item for item in items if _is_empty(item)]
-    if empty:
-        config.hook.pytest_deselected(items=empty)
-        items[:] = [item for item in items if item not in empty]
+    """Leaves out tests that nothing selected is subject to, and those that `--ejk-cover` leaves to another run."""
+    left_out = {item for item in items if _is_empty(item)}
+    cover = config.getoption("--ejk-cover")
+    ours = [(item, parameter) for item in items if (parameter := parameter_of(item)) is not None]
+    if cover != "all" and ours:
+        from ejkernel_conformance import design
+
+        chosen = set(design.first([(_transform(item), parameter) for item, parameter in ours]))
+        left_out |= {item for index, (item, _) in enumerate(ours) if (index in chosen) != (cover == "first")}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With `--ejk-refused=fail`, fails a test that dispatch refuses to serve."""
+    if item.config.getoption("--ejk-refused") != "fail" or (parameter := parameter_of(item)) is None:
+        return
+    from ejkernel_conformance.served import refusal_of
+
+    function: Any = getattr(item, "function", None)
+    if reason := refusal_of(function)(parameter):
+        pytest.fail(f"dispatch refuses {parameter}: {reason}", pytrace=False)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Says what would run on devices that are not here, in a line per device."""
+    return _elsewhere(config)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands those lines from a worker of pytest-xdist to the process that reports: only workers collect tests."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None and getattr(session.config, "workerinput", {}).get("workerid") == "gw0":
+        output[ELSEWHERE] = _elsewhere(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keeps the lines of a worker for the report."""
+    lines = getattr(node, "workeroutput", {}).get(ELSEWHERE)
+    if lines:
+        node.config.stash[_lines] = lines
+
+
+_lines = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Prints the lines that a worker sent."""
+    for line in config.stash.get(_lines, []):
+        terminalreporter.write_line(line)
+
+
+def parameter_of(item: Any) -> Any:
+    """The parameter of the suite that an item runs on; None for tests that are not the suite's."""
+    values = getattr(getattr(item, "callspec", None), "params", {})
+    return next((values[name] for name in PARAMETERS if name in values and not _is_empty(item)), None)
+
+
+def _elsewhere(config: pytest.Config) -> list[str]:
+    tests = config.stash.get(_tests, [])
+    if not tests:
+        return []
+    from ejkernel_conformance.devices import summary
+
+    return summary(tests)
+
+
+def _transform(item: Any) -> str:
+    return getattr(item, "originalname", item.name)
 
 
 def _selection(config: pytest.Config) -> Any:

@@ -128,9 +128,9 @@ def _items(parameter: str, op: str, implementation: str) -> dict[str, Any]:
     return {str(item): item for item in selection.of(parameter)}
 
 
-def resolve(test: SuiteTest) -> Callable[[], None]:
-    """The test as a function of nothing."""
+def resolve(test: SuiteTest) -> tuple[Callable[[Any], None], Any]:
+    """The test function, and what it is run on."""
     name, _, text = test.id.partition("[")
     parameter, function = functions()[name]
     item = _items(parameter, test.op, test.implementation)[text.removesuffix("]")]
-    return functools.partial(function, item)
+    return function, item

@@ -20,6 +20,7 @@ import pytest
 from ejkernel.ops.device import current_device
 from ejkernel_conformance.confirm.listing import SuiteTest, list_tests, resolve
 from ejkernel_conformance.confirm.toolchain import digests, versions
+from ejkernel_conformance.served import refusal_of
 
 MOST_MAPS = 8192
 """Compiled programs hold memory maps, of which Linux gives a process 65,530."""
@@ -80,9 +81,10 @@ def _run(channel: Channel, tests: list[SuiteTest], until: float) -> bool:
 
 def _outcome(test: SuiteTest) -> tuple[str, str]:
     try:
-        resolve(test)()
-    except pytest.skip.Exception as refusal:
-        return "refused", str(refusal)
+        function, parameter = resolve(test)
+        if refusal := refusal_of(function)(parameter):
+            return "refused", refusal
+        function(parameter)
     except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - a kernel may fail in any way
         # The error first, then where it came from.
         text = f"{type(error).__name__}: {error}"

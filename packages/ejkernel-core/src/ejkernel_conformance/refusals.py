@@ -1,0 +1,49 @@
+"""Refusals: each is a reason, and the error of a call that nobody serves holds it."""
+
+from typing import Any
+
+import jax
+
+from ejkernel.ops.device import current_device
+from ejkernel.ops.dispatch import NoImplementationError, hardware_refusals
+from ejkernel.ops.model import Case, Implementation, Op
+from ejkernel_conformance import claims, running
+from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, pinned_plan
+
+
+def check_refusals(implementation: Implementation, cases: claims.Cases) -> None:
+    """Dispatch serves a case here, or refuses it with the reasons that the device and the record give.
+
+    Calls that are refused on this device are made, one per set of reasons: they raise with the table of reasons.
+    """
+    device_reasons = hardware_refusals(implementation, current_device())
+    raised: set[tuple[str, ...]] = set()
+    for op, case in cases:
+        record = abstract_record(op, case)
+        expected = (*device_reasons, *claims.record_refusals(op, implementation, record))
+        reasons = _reasons(op, implementation, record)
+        if reasons != expected:
+            raise AssertionError(f"{implementation.name} on {op.name}, {case.name}: got {reasons}, wants {expected}")
+        if not all(reason.strip() for reason in reasons):
+            raise AssertionError(f"{implementation.name} on {op.name}, {case.name}: an empty reason in {reasons}")
+        if reasons and reasons not in raised:
+            raised.add(reasons)
+            _check_raises(op, implementation, case, reasons)
+
+
+def _reasons(op: Op, implementation: Implementation, record: Any) -> tuple[str, ...]:
+    choice = pinned_plan(op, implementation).pick(record, "forward")
+    return next(v.reasons for v in choice.verdicts if v.implementation is implementation)
+
+
+def _check_raises(op: Op, implementation: Implementation, case: Case, reasons: tuple[str, ...]) -> None:
+    """A call of a refused case raises NoImplementationError with all reasons, before anything is computed."""
+    subject = Subject(op=op, implementation=implementation, case=case)
+    plan = pinned_plan(op, implementation)
+    try:
+        jax.eval_shape(lambda args: running.call(plan, args), abstract_args(case))
+    except NoImplementationError as error:
+        if missing := [reason for reason in reasons if reason not in str(error)]:
+            raise AssertionError(f"{subject}: the error of a refused call lacks {missing}") from error
+        return
+    raise AssertionError(f"{subject} is refused ({'; '.join(reasons)}), and a call of it runs")

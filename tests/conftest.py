@@ -1,0 +1,95 @@
+"""Which tests run here and by which command; tests/support/suite/ has the rules, docs/testing.md tells of them."""
+
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The setting `pythonpath` of pyproject.toml is not read where tests are run from another folder.
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+from suite import needs, selection
+
+NOTES = "ejkernel_notes"
+_notes = pytest.StashKey[list[str]]()
+_left_out = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what the sessions of noxfile.py ask for."""
+    group = parser.getgroup("ejkernel")
+    group.addoption("--plan", action="store_true", help="print which tests a command runs, and run none")
+    group.addoption("--durations-by-kind", action="store_true", help="print per file what tracing, compiling ... took")
+    group.addoption("--needs", metavar="NAME", help="run only tests that are marked to need this")
+    group.addoption("--record-costs", action="store_true", help="write what tests cost to tests/support/suite/")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure tests where that is asked for."""
+    if config.getoption("--durations-by-kind") or config.getoption("--record-costs"):
+        from suite.durations import Clock
+
+        config.pluginmanager.register(Clock())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what cannot run here, and what belongs to the other command."""
+    from ejkernel_conformance.plugin import parameter_of
+
+    config.stash[_notes] = needs.leave_out(items, config.getoption("--needs"))
+    command = config.getoption("--ejk-cover")
+    if command == "all":
+        return
+    # The suite's own tests have been selected by its plugin.
+    suite = [item for item in items if parameter_of(item) is not None]
+    others = [item for item in items if parameter_of(item) is None]
+    left = selection.leave_out(others, str(command))
+    kept = {*suite, *others}
+    items[:] = [item for item in items if item in kept]
+    config.stash[_left_out] = len(left)
+    config.hook.pytest_deselected(items=left)
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With `--plan`, print the tests instead of running them."""
+    if not session.config.getoption("--plan"):
+        return None
+    print("", *selection.plan(session.items, session.config.stash.get(_left_out, 0)), sep="\n")
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that skips itself fails: what cannot run here is marked with what it needs, and is not collected."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} skips itself; mark what it needs with pytest.mark.needs: tests/support/suite"
+    return report
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Say what cannot run here."""
+    return config.stash.get(_notes, [])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand that from a worker of pytest-xdist to the process that reports: only workers collect tests."""
+    if getattr(session.config, "workerinput", {}).get("workerid") == "gw0":
+        session.config.workeroutput[NOTES] = session.config.stash.get(_notes, [])  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep a worker's lines for the report."""
+    node.config.stash.setdefault(_notes, []).extend(getattr(node, "workeroutput", {}).get(NOTES, []))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the lines of a worker."""
+    if config.pluginmanager.has_plugin("dsession"):
+        for line in config.stash.get(_notes, []):
+            terminalreporter.write_line(line)

@@ -1,0 +1,1 @@
+"""What the project's own test runs need: which tests can run here, which belong to which command, where time goes."""

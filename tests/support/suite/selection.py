@@ -1,0 +1,85 @@
+"""Which tests `nox -s tests` runs, and which `nox -s thorough`: computed from the tests and from what each costs.
+
+The conformance suite has a covering design of its own (`ejkernel_conformance.design`), which the same option selects:
+`--ejk-cover=first`, `--ejk-cover=rest`. Of the other tests the first command runs, in this order:
+
+1. every test of a function whose tests cost at most `CHEAP` seconds each. A new test has no known cost: it is here;
+2. of each module without such a function, a test of the cheapest one;
+3. of the others, what adds most per second: each function, each value of each of its parameters, each pair of values;
+   until the tests cost `BUDGET` seconds of a processor.
+
+`costs.json` holds the mean seconds of the functions that cost more than `CHEAP`; `pytest --record-costs` writes it.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ejkernel_conformance.covering import Candidate, cover, pairs
+
+COSTS = Path(__file__).with_name("costs.json")
+CHEAP = 0.15
+BUDGET = 500.0
+
+
+def function_of(item: pytest.Item) -> str:
+    """The function of a test: its name, without parameters and the folder."""
+    path, _, name = item.nodeid.partition("::")
+    return f"{Path(path).name}::{name.partition('[')[0]}"
+
+
+def known_costs() -> dict[str, float]:
+    """The seconds of a processor that a test of a function takes, of those that take more than `CHEAP`."""
+    return json.loads(COSTS.read_text(encoding="utf-8")) if COSTS.exists() else {}
+
+
+def first(items: Sequence[pytest.Item], costs: Mapping[str, float], budget: float = BUDGET) -> set[int]:
+    """The indices of the tests of the first command."""
+    chosen = {index for index, item in enumerate(items) if function_of(item) not in costs}
+    spent = CHEAP / 4 * len(chosen)
+    by_module = defaultdict[Path, list[int]](list)
+    for index, item in enumerate(items):
+        by_module[item.path].append(index)
+    for indices in by_module.values():
+        if chosen.isdisjoint(indices):
+            cheapest = min(indices, key=lambda index: (costs[function_of(items[index])], index))
+            chosen.add(cheapest)
+            spent += costs[function_of(items[cheapest])]
+    covered = {feature for index in chosen for feature in features(items[index])}
+    rest = [index for index in range(len(items)) if index not in chosen]
+    candidates = [Candidate(frozenset(features(items[index])), costs[function_of(items[index])]) for index in rest]
+    return chosen | {rest[index] for index in cover(candidates, covered, budget - spent)}
+
+
+def features(item: pytest.Item) -> Iterator[Hashable]:
+    """What a test adds: its function, the values of its parameters, and pairs of them."""
+    function = function_of(item)
+    yield function
+    indices: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "indices", {})
+    values = [(name, index) for name, index in indices.items()]
+    yield from ((function, *value) for value in values)
+    yield from ((function, *pair) for pair in pairs(values))
+
+
+def leave_out(items: list[pytest.Item], command: str) -> list[pytest.Item]:
+    """Removes the tests of the other command, and returns them."""
+    chosen = first(items, known_costs())
+    left = [item for index, item in enumerate(items) if (index in chosen) != (command == "first")]
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
+    return left
+
+
+def plan(items: Sequence[pytest.Item], left_out: int) -> Iterator[str]:
+    """The tests of a command by module, with what they are expected to cost."""
+    costs, modules = known_costs(), defaultdict[str, list[float]](list)
+    for item in items:
+        modules[item.nodeid.partition("::")[0]].append(costs.get(function_of(item), CHEAP / 4))
+    for module, seconds in sorted(modules.items()):
+        yield f"{module}: {len(seconds)} tests, about {sum(seconds):.1f} s"
+    total = sum(map(sum, modules.values()))
+    yield f"{len(items):,} tests in {len(modules)} modules, about {total:.0f} s of a processor; {left_out:,} left out"
