@@ -105,7 +105,8 @@ def test_a_state_file_may_end_anywhere(tmp_path):
 
 
 def test_lists_what_pytest_collects():
-    options = ["--ejk-impl=xla", "--ejk-op=mean_pooling"]
+    # Those that dispatch refuses are listed too: they are part of the evidence.
+    options = ["--ejk-impl=xla", "--ejk-op=mean_pooling", "--ejk-refused=fail"]
     command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "--collect-only", "-q", *options]
     collected = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     ids = {line.partition("::")[2] for line in collected if "::" in line}
@@ -118,6 +119,6 @@ def test_lists_what_pytest_collects():
 
 def test_a_listed_test_is_the_suites():
     test = next(test for test in list_tests(("xla",), ("mean_pooling",)) if test.id.startswith("test_shapes["))
-    function = resolve(test)
-    assert function.func is functions()["test_shapes"][1]
-    function()
+    function, parameter = resolve(test)
+    assert function is functions()["test_shapes"][1]
+    function(parameter)

@@ -1,9 +1,5 @@
 """Numbers of the quantised matmul's kernels, interpreted: formats and dtypes of scales."""
 
-import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from triton_chips import assert_conforms
 
 CASES = "scales or mxfp4 or nvfp4"
