@@ -1,4 +1,4 @@
-"""Refusals: each is a reason, and the error of a call that nobody serves holds it."""
+"""Refusals: each is a reason, and the error of a refused call holds all of them."""
 
 from typing import Any
 
