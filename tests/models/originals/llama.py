@@ -1,0 +1,18 @@
+"""Llama's attention."""
+
+import torch
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig, LlamaRotaryEmbedding
+
+from tests.models.originals.common import causal_mask, rotary
+
+CONFIG = LlamaConfig(
+    hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
+)
+
+
+def build() -> torch.nn.Module:
+    return LlamaAttention(CONFIG, layer_idx=0)
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x, rotary(LlamaRotaryEmbedding(CONFIG), x), causal_mask(x.shape[1]))[0]
