@@ -53,7 +53,9 @@ def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
 def fixture(family: str) -> dict[str, np.ndarray]:
     """Everything that the tests of one family compare with."""
     original = importlib.import_module(f"tests.models.originals.{family}")
-    rng = np.random.default_rng(zlib.crc32(family.encode()))
+    seed = zlib.crc32(family.encode())
+    torch.manual_seed(seed)  # what a layer's own initialisation draws
+    rng = np.random.default_rng(seed)
     layer = original.build().float().eval()
     getattr(original, "initialise", initialise)(layer, rng)
     width = getattr(original, "WIDTH", 32)
@@ -70,6 +72,8 @@ def fixture(family: str) -> dict[str, np.ndarray]:
         with torch.no_grad():
             pieces = torch.split(x[:1], LENGTHS, dim=1)
             arrays["y_packed"] = torch.cat([original.call(layer, piece) for piece in pieces], dim=1).numpy()
+    if broken := [name for name, x in arrays.items() if x.dtype == np.float32 and not np.isfinite(x).all()]:
+        raise ValueError(f"{family}: {', '.join(broken)} are not finite: `build` must initialise every parameter")
     return arrays
 
 

@@ -1,9 +1,9 @@
 """Llama: grouped queries with rotary positions."""
 
 import jax.numpy as jnp
+from tests.models.recipes.common import positions, rotate
 
 from ejkernel.modules import flash_attention, ragged_decode_attention
-from tests.models.recipes.rotary import positions, rotate
 
 SOURCE = "llama.LlamaAttention"
 KV_HEADS, HEAD_DIM = 2, 8
