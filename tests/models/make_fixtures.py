@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from tests.models.originals.common import draw, initialise
 
 FOLDER = Path(__file__).parent / "fixtures"
 VERSIONS = FOLDER / "versions.json"
@@ -27,27 +28,6 @@ BATCH, TOKENS, LENGTHS = 2, 21, (8, 1, 12)
 def families() -> list[str]:
     """The names of the files in `originals/`."""
     return sorted(x.stem for x in (Path(__file__).parent / "originals").glob("[!_]*.py") if x.stem != "common")
-
-
-def draw(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> torch.Tensor:
-    """Normal numbers that bfloat16 holds exactly, float32."""
-    drawn = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
-    return torch.from_numpy(drawn).to(torch.bfloat16).float()
-
-
-def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
-    """Draws every parameter; those that the layer's own initialisation gives a meaning are kept, rounded.
-
-    Matrices get a variance of 1 / fan-in. Vectors (norms, biases, gates) are moved a little from where they are, so
-    that a factor of one or a bias of zero is not mistaken for none.
-    """
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            if parameter.ndim > 1:
-                parameter.copy_(draw(rng, tuple(parameter.shape), parameter.shape[-1] ** -0.5))
-            else:
-                moved = parameter + draw(rng, tuple(parameter.shape), 0.1)
-                parameter.copy_(moved.to(torch.bfloat16).float())
 
 
 def fixture(family: str) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
-"""What several original layers share: masks and rotary positions in the form that transformers passes them."""
+"""What the original layers share: drawn weights, and masks and rotary positions in the form that transformers takes."""
 
+import numpy as np
 import torch
 
 
@@ -15,3 +16,24 @@ def causal_mask(tokens: int, window: int | None = None) -> torch.Tensor:
 def rotary(embedding: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of the positions of x [B, T, width], from the model's own rotary embedding."""
     return embedding(x, torch.arange(x.shape[1])[None])
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> torch.Tensor:
+    """Normal numbers that bfloat16 holds exactly, float32."""
+    drawn = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+    return torch.from_numpy(drawn).to(torch.bfloat16).float()
+
+
+def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
+    """Draws every parameter; those that the layer's own initialisation gives a meaning are kept, rounded.
+
+    Matrices get a variance of 1 / fan-in. Vectors (norms, biases, gates) are moved a little from where they are, so
+    that a factor of one or a bias of zero is not mistaken for none.
+    """
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(draw(rng, tuple(parameter.shape), parameter.shape[-1] ** -0.5))
+            else:
+                moved = parameter + draw(rng, tuple(parameter.shape), 0.1)
+                parameter.copy_(moved.to(torch.bfloat16).float())
