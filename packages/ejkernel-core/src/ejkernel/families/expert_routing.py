@@ -7,7 +7,8 @@ of a token and an expert, `t * K + n`, are rows of the experts' matrices, in a s
     places       the row of every pair
     sizes        how many rows each expert has
 
-None of these has a gradient. NaN counts as the largest logit.
+None of these has a gradient. Logits are compared as numbers: -0 equals 0, NaN of either sign is above infinity, and
+NaNs equal each other.
 
 Source: the routing of the dropless mixture of experts of Gale et al. 2022, arXiv:2211.15841 (MegaBlocks).
 """
@@ -40,7 +41,20 @@ class ExpertRouting:
 
 def reference(record: ExpertRouting) -> tuple[Routing, tuple[()]]:
     """The family's meaning in plain jnp. There are no residuals."""
-    return sorted_by_expert(lax.top_k(record.logits, record.top_k)[1].astype(jnp.int32), record.logits.shape[1]), ()
+    chosen = lax.top_k(ordered(record.logits), record.top_k)[1].astype(jnp.int32)
+    return sorted_by_expert(chosen, record.logits.shape[1]), ()
+
+
+def ordered(logits: jax.Array) -> jax.Array:
+    """Integers in the order of logits. A sort of floats puts -0 below 0, and a NaN whose sign bit is set last."""
+    digits = jnp.finfo(logits.dtype)
+    bits = lax.bitcast_convert_type(logits, f"int{digits.bits}")
+    most = jnp.iinfo(bits.dtype).max
+    magnitude = bits & most
+    # The magnitudes of floats are in the order of their bits, of which those of infinity are the last before NaN's.
+    infinity = ((1 << digits.nexp) - 1) << digits.nmant
+    signed = jnp.where(bits < 0, -magnitude, magnitude)
+    return jnp.where(magnitude > infinity, most, signed)
 
 
 def sorted_by_expert(experts: jax.Array, count: int) -> Routing:

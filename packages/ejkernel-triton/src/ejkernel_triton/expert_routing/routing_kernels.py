@@ -33,14 +33,17 @@ def choose_kernel(logits, experts, ranks, counts, spec: tl.constexpr, per: tl.co
     real = (token < spec.T)[:, None] & (expert < spec.E)[None, :]
     at = tl.cast(token, tl.int64)[:, None] * spec.E + expert[None, :]
     x = tl.load(logits + at, mask=real, other=float("-inf")).to(tl.float32)
-    # NaN counts as the largest: comparisons with it are false, and then no expert would be found.
-    key = tl.where(x == x, x, float("inf"))
+    # Integers in the order of the logits, as `ejkernel.families.expert_routing.ordered` defines it: -0 equals 0, NaN is
+    # the largest. Comparisons with NaN would be false, and then no expert would be found.
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(magnitude > 0x7F800000, 0x7FFFFFFF, tl.where(bits < 0, -magnitude, magnitude))
     left = tl.broadcast_to((expert < spec.E)[None, :], [T, E])
     n = tl.arange(0, K)
     chosen = tl.full([T, K], 0, tl.int32)
     for step in tl.static_range(COUNT):
-        largest = tl.max(tl.where(left, key, float("-inf")), axis=1)
-        # Among what is left, where -inf is a logit like others.
+        # No logit has the smallest integer.
+        largest = tl.max(tl.where(left, key, -0x80000000), axis=1)
         found = tl.min(tl.where(left & (key == largest[:, None]), expert[None, :], E), axis=1)
         chosen = tl.where(n[None, :] == step, found[:, None], chosen)
         left = left & (expert[None, :] != found[:, None])

@@ -32,11 +32,19 @@ def _case(arguments: type, row: _Row) -> Case:
     def make(key: jax.Array) -> Any:
         logits = jax.random.normal(key, (tokens, experts))
         if step is not None:
-            # One is left out, as if it were masked. Zero has no sign here: a sort would put -0 before 0.
-            logits = (jnp.abs(jnp.round(logits / step)) * step).at[0, 0].set(-jnp.inf)
+            logits = _tied(logits, step)
         return arguments(logits=logits.astype(dtype), top_k=top_k)
 
     return tagged(name, make, (), tags)
+
+
+def _tied(logits: jax.Array, step: float) -> jax.Array:
+    """Rounded logits, with zeros, infinities and NaNs of both signs in the first rows."""
+    rounded = jnp.round(logits / step) * step
+    # One is left out, as if it were masked.
+    rounded = rounded.at[0, 0].set(-jnp.inf)
+    special = jnp.array([0.0, -0.0, jnp.nan, jnp.inf, -0.0, -jnp.nan, -jnp.inf, 0.0])[: logits.shape[1]]
+    return rounded.at[1:4, : special.size].set(special)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.modules.operations.shared.shapes import (
     as_number,
@@ -259,10 +260,12 @@ def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
     """Queries divided by `scale` and rounded as a cache's dtype represents them, in their own dtype."""
     if scale is None:
         return queries
-    scaled = queries / scale
+    # The quotient in the queries' 16 bits would be rounded twice, and often to another number than the nearest.
+    scaled = queries.astype(jnp.promote_types(queries.dtype, jnp.float32)) / scale
     if dtype == jnp.int8:
         scaled = jnp.clip(jnp.round(scaled), -128, 127)
-    return scaled.astype(dtype).astype(queries.dtype)
+    # XLA takes a conversion to a narrower dtype and back for one that it may leave out.
+    return lax.optimization_barrier(scaled.astype(dtype)).astype(queries.dtype)
 
 
 def tuned(config: type[Config], cfg: Config | None, **wanted: Any) -> Config | None:
