@@ -260,7 +260,7 @@ def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
     """Queries divided by `scale` and rounded as a cache's dtype represents them, in their own dtype."""
     if scale is None:
         return queries
-    # The quotient in the queries' 16 bits would be rounded twice, and often to another number than the nearest.
+    # A division in the queries' 16 bits would round twice, and often to another number than the nearest.
     scaled = queries.astype(jnp.promote_types(queries.dtype, jnp.float32)) / scale
     if dtype == jnp.int8:
         scaled = jnp.clip(jnp.round(scaled), -128, 127)
