@@ -9,7 +9,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from ejkernel.cli.ops import support_matrix
-from ejkernel.cli.upstream import upstream_page
+from ejkernel.compat.upstream import upstream_page
 from ejkernel.ops.plugins import registry
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

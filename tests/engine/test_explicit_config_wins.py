@@ -6,6 +6,7 @@ import toy
 from toy import ToyConfig
 from toy import toy as call
 
+import ejkernel
 from ejkernel.ops import AutotunePolicy, BwdParams, ConfigSelectorChain, FwdParams, overlay_cache, policy_override
 
 POLICIES = [
@@ -66,10 +67,11 @@ def test_a_configuration_for_one_pass_leaves_the_other_to_the_chain(plain, x, ch
     assert toy.blocks(toy.seen("backward")[-1]) == (3, 64)
 
 
-def test_a_field_that_no_kernel_has_is_an_error_by_its_name_and_the_operations(plain, x):
-    for cfg, direction in (
-        (ToyConfig(fwd_params=FwdParams(q_blocksize=7, num_warps=4)), "forward"),
-        (ToyConfig(bwd_params=BwdParams(num_warps=4)), "backward"),
-    ):
-        with pytest.raises(ValueError, match=f"cfg: toy has no kernel with num_warps in its {direction} pass"):
-            call(x, cfg=cfg)
+def test_a_field_that_no_kernel_reads_has_no_effect_and_explain_names_it(plain, x):
+    cfg = ToyConfig(fwd_params=FwdParams(q_blocksize=7, num_warps=4), bwd_params=BwdParams(q_blocksize=3, num_stages=2))
+    jax.grad(lambda x: call(x, cfg=cfg).sum())(x)
+    assert toy.blocks(toy.seen("forward")[-1]) == (7, 64)
+    assert toy.blocks(toy.seen("backward")[-1]) == (3, 64)
+    decision = ejkernel.explain("toy", x, cfg=cfg)
+    assert "num_warps: no effect, plain does not read it" in str(decision.forward)
+    assert "num_stages: no effect, plain does not read it" in str(decision.backward)

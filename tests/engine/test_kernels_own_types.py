@@ -1,4 +1,4 @@
-"""Configurations belong to kernels: their own types are stored, and public fields are translated or refused by name."""
+"""Configurations belong to kernels: their own types are stored, and public fields are translated."""
 
 import dataclasses
 import subprocess
@@ -12,6 +12,7 @@ from own_types import OwnBackward, OwnForward
 from toy import ToyConfig
 from toy import toy as call
 
+import ejkernel
 from ejkernel.ops import (
     BwdParams,
     ConfigSelectorChain,
@@ -59,11 +60,10 @@ def test_public_fields_set_those_of_the_kernel_and_the_rule_the_others(own, x, c
     assert used(lambda: call(x, cfg=cfg, chain=chain)) == OwnForward(block_rows=2)
 
 
-def test_a_kernel_without_a_field_is_refused_by_its_name_and_one_that_has_it_serves(own, x, chain):
+def test_a_public_field_that_a_kernel_does_not_read_has_no_effect_on_it(own, x, chain):
     cfg = ToyConfig(fwd_params=FwdParams(q_blocksize=2, kv_blocksize=4))
-    assert used(lambda: call(x, cfg=cfg, chain=chain)) == FwdParams(q_blocksize=2, kv_blocksize=4)
-    with pytest.raises(NoImplementationError, match=r"own .* cfg: has no kv_blocksize"):
-        call(x, cfg=ToyConfig(fwd_params=FwdParams(kv_blocksize=2)), platform="triton", chain=chain)
+    assert used(lambda: call(x, cfg=cfg, chain=chain)) == OwnForward(block_rows=2)
+    assert "kv_blocksize: no effect, own does not read it" in str(ejkernel.explain("toy", x, cfg=cfg).forward)
 
 
 def test_only_the_kernel_of_a_type_is_given_it(own, x, chain):

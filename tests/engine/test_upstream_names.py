@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import ejkernel.modules
-from ejkernel.cli.upstream import names, upstream_page
+from ejkernel.compat.upstream import names, upstream_page
 
 LISTED = names()
 

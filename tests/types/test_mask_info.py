@@ -314,21 +314,54 @@ def test_fields_cannot_be_assigned():
             setattr(info, name, None)
 
 
-def test_t21_replace_with_none_clears_and_without_keeps():
-    """None used to mean "keep", so a mask could not be cleared."""
+def test_t21_a_part_can_be_cleared():
+    """None means "keep" in `replace`, and nothing used to clear a mask."""
     ids = jnp.array([[0, 0, 1]])
     info = MaskInfo.from_segments(ids).apply_causal().replace(q_positions=ids)
     assert info.replace().explicit_mask is info._attention_mask
-    cleared = info.replace(attention_mask=None)
+    cleared = info.without("attention_mask")
     assert cleared.explicit_mask is None
     assert not cleared.causal_mask_baked_in
     np.testing.assert_array_equal(cleared.attention_mask, MaskInfo.from_segments(ids).attention_mask)
-    without_ids = info.replace(q_segment_ids=None, kv_segment_ids=None, q_positions=None)
+    without_ids = info.without("segment_ids", "positions")
     assert without_ids.explicit_q_segment_ids is None
     assert without_ids.q_positions is None
     assert without_ids.causal_mask_baked_in
-    kept = info.replace(attention_mask=None, causal_mask_baked_in=True, batch_axis_name="b")
-    assert (kept.causal_mask_baked_in, kept.batch_axis_name) == (True, "b")
+    with pytest.raises(ValueError, match=r"without\(\) got \['mask'\]"):
+        info.without("mask")
+
+
+def test_replace_keeps_what_is_none():
+    ids = jnp.array([[0, 0, 1]])
+    info = MaskInfo.from_segments(ids).apply_causal()
+    kept = info.replace(attention_mask=None, q_segment_ids=None, kv_segment_ids=None, cu_seqlens_q=None)
+    assert kept.explicit_mask is info._attention_mask
+    assert kept.explicit_q_segment_ids is ids
+    assert kept.causal_mask_baked_in
+
+
+def test_a_new_mask_replaces_the_segments():
+    info = MaskInfo.from_segments(jnp.array([[0, 0, 1, -1]]))
+    everything = jnp.ones((1, 1, 4, 4), bool)
+    assert info.replace(attention_mask=everything).attention_mask.all()
+    narrower = info.replace(attention_mask=everything[..., :2])  # as a window cuts columns
+    assert narrower.shape == (1, 4, 2)
+
+
+def test_a_new_mask_and_new_ids_both_apply():
+    ids = jnp.array([[0, 0, 1]])
+    info = MaskInfo.from_segments(ids)
+    everything = jnp.ones((1, 1, 3, 4), bool)
+    padded = jnp.array([[0, 0, 1, 0]])
+    both = info.replace(attention_mask=everything, kv_segment_ids=padded)
+    np.testing.assert_array_equal(both.attention_mask, loop_mask(ids.tolist(), padded.tolist(), everything))
+
+
+def test_ids_of_one_side_complete_those_of_a_mask():
+    triangle = jnp.tril(jnp.ones((1, 1, 3, 3), bool))
+    info = MaskInfo(_attention_mask=triangle).replace(kv_segment_ids=jnp.array([[0, -1, 0]]))
+    np.testing.assert_array_equal(info.explicit_q_segment_ids, [[0, 0, 0]])
+    np.testing.assert_array_equal(info.attention_mask[0, 0, 2], [True, False, True])
 
 
 def test_replace_drops_lengths_when_what_they_describe_changes():
@@ -345,10 +378,8 @@ def test_replace_refuses_what_it_does_not_know_or_what_does_not_fit():
     info = MaskInfo.from_segments(jnp.array([[0, 1]]))
     with pytest.raises(ValueError, match="q_postions"):
         info.replace(q_postions=None)
-    with pytest.raises(ValueError, match="must both be arrays or both be None"):
-        info.replace(q_segment_ids=None)
     with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 1, 3, 3\)"):
-        info.replace(attention_mask=jnp.ones((1, 1, 3, 3)))
+        info.replace(attention_mask=jnp.ones((1, 1, 3, 3)), q_segment_ids=jnp.array([[0, 1]]))
 
 
 def test_copies_and_pickles_keep_everything():

@@ -7,10 +7,12 @@ on every device. `ejkernel.explain` says which kernel a call would use and why.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ejkernel._version import __version__
+from ejkernel.compat import paths
 
 if TYPE_CHECKING:
-    from ejkernel import callib, errors, kernel_registry, modules, ops, types, utils, xla_utils
+    from ejkernel import errors, modules, ops, types, utils, xla_utils
+    from ejkernel._version import __version__
+    from ejkernel.compat import callib, kernel_registry
     from ejkernel.errors import EjkernelRuntimeError
     from ejkernel.ops.explain import explain
     from ejkernel.platforms import Backend, Platform
@@ -31,6 +33,8 @@ __all__ = [
     "xla_utils",
 ]
 
+paths.install()
+
 # Nothing here imports JAX before it is used: `ejkernel --help` imports this module.
 _HOMES = {
     "Backend": "platforms",
@@ -41,6 +45,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("ejkernel.compat.version").reported()
     if name in _HOMES:
         return getattr(importlib.import_module(f"ejkernel.{_HOMES[name]}"), name)
     if name in __all__:

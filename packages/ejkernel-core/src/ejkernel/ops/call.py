@@ -13,7 +13,6 @@ from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import BaseOperationConfig, Platform
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.wishes import check_read, hints
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import CallPlan, differentiable_call
@@ -93,13 +92,12 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     """Settles everything about a call but its arguments.
 
     Raises:
-        ValueError: `cfg` is not the operation's configuration class, or sets a field that no kernel has; or the
-            platform is unknown.
+        ValueError: `cfg` is not the operation's configuration class, or contradicts an argument; or the platform is
+            unknown.
     """
     if cfg is not None and not isinstance(cfg, op.config):
         raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
-    given, cfg = cfg, op.configure(args, cfg)
-    check_read(op, given)
+    cfg = op.configure(args, cfg)
     chosen = platform or (cfg.platform if cfg is not None else "auto")
     _check_platform(op, chosen)
     return CallPlan(
@@ -108,7 +106,6 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         platform=chosen,
         cfg=cfg,
         chain=chain,
-        hints=hints(given, cfg),
         returns_lse=op.returns_residual_lse(args),
         differentiable_twice=second_derivatives_wanted(),
     )

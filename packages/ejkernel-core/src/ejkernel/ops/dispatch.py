@@ -133,7 +133,6 @@ def choose(
     direction: Direction,
     wanted: frozenset[str] = frozenset(),
     cfg: BaseOperationConfig | None = None,
-    hints: frozenset[str] = frozenset(),
 ) -> Choice:
     """Judges every registered implementation of `op` for `record` and picks the best that serves.
 
@@ -144,14 +143,13 @@ def choose(
         platform: A toolchain, or `"auto"`. An explicit one is never replaced.
         direction: Which pass.
         wanted: For backward: the record fields whose gradient is needed.
-        cfg: The call's own configuration, whose fields an implementation must have.
-        hints: Those that it need not have.
+        cfg: The call's own configuration.
     """
     found = registry()
     verdicts: list[Verdict] = []
     for implementation, unconfirmed in in_order(op, device):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
-        reasons += _without_fields(op, implementation, direction, cfg, hints)
+        reasons += _foreign_config(op, implementation, direction, cfg)
         verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons, "", unconfirmed))
     return Choice(
         op=op.name,
@@ -173,23 +171,17 @@ def in_order(op: Op, device: DeviceInfo) -> list[tuple[Implementation, str]]:
     return sorted(found, key=lambda pair: bool(pair[1]))
 
 
-def _without_fields(
-    op: Op,
-    implementation: Implementation,
-    direction: Direction,
-    cfg: BaseOperationConfig | None,
-    hints: frozenset[str],
+def _foreign_config(
+    op: Op, implementation: Implementation, direction: Direction, cfg: BaseOperationConfig | None
 ) -> tuple[str, ...]:
-    """Why a call's own configuration cannot be the implementation's."""
+    """Why a call's own configuration cannot be the implementation's: it is in another kernel's own fields.
+
+    A public field that the implementation does not read is no reason: it only tunes, and has no effect.
+    """
     direction = "both" if implementation.paired else direction
     part = None if cfg is None else cfg.part_of(direction)
-    if part is None:
-        return ()
-    foreign = foreign_part(op, implementation, part, direction)
-    if foreign:
-        return (f"cfg: {foreign}",)
-    unread = implementation.config.unread(part, direction)
-    return tuple(f"cfg: has no {name}" for name in unread if name not in hints)
+    foreign = None if part is None else foreign_part(op, implementation, part, direction)
+    return (f"cfg: {foreign}",) if foreign else ()
 
 
 def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:

@@ -35,7 +35,6 @@ class CallPlan:
         platform: A toolchain, or `"auto"`.
         cfg: The call's own configuration, or None.
         chain: Who is asked for configurations.
-        hints: Fields of `cfg` that arguments of the call have set: a kernel without them serves all the same.
         returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
         differentiable_twice: Whether the call was made in a `second_derivatives` block.
     """
@@ -45,7 +44,6 @@ class CallPlan:
     platform: str
     cfg: BaseOperationConfig | None
     chain: ConfigSelectorChain
-    hints: frozenset[str] = frozenset()
     returns_lse: bool = False
     differentiable_twice: bool = False
 
@@ -56,7 +54,7 @@ class CallPlan:
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
-        choice = choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg, self.hints)
+        choice = choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg)
         return taking(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
 
     def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:

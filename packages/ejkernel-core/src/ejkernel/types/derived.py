@@ -149,6 +149,8 @@ def materialize_attention_mask(
     """
     return info.replace(
         attention_mask=info.get_or_compute_attention_mask(dtype),
+        q_segment_ids=info.explicit_q_segment_ids,
+        kv_segment_ids=info.explicit_kv_segment_ids,
         cu_seqlens_q=info.explicit_cu_seqlens_q,
         cu_seqlens_kv=info.explicit_cu_seqlens_kv,
     )

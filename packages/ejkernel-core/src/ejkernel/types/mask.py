@@ -1,15 +1,15 @@
 """MaskInfo: which query attends to which key."""
 
 import dataclasses
-import enum
 import json
-from typing import Any, Final, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from jax import export
 
-from ejkernel.types import constructors, derived, sharding, transforms
+from ejkernel.types import changes, constructors, derived, sharding, transforms
+from ejkernel.types.changes import BAKED_IN, LEAVES, STATIC
 from ejkernel.types.checks import check_leaf_shapes, has_values, is_array
 from ejkernel.types.cu_seqlens import (
     attention_mask_to_qkv_cu_seqlens,
@@ -49,31 +49,6 @@ __all__ = [
     "segment_ids_to_qkv_masks",
     "set_debug_mode",
 ]
-
-
-class _Keep(enum.Enum):
-    """The default of `MaskInfo.replace`: None has to be free to mean "clear"."""
-
-    KEEP = "keep"
-
-
-_KEEP: Final = _Keep.KEEP
-_BAKED_IN = {
-    "causal": "causal_mask_baked_in",
-    "sliding_window": "sliding_window_baked_in",
-    "chunked": "chunked_mask_baked_in",
-    "token_type_ids": "token_type_ids_baked_in",
-}
-_CU_SEQLENS = ("_cu_seqlens_q", "_cu_seqlens_kv")
-_LEAVES = (
-    "_attention_mask",
-    "_q_segment_ids",
-    "_kv_segment_ids",
-    *_CU_SEQLENS,
-    "q_positions",
-    "kv_positions",
-)
-_STATIC = (*_BAKED_IN.values(), "batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
 
 
 @final
@@ -168,10 +143,12 @@ class MaskInfo:
     materialize_segment_ids = derived.materialize_segment_ids
     to_dtype = derived.materialize_attention_mask
     create_bias = derived.create_bias
+    replace = changes.replace
+    without = changes.without
     is_self_attention = derived.is_self_attention
 
     def __post_init__(self) -> None:
-        leaves = {name.removeprefix("_"): getattr(self, name) for name in _LEAVES}
+        leaves = {name.removeprefix("_"): getattr(self, name) for name in LEAVES}
         check_leaf_shapes(leaves)
         self._narrow_integers()
         if get_debug_mode():
@@ -191,65 +168,22 @@ class MaskInfo:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
         """Returns the leaves with their names, and the static fields."""
-        leaves = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES)
-        return leaves, tuple(getattr(self, name) for name in _STATIC)
+        leaves = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in LEAVES)
+        return leaves, tuple(getattr(self, name) for name in STATIC)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> "MaskInfo":
         """Rebuilds a MaskInfo around any objects: JAX also puts axis numbers, specs and sentinels where arrays were."""
         info = object.__new__(cls)
-        for name, value in zip((*_LEAVES, *_STATIC), (*leaves, *static), strict=True):
+        for name, value in zip((*LEAVES, *STATIC), (*leaves, *static), strict=True):
             object.__setattr__(info, name, value)
         return info
 
     def __repr__(self) -> str:
-        stored = [(name, getattr(self, name)) for name in _LEAVES]
+        stored = [(name, getattr(self, name)) for name in LEAVES]
         parts = [f"{n.removeprefix('_')}={v.shape if is_array(v) else v}" for n, v in stored if v is not None]
-        parts += [flag for flag in _BAKED_IN.values() if getattr(self, flag)]
+        parts += [flag for flag in BAKED_IN.values() if getattr(self, flag)]
         return f"MaskInfo({', '.join(parts)})"
-
-    def replace(
-        self,
-        *,
-        attention_mask: Any = _KEEP,
-        q_segment_ids: Any = _KEEP,
-        kv_segment_ids: Any = _KEEP,
-        cu_seqlens_q: Any = _KEEP,
-        cu_seqlens_kv: Any = _KEEP,
-        **fields: Any,
-    ) -> "MaskInfo":
-        """Returns a copy with some parts changed. What is not given is kept; None clears a part.
-
-        Cumulative lengths are dropped when the mask or the ids change, unless they are given too. Clearing the mask
-        also clears the `*_baked_in` flags that are not given, since what was baked in is gone.
-
-        Args:
-            attention_mask: [batch or 1, heads or 1, q_len, kv_len], every value but 0 attends.
-            q_segment_ids: [batch, q_len] integers.
-            kv_segment_ids: [batch, kv_len] integers.
-            cu_seqlens_q: [sequences + 1] integers.
-            cu_seqlens_kv: [sequences + 1] integers.
-            **fields: Any other field of the class.
-
-        Raises:
-            ValueError: A name is no field, or shapes do not fit.
-        """
-        named = {
-            "_attention_mask": attention_mask,
-            "_q_segment_ids": q_segment_ids,
-            "_kv_segment_ids": kv_segment_ids,
-            "_cu_seqlens_q": cu_seqlens_q,
-            "_cu_seqlens_kv": cu_seqlens_kv,
-        }
-        changes = {name: value for name, value in named.items() if value is not _KEEP}
-        unknown = fields.keys() - {"q_positions", "kv_positions", *_STATIC}
-        if unknown:
-            raise ValueError(f"replace() got {sorted(unknown)}, but MaskInfo has no such field")
-        if changes.keys() - set(_CU_SEQLENS):
-            changes = dict.fromkeys(_CU_SEQLENS) | changes
-        if attention_mask is None:
-            fields = dict.fromkeys(_BAKED_IN.values(), False) | fields
-        return dataclasses.replace(self, **changes, **fields)
 
     @property
     def explicit_mask(self) -> jax.Array | None:
@@ -332,7 +266,7 @@ class MaskInfo:
     @property
     def baked_in_masks(self) -> dict[str, bool]:
         """The flags by short name: causal, sliding_window, chunked, token_type_ids."""
-        return {short: getattr(self, flag) for short, flag in _BAKED_IN.items()}
+        return {short: getattr(self, flag) for short, flag in BAKED_IN.items()}
 
     @property
     def q_attention_mask(self) -> jax.Array:

@@ -207,7 +207,7 @@ def apply_token_type_ids(
     mask = info.get_or_compute_attention_mask()
     q_types, kv_types = _token_types(info, token_type_ids, _ZEROS_DISABLED[zero_policy])
     same = segment_rule(q_types, kv_types)[:, None]
-    ids: dict[str, Any] = {}
+    ids = _stored_ids(info)
     if update:
         ids = {"q_segment_ids": q_types, "kv_segment_ids": kv_types}
     elif combine != "intersect" and info.explicit_q_segment_ids is not None:
@@ -247,9 +247,13 @@ class _Span(NamedTuple):
 
 
 def _restricted(info: "ejkernel.types.mask.MaskInfo", mask: jax.Array, **fields: Any) -> "ejkernel.types.mask.MaskInfo":
-    """A new mask over the same tokens; unlike with `replace` the cumulative lengths stay, since the sequences do."""
+    """A new mask over the same tokens; unlike with `replace` ids and cumulative lengths stay, as the sequences do."""
     cu_q, cu_kv = info.explicit_cu_seqlens_q, info.explicit_cu_seqlens_kv
-    return info.replace(attention_mask=mask, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **fields)
+    return info.replace(attention_mask=mask, **_stored_ids(info), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **fields)
+
+
+def _stored_ids(info: "ejkernel.types.mask.MaskInfo") -> dict[str, jax.Array | None]:
+    return {"q_segment_ids": info.explicit_q_segment_ids, "kv_segment_ids": info.explicit_kv_segment_ids}
 
 
 def _places(info: "ejkernel.types.mask.MaskInfo") -> tuple[jax.Array, jax.Array]:
@@ -298,7 +302,7 @@ def _cut(
     mask = info.get_or_compute_attention_mask()
     q_side = {"q_segment_ids": info.explicit_q_segment_ids, "q_positions": info.q_positions}
     kv_side = {"kv_segment_ids": info.explicit_kv_segment_ids, "kv_positions": info.kv_positions}
-    cut: dict[str, Any] = {}
+    cut: dict[str, Any] = dict(_stored_ids(info))
     for span, axis, side in ((rows, 2, q_side), (columns, 3, kv_side)):
         if span is None:
             continue

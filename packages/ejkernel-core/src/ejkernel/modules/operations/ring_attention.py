@@ -219,7 +219,7 @@ def _dense(args: RingAttentionArguments) -> flash.FlashAttentionArguments:
         key=args.key,
         value=args.value,
         softmax_aux=args.softmax_aux,
-        mask_info=None if args.mask_info is None else args.mask_info.replace(attention_mask=None),
+        mask_info=None if args.mask_info is None else args.mask_info.without("attention_mask"),
         sliding_window=args.sliding_window,
         causal=args.causal,
         logits_soft_cap=args.logits_soft_cap,

@@ -310,10 +310,10 @@ def _shipped(key: ConfigKey, request: Request, predicted: bool = False) -> tuple
 
 
 def _unread(part: Any, request: Request) -> str:
-    """A remark about fields that were set and that the chosen kernels do not have."""
+    """A remark about fields that were set and that the chosen kernels do not read."""
     implementation = request.implementation
     unread = implementation.config.unread(part, request.direction)
-    return f" ({', '.join(unread)} has no meaning for {implementation.name})" if unread else ""
+    return f" ({', '.join(unread)}: no effect, {implementation.name} does not read it)" if unread else ""
 
 
 __all__ = ["ConfigSelectorChain", "NoConfigError", "Request", "Selection"]

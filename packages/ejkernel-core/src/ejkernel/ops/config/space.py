@@ -24,7 +24,7 @@ class ConfigSpace:
     A kernel declares frozen configuration types of its own, one a direction, whose fields are named for what they are
     in that kernel; a field may be such a type again, for a kernel of several loops. Its functions, rules, the store and
     shipped tables use these types; `faces` says which public fields they are set by. A call that sets another public
-    field is refused by that name. A kernel with nothing to choose has `NO_CHOICE`.
+    field is served without it, and `explain` says so by name. A kernel with nothing to choose has `NO_CHOICE`.
 
     Attributes:
         heuristic: (record, device, direction) -> complete configuration part, by rule.

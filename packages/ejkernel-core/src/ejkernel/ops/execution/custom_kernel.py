@@ -3,9 +3,19 @@
 Such a kernel is plain JAX code with a configuration. It has `run(*args, cfg, **kwargs)` and `heuristic_cfg(invocation)`
 and, where there is something to tune, `candidate_cfgs(invocation)`. The tiers are those of every call, but for tables
 and the disk: an own kernel has no schema that a later process could check.
+
+A method may be written for one kind of device, for calls under `shard_map`, or for both: of `run_shard_map_gpu`,
+`run_shard_map`, `run_gpu` and `run` the first that the kernel defines is called, and so it is with `heuristic_cfg`,
+`candidate_cfgs`, `fwd_with_residuals` and `vjp`. The last two belong together and are the kernel's gradient:
+
+    fwd_with_residuals(*args, cfg, **kwargs) -> (output, residuals)
+    vjp(residuals, dy, *args, cfg, **kwargs) -> one gradient for each positional argument
+
+`vjp(residuals, y, dy, *args, cfg, **kwargs)` is given the output too.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,18 +24,89 @@ from ejkernel.ops.config.chain import ConfigSelectorChain, NoConfigError
 from ejkernel.ops.config.key import ConfigKey, device_label
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import current_device
+from ejkernel.ops.execution import custom_gradient
 from ejkernel.ops.execution.tuner import Tuner, traced
 from ejkernel.ops.fingerprint import short_hash
 
 
-def run(chain: ConfigSelectorChain, kernel: Any, args: tuple[Any, ...], cfg: Any, kwargs: dict[str, Any]) -> Any:
-    """Calls an own kernel with the configuration that `choose` finds."""
+def run(
+    chain: ConfigSelectorChain,
+    kernel: Any,
+    args: tuple[Any, ...],
+    cfg: Any,
+    kwargs: dict[str, Any],
+    mapping: Mapping[str, Any] | None = None,
+) -> Any:
+    """Calls an own kernel with the configuration that `choose` finds.
+
+    Args:
+        chain: The executor's chain.
+        kernel: The kernel.
+        args: Positional arguments.
+        cfg: Configuration for this call alone, or None.
+        kwargs: Keyword arguments of the kernel.
+        mapping: `mesh`, `in_specs`, `out_specs` and `check_vma` of a call under `shard_map`; None without one.
+
+    Raises:
+        ValueError: One of `mesh`, `in_specs` and `out_specs` is missing.
+    """
     args, kwargs = kernel.prepare(*args, **kwargs)
-    return kernel.run(*args, cfg=choose(chain, kernel, args, cfg, kwargs), **kwargs)
+    cfg = choose(chain, kernel, args, cfg, kwargs, mapped=mapping is not None)
+    if mapping is None:
+        return _runner(kernel, cfg, kwargs, mapped=False)(*args)
+    for name in ("mesh", "in_specs", "out_specs"):
+        if mapping.get(name) is None:
+            raise ValueError(f"{name}: got None, wants a value for {kernel.op_id} under shard_map")
+    if overridden(kernel, "create_shard_map_wrapper"):
+        mapped, operands, *after = kernel.create_shard_map_wrapper(*args, **mapping, cfg=cfg, **kwargs)
+        output = mapped(*operands)
+        return after[0](output, cfg=cfg) if after else output
+    runner = _runner(kernel, cfg, kwargs, mapped=True)
+    return jax.shard_map(runner, **mapping)(*args)
 
 
-def choose(chain: ConfigSelectorChain, kernel: Any, args: tuple[Any, ...], cfg: Any, kwargs: dict[str, Any]) -> Any:
+def overridden(kernel: Any, name: str) -> bool:
+    """Whether a kernel's class defines a method itself."""
+    method = getattr(type(kernel), name, None)
+    return method is not None and method is not _base_methods().get(name)
+
+
+def specialised(kernel: Any, name: str, mapped: bool = False) -> Callable[..., Any] | None:
+    """The kernel's method of this name that is most specific for the device and the call; None if it has none."""
+    platform = current_device(None).platform
+    names = [f"{name}_shard_map_{platform}", f"{name}_shard_map"] if mapped else []
+    return next((getattr(kernel, n) for n in (*names, f"{name}_{platform}", name) if overridden(kernel, n)), None)
+
+
+@functools.cache
+def _base_methods() -> Mapping[str, Any]:
+    from ejkernel.ops.execution.kernel import Kernel
+
+    return {name: getattr(Kernel, name) for name in dir(Kernel)}
+
+
+def _runner(kernel: Any, cfg: Any, kwargs: dict[str, Any], mapped: bool) -> Callable[..., Any]:
+    """A function of the positional arguments, with the kernel's own gradient where it has one."""
+    forward, backward = specialised(kernel, "fwd_with_residuals", mapped), specialised(kernel, "vjp", mapped)
+    if forward is not None and backward is not None:
+        return functools.partial(custom_gradient.call, kernel.op_id, forward, backward, cfg, kwargs)
+    method = specialised(kernel, "run", mapped)
+    if method is None:
+        raise NotImplementedError(f"{kernel.op_id} has no run method for {current_device(None).platform}")
+    return functools.partial(method, cfg=cfg, **kwargs)
+
+
+def choose(
+    chain: ConfigSelectorChain,
+    kernel: Any,
+    args: tuple[Any, ...],
+    cfg: Any,
+    kwargs: dict[str, Any],
+    mapped: bool = False,
+) -> Any:
     """The configuration of a call: its own, one measured earlier, one measured now, or the kernel's rule.
+
+    A call under `shard_map` is not measured: its arrays are not those that the kernel sees.
 
     Raises:
         NoConfigError: The policy allows no tier that answers.
@@ -39,8 +120,9 @@ def choose(chain: ConfigSelectorChain, kernel: Any, args: tuple[Any, ...], cfg: 
         chain.event("cache_hit", kernel.op_id, level="memory")
         return known
     invocation, policy = kernel.invocation(args, kwargs), effective(chain.policy, chain)
-    if policy.tunes_on_miss and not traced((args, kwargs)):
-        best = _measured(chain, kernel, tuple(kernel.candidate_cfgs(invocation)), args, kwargs)
+    if policy.tunes_on_miss and not mapped and not traced((args, kwargs)):
+        candidates = specialised(kernel, "candidate_cfgs")
+        best = _measured(chain, kernel, tuple(candidates(invocation) if candidates else ()), args, kwargs)
         if best is not None:
             chain.cache.put(key, best)
             return best
@@ -48,7 +130,10 @@ def choose(chain: ConfigSelectorChain, kernel: Any, args: tuple[Any, ...], cfg: 
         chain.event("error", kernel.op_id)
         raise NoConfigError(f"no configuration for {key}: heuristics: not allowed by the policy")
     chain.event("heuristics", kernel.op_id)
-    return kernel.heuristic_cfg(invocation)
+    rule = specialised(kernel, "heuristic_cfg", mapped)
+    if rule is None:
+        raise NotImplementedError(f"{kernel.op_id} has no rule: define heuristic_cfg")
+    return rule(invocation)
 
 
 def _measured(
@@ -71,7 +156,7 @@ def _measured(
 
 
 def _with(kernel: Any, cfg: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    return jax.jit(lambda *args: kernel.run(*args, cfg=cfg, **kwargs))
+    return jax.jit(_runner(kernel, cfg, kwargs, mapped=False))
 
 
 def _key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKey:
@@ -87,4 +172,4 @@ def _key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKe
     )
 
 
-__all__ = ["choose", "run"]
+__all__ = ["choose", "overridden", "run", "specialised"]

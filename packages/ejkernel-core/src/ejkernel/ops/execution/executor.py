@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -23,6 +23,8 @@ from ejkernel.ops.model import Op
 Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
 Out = TypeVar("Out")
 
+_MAPPING = ("mesh", "in_specs", "out_specs")
+
 
 class Executor:
     """Runs kernels with the configurations that one chain chooses.
@@ -38,7 +40,14 @@ class Executor:
         self.stamp_prefix = stamp_prefix
 
     def __call__(
-        self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, stamp: bool = True, **kwargs: Any
+        self,
+        kernel: Kernel[Cfg, Out],
+        *args: Any,
+        cfg: Cfg | None = None,
+        stamp: bool = True,
+        method: Literal["shard_map"] | None = None,
+        check_vma: bool = False,
+        **kwargs: Any,
     ) -> Out:
         """Calls a kernel: one of an operation, or one of the caller's own.
 
@@ -47,13 +56,29 @@ class Executor:
             *args: Positional arguments of its public function.
             cfg: Configuration for this call alone.
             stamp: Whether the executor's `stamp_prefix` counts.
+            method: `"shard_map"` runs the call under `jax.shard_map` with `mesh`, `in_specs` and `out_specs`, as a call
+                does that is given the three.
+            check_vma: As of `jax.shard_map`, for kernels of the caller's own.
             **kwargs: Keyword arguments, `platform`, `mesh`, `in_specs` and `out_specs` included.
+
+        Raises:
+            ValueError: `method` is unknown, one of the three is missing, or `check_vma` is set for an operation.
         """
+        if method not in (None, "shard_map"):
+            raise ValueError(f"method: got {method!r}, wants None or 'shard_map'")
         prefix = self.stamp_prefix if stamp else None
         name = f"{prefix}#{kernel.op_id}@v{kernel.version}"
         with contextlib.nullcontext() if prefix is None else jax.named_scope(name):
             if kernel.is_custom:
-                return custom_kernel.run(self.chooser, kernel, args, cfg, kwargs)
+                mapping = {name: kwargs.pop(name, None) for name in _MAPPING}
+                mapped = method is not None or any(value is not None for value in mapping.values())
+                mapping |= {"check_vma": check_vma}
+                return custom_kernel.run(self.chooser, kernel, args, cfg, kwargs, mapping if mapped else None)
+            if check_vma:
+                raise ValueError("check_vma: got True, wants False; kernels are opaque to varying-axes inference")
+            missing = [name for name in _MAPPING if method and kwargs.get(name) is None]
+            if missing:
+                raise ValueError(f"{missing[0]}: got None, wants a value with method='shard_map'")
             return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
 
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:

@@ -1,0 +1,117 @@
+"""The gradient that a kernel of the caller's own brings: `fwd_with_residuals` and `vjp` as a `jax.custom_vjp`."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+Method = Callable[..., Any]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Differentiated:
+    """Which array leaves of the positional arguments a gradient is taken of."""
+
+    leaves: tuple[bool, ...]
+
+
+def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+    """Calls a kernel such that it is differentiated by its own method.
+
+    Args:
+        name: The kernel's, for messages.
+        forward: Its `fwd_with_residuals`.
+        backward: Its `vjp`.
+        cfg: The configuration of both.
+        kwargs: Keyword arguments, which have no gradient.
+        *args: Positional arguments.
+
+    Raises:
+        NotImplementedError: A gradient is taken of a keyword argument, or of an argument for which `vjp` returns None.
+        TypeError: `vjp` returns another number of gradients than there are positional arguments.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    constants = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+    of_args = sum(is_array[: len(jax.tree.leaves(args))])
+
+    def restored(arrays: Any) -> Any:
+        rest = iter(arrays)
+        merged = [next(rest) if array else leaf for leaf, array in zip(constants, is_array, strict=True)]
+        return jax.tree.unflatten(structure, merged)
+
+    def primal(*arrays: Any) -> Any:
+        positional, keywords = restored(arrays)
+        return forward(*positional, cfg=cfg, **keywords)[0]
+
+    def run_forward(*arrays: Any) -> tuple[Any, Any]:
+        if any(x.perturbed for x in arrays[of_args:]):
+            raise NotImplementedError(
+                f"{name}: vjp has gradients of positional arguments alone; pass it as one of these"
+            )
+        values = tuple(x.value for x in arrays)
+        positional, keywords = restored(values)
+        output, residuals = forward(*positional, cfg=cfg, **keywords)
+        wanted = _Differentiated(tuple(bool(x.perturbed) for x in arrays[:of_args]))
+        return output, (values, output, residuals, wanted)
+
+    def run_backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+        values, output, residuals, wanted = saved
+        positional, keywords = restored(values)
+        cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        outputs = (output,) if _takes_output(backward) else ()
+        gradients = backward(residuals, *outputs, cotangent, *positional, cfg=cfg, **keywords)
+        found = _aligned(name, positional, gradients, wanted.leaves)
+        return (*found, *(_zero(x) for x in values[of_args:]))
+
+    differentiable = jax.custom_vjp(primal)
+    differentiable.defvjp(run_forward, run_backward, symbolic_zeros=True)
+    return differentiable(*(leaf for leaf, array in zip(leaves, is_array, strict=True) if array))
+
+
+def _takes_output(backward: Method) -> bool:
+    """Whether a `vjp` is written with the output between residuals and cotangent."""
+    names = list(inspect.signature(backward).parameters)
+    return names[1:3] == ["y", "dy"]
+
+
+def _aligned(name: str, args: tuple[Any, ...], gradients: Any, wanted: tuple[bool, ...]) -> list[Any]:
+    """One gradient for each array leaf of the positional arguments."""
+    if isinstance(gradients, dict) or len(gradients) != len(args):
+        got = type(gradients).__name__ if isinstance(gradients, dict) else f"{len(gradients)} gradients"
+        raise TypeError(f"{name}: vjp returned {got}, wants one for each of {len(args)} positional arguments")
+    found: list[Any] = []
+    for number, (arg, gradient) in enumerate(zip(args, gradients, strict=True)):
+        arrays = [leaf for leaf in jax.tree.leaves(arg) if isinstance(leaf, jax.Array | np.ndarray)]
+        differentiated = wanted[len(found) : len(found) + len(arrays)]
+        if gradient is None and any(differentiated):
+            raise NotImplementedError(f"{name}: vjp returned no gradient of positional argument {number}")
+        given = [None] * len(arrays) if gradient is None else jax.tree.leaves(gradient, is_leaf=lambda x: x is None)
+        if len(given) != len(arrays):
+            raise TypeError(
+                f"{name}: vjp returned {len(given)} arrays for positional argument {number}, wants {len(arrays)}"
+            )
+        found += [_zero(x) if g is None or not _is_float(x) else g for x, g in zip(arrays, given, strict=True)]
+    return found
+
+
+def _instantiated(cotangent: Any) -> Any:
+    """An array of zeros in the place of a symbolic one."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _zero(x: Any) -> Any:
+    return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)
