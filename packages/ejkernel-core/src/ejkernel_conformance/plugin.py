@@ -26,7 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ejkernel", "ejkernel conformance")
     group.addoption("--ejk-impl", action="append", default=[], metavar="NAME", help="implementations to test (all)")
     group.addoption("--ejk-op", action="append", default=[], metavar="NAME", help="operations to test (all)")
-    group.addoption("--ejk-tag", default="ci", metavar="TAG", help="which cases to run: ci, awkward, bench (ci)")
+    group.addoption(
+        "--ejk-tag", default="ci", metavar="TAG", help="which cases to run: ci, awkward, bench, bench_cpu (ci)"
+    )
     group.addoption(
         "--ejk-cover",
         default="all",

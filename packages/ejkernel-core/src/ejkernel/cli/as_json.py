@@ -39,6 +39,7 @@ def plain_choice(found: Choice) -> dict[str, Any]:
         "implementation": None if chosen is None else chosen.name,
         "verdicts": [_verdict(verdict) for verdict in found.verdicts],
         "failed_plugins": [plain_plugin(failed) for failed in found.failed_plugins],
+        "notes": list(found.notes),
         "config": None if found.config is None else msgspec.to_builtins(found.config),
         "tier": found.tier,
         "trail": list(found.trail),
@@ -47,7 +48,7 @@ def plain_choice(found: Choice) -> dict[str, Any]:
 
 def plain_plugin(found: Plugin) -> dict[str, Any]:
     """A plugin as plain data."""
-    return {"name": found.name, "distribution": found.distribution, "error": found.error}
+    return {"name": found.name, "distribution": found.distribution, "error": found.error, "notes": list(found.notes)}
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

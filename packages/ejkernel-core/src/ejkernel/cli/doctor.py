@@ -5,7 +5,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +17,60 @@ from ejkernel.cli.as_json import AS_JSON, plain_plugin, print_json
 from ejkernel.cli.devices import find_devices
 from ejkernel.cli.tables import console, print_plain, print_table
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.declarations import wrong_declarations
 from ejkernel.ops.device import DeviceInfo, device_info
 from ejkernel.ops.model import Implementation
-from ejkernel.ops.plugins import Registry, registry
+from ejkernel.ops.plugins import Plugin, Registry, registry
 from ejkernel.ops.toolchain import lacking, split_requirement
 
 
 @click.command()
-@click.option("--strict", is_flag=True, help="Exit with 1 if a plugin did not load or there is no device.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Exit with status 1 if a plugin did not load or declares names that do not exist, or if there is no device.",
+)
 @AS_JSON
 @click.pass_context
 def doctor(ctx: click.Context, strict: bool, as_json: bool) -> None:
-    """Show versions, devices, backends and problems."""
+    """Show versions, devices, backends and problems.
+
+    Also checks what each plugin declares: fields, dtypes, devices, modules and functions that do not exist.
+    """
     found = registry()
+    wrong = wrong_declarations(found)
     devices, trouble = _devices()
     if as_json:
-        print_json(_plain(found, devices, trouble))
+        print_json(_plain(found, wrong, devices, trouble))
     else:
-        _print(console(), found, devices, trouble)
-    if strict and (found.failed or trouble):
+        _print(console(), found, wrong, devices, trouble)
+    if strict and (found.failed or wrong or trouble):
         ctx.exit(1)
 
 
-def _print(out: Console, found: Registry, devices: collections.Counter[DeviceInfo], trouble: str) -> None:
+Wrong = Mapping[str, list[str]]
+"""Plugin name -> sentences about names in its implementations that do not exist."""
+
+
+def _print(out: Console, found: Registry, wrong: Wrong, devices: collections.Counter[DeviceInfo], trouble: str) -> None:
     print_table(out, "Versions", "what", "version", rows=_versions())
     _print_devices(out, devices, trouble)
-    _print_plugins(out, found)
+    _print_plugins(out, found, wrong)
     _print_operations(out, found, set(devices))
     _print_store(out)
 
 
-def _plain(found: Registry, devices: collections.Counter[DeviceInfo], trouble: str) -> dict[str, Any]:
+def _plain(found: Registry, wrong: Wrong, devices: collections.Counter[DeviceInfo], trouble: str) -> dict[str, Any]:
     """All of it as plain data."""
     provided, store = _provided(found), PersistentCache()
     return {
         "versions": dict(_versions()),
         "devices": [{"count": count, **dataclasses.asdict(device)} for device, count in devices.items()],
         "trouble": trouble or None,
-        "plugins": [{**plain_plugin(one), "implementations": provided[one.name]} for one in found.plugins],
+        "plugins": [
+            {**plain_plugin(one), "implementations": provided[one.name], "problems": wrong.get(one.name, [])}
+            for one in found.plugins
+        ],
         "operations": {
             op: [_plain_implementation(one, set(devices)) for one in found.implementations[op]]
             for op in sorted(found.ops)
@@ -102,23 +118,33 @@ def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], troub
 def _provided(found: Registry) -> collections.Counter[str]:
     """How many implementations each plugin has; one counts once, however many operations its family has."""
     declared = {
-        (found.providers[op, one.name], one.family, one.name, one.only)
+        (found.providers[op, one.name], one.family, one.name.rpartition(":")[2], one.only)
         for op, implementations in found.implementations.items()
         for one in implementations
     }
     return collections.Counter(plugin for plugin, *_ in declared)
 
 
-def _print_plugins(out: Console, found: Registry) -> None:
+def _print_plugins(out: Console, found: Registry, wrong: Wrong) -> None:
     provided = _provided(found)
-    rows = [
-        (p.name, p.distribution, provided[p.name], (p.error, "red") if p.error else ("loaded", "green"))
-        for p in found.plugins
-    ]
+    rows = [(p.name, p.distribution, provided[p.name], _status(p, wrong)) for p in found.plugins]
     headings = ("plugin", "distribution", "implementations", "status")
     print_table(out, "Backends", *headings, rows=rows, right=["implementations"], fold=["status"])
     if not rows:
-        print_plain(out, "No backend is installed: ejkernel-xla runs everything everywhere.\n", "red")
+        print_plain(out, "No backend is installed. ejkernel-xla runs every operation on every device.\n", "red")
+    for plugin in found.plugins:
+        for sentence in wrong.get(plugin.name, ()):
+            print_plain(out, f"Problem in plugin {plugin.name}: {sentence}", "red")
+        for note in plugin.notes:
+            print_plain(out, f"Note on plugin {plugin.name}: {note}")
+    if wrong or any(plugin.notes for plugin in found.plugins):
+        out.print()
+
+
+def _status(plugin: Plugin, wrong: Wrong) -> tuple[str, str]:
+    if plugin.error:
+        return plugin.error, "red"
+    return ("loaded, with problems", "red") if plugin.name in wrong else ("loaded", "green")
 
 
 def _print_operations(out: Console, found: Registry, here: set[DeviceInfo]) -> None:

@@ -40,16 +40,17 @@ def ops(as_json: bool) -> None:
 
 def operations(found: Registry) -> list[dict[str, Any]]:
     """What the support matrix says, as plain data."""
-    return [_described(found.ops[name], _serving(found, name)) for name in sorted(found.ops)]
+    return [_described(found.ops[name], _serving(found, name), _notes(found, name)) for name in sorted(found.ops)]
 
 
-def _described(op: Op, implementations: tuple[Implementation, ...]) -> dict[str, Any]:
+def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> dict[str, Any]:
     names = fields(op, implementations)
     return {
         "operation": op.name,
         "family": op.family.name,
         "arguments": dict(op.axes),
         "splits": splits(op),
+        "notes": notes,
         "implementations": [
             {
                 "name": one.name,
@@ -70,7 +71,8 @@ def support_matrix(found: Registry) -> str:
         found: What the plugins declared.
     """
     every = [(found.ops[name], _serving(found, name)) for name in sorted(found.ops)]
-    return "\n".join([INTRODUCTION, *_overview(every), *(line for row in every for line in _section(*row))])
+    sections = (line for op, serving in every for line in _section(op, serving, _notes(found, op.name)))
+    return "\n".join([INTRODUCTION, *_overview(every), *sections])
 
 
 def _serving(found: Registry, name: str) -> tuple[Implementation, ...]:
@@ -99,7 +101,7 @@ def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterato
     yield from _table(("operation", "implementations", "gradient", "splits"), rows)
 
 
-def _section(op: Op, implementations: tuple[Implementation, ...]) -> Iterator[str]:
+def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> Iterator[str]:
     """The heading of an operation, its arguments, and a table with a column for each implementation."""
     yield f"## {op.name}\n"
     arguments = ", ".join(f"`{name}[{letters}]`" for name, letters in op.axes.items())
@@ -107,10 +109,16 @@ def _section(op: Op, implementations: tuple[Implementation, ...]) -> Iterator[st
     if not implementations:
         yield "No installed backend has an implementation.\n"
         return
+    yield from (f"Note: {note}.\n" for note in notes)
     rows = [(label, *map(tell, implementations)) for label, tell in FACTS.items()]
     rows = [row for row in rows if any(row[1:])]
     rows += [(f"`{name}`", *(_field(one, name) for one in implementations)) for name in fields(op, implementations)]
     yield from _table(("", *(one.name for one in implementations)), rows)
+
+
+def _notes(found: Registry, name: str) -> list[str]:
+    """Sentences about implementations of an operation that have another name here than their plugin gave them."""
+    return [sentence for (op, _), sentence in found.renamed.items() if op == name]
 
 
 def splits(op: Op) -> list[str]:

@@ -114,6 +114,8 @@ def print_choice(out: Console, choice: Choice) -> None:
     print_table(out, title, *headings, rows=rows, right=["priority"], fold=["remarks"])
     if choice.platform not in ("auto", *(v.implementation.platform for v in choice.verdicts)):
         print_plain(out, f"No installed backend has an implementation for platform {choice.platform!r}.")
+    for note in choice.notes:
+        print_plain(out, f"Note: {note}.")
     for plugin in choice.failed_plugins:
         print_plain(out, f"Plugin {plugin.name} ({plugin.distribution}) did not load: {plugin.error}", "red")
     if choice.implementation is None:

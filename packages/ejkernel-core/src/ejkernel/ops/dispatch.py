@@ -59,6 +59,7 @@ class Choice:
         platform: The toolchain that was asked for, or `"auto"`.
         verdicts: One for each registered implementation, best first.
         failed_plugins: Plugins that could not take part.
+        notes: Sentences about implementations that have another name here than their plugin gave them.
         config: The configuration part, once the chain has been asked.
         tier: The tier of the chain that gave it.
         trail: One sentence for each tier that was asked.
@@ -70,6 +71,7 @@ class Choice:
     platform: str
     verdicts: tuple[Verdict, ...]
     failed_plugins: tuple[Plugin, ...] = ()
+    notes: tuple[str, ...] = ()
     config: Any = None
     tier: str | None = None
     trail: tuple[str, ...] = ()
@@ -84,6 +86,7 @@ class Choice:
         lines += [f"  {verdict}" for verdict in self.verdicts]
         if self.platform not in ("auto", *(v.implementation.platform for v in self.verdicts)):
             lines.append(f"  no installed backend has an implementation for platform {self.platform!r}")
+        lines += [f"  {note}" for note in self.notes]
         lines += [f"  plugin {p.name} ({p.distribution}) not loaded: {p.error}" for p in self.failed_plugins]
         if self.tier:
             lines.append(f"  config from {self.tier}: {given_values(self.config)}")
@@ -158,6 +161,7 @@ def choose(
         platform=platform,
         verdicts=_with_first_chosen(verdicts),
         failed_plugins=found.failed,
+        notes=tuple(sentence for (name, _), sentence in found.renamed.items() if name == op.name),
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pluggy
@@ -38,11 +38,13 @@ class Plugin:
         name: Entry-point name.
         distribution: `"name version"` of the distribution it came from.
         error: Why it does not serve, or None.
+        notes: Sentences about implementations that have another name here than the plugin gave them.
     """
 
     name: str
     distribution: str
     error: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Registry:
         plugins: All entry points, in the order they were loaded.
         versions: (operation, implementation name) -> version of the distribution it came from.
         providers: (operation, implementation name) -> name of the plugin it came from.
+        renamed: (operation, implementation name) -> a sentence, for each implementation that has another name than its
+            plugin gave it, because another distribution has an implementation of that name.
     """
 
     ops: dict[str, Op]
@@ -62,6 +66,7 @@ class Registry:
     plugins: tuple[Plugin, ...]
     versions: dict[tuple[str, str], str]
     providers: dict[tuple[str, str], str]
+    renamed: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict[tuple[str, str], str])
 
     @property
     def failed(self) -> tuple[Plugin, ...]:
@@ -95,27 +100,35 @@ def reload() -> None:
 
 
 def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
-    """Loads entry points one by one, in name order; a failure is noted and the rest goes on."""
+    """Loads entry points one by one, in name order and those of this project first; a failure stops no other."""
     from ejkernel.modules.operations import OPS
 
     collected = _Collected({op.name: op for op in OPS})
-    names: set[str] = set()
-    for entry_point in sorted(entry_points, key=lambda e: (e.name, _distribution(e))):
-        source = _distribution(entry_point)
-        duplicate = f"another plugin is already named {entry_point.name!r}" if entry_point.name in names else None
-        names.add(entry_point.name)
-        error = duplicate or _version_error(entry_point) or collected.add(entry_point)
-        collected.plugins.append(Plugin(entry_point.name, source, error))
+    owners: dict[str, str] = {}
+    for entry_point in sorted(entry_points, key=lambda e: (not _is_built_in(e), e.name, _distribution(e))):
+        name, owner = entry_point.name, _owner(entry_point)
+        if owners.setdefault(name, owner) != owner:
+            name = f"{owner}:{name}"
+        known = {plugin.name for plugin in collected.plugins}
+        duplicate = f"another plugin is already named {name!r}" if name in known else None
+        error = duplicate or _version_error(entry_point) or collected.add(entry_point, name)
+        collected.plugins.append(Plugin(name, _distribution(entry_point), error))
     return collected.registry()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Declared:
-    """An implementation with the plugin that declared it."""
+    """An implementation with the plugin and the distribution that declared it."""
 
     implementation: Implementation
     plugin: str
+    owner: str
     version: str
+
+    def qualified(self) -> "_Declared":
+        """The same under a name that no other distribution can have."""
+        name = f"{self.owner}:{self.implementation.name}"
+        return dataclasses.replace(self, implementation=dataclasses.replace(self.implementation, name=name))
 
 
 class _Collected:
@@ -126,8 +139,8 @@ class _Collected:
         self.plugins: list[Plugin] = []
         self.declared: list[_Declared] = []
 
-    def add(self, entry_point: importlib.metadata.EntryPoint) -> str | None:
-        """Takes in one plugin; returns what was wrong with it."""
+    def add(self, entry_point: importlib.metadata.EntryPoint, name: str) -> str | None:
+        """Adds one plugin under a name; returns what was wrong with it."""
         try:
             ops, implementations = _declarations(entry_point)
         except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
@@ -140,7 +153,7 @@ class _Collected:
             else:
                 problems.append(problem)
         version = entry_point.dist.version if entry_point.dist else "unknown"
-        self.declared += [_Declared(implementation, entry_point.name, version) for implementation in implementations]
+        self.declared += [_Declared(one, name, _owner(entry_point), version) for one in implementations]
         return "; ".join(problems) or None
 
     def _problem(self, op: Op) -> str | None:
@@ -151,26 +164,32 @@ class _Collected:
         return None
 
     def registry(self) -> Registry:
-        """Lists every implementation for the operations of its family; the first plugin to give a name has it."""
+        """Lists every implementation for the operations of its family.
+
+        If two distributions give a name to implementations of one operation, the first to be loaded keeps the name,
+        and that of the other is qualified by its distribution.
+        """
         by_op: dict[str, dict[str, _Declared]] = {name: {} for name in self.ops}
         problems: dict[str, list[str]] = {}
+        renamed: dict[tuple[str, str], str] = {}
         for declared in self.declared:
-            implementation = declared.implementation
-            served = [op.name for op in self.ops.values() if implementation.serves(op)]
-            taken = [name for name in served if implementation.name in by_op[name]]
+            served = [op.name for op in self.ops.values() if declared.implementation.serves(op)]
             noted = problems.setdefault(declared.plugin, [])
-            noted += [f"implementation {implementation.name!r} of {name} is already declared" for name in taken]
-            noted += self._unserved(implementation, served)
             for name in served:
-                by_op[name].setdefault(implementation.name, declared)
-        plugins = tuple(_with_problems(plugin, problems.get(plugin.name, [])) for plugin in self.plugins)
-        found = {(name, declared.implementation.name): declared for name in by_op for declared in by_op[name].values()}
+                entry = _enter(by_op[name], declared)
+                if isinstance(entry, str):
+                    renamed[name, entry] = _renaming(declared, entry, by_op[name])
+                elif not entry:
+                    noted.append(f"implementation {declared.implementation.name!r} of {name} is already declared")
+            noted += self._unserved(declared.implementation, served)
+        found = {(name, key): declared for name in by_op for key, declared in by_op[name].items()}
         return Registry(
             ops=self.ops,
             implementations={name: _ranked(declared.values()) for name, declared in by_op.items()},
-            plugins=plugins,
+            plugins=tuple(_reported(plugin, problems.get(plugin.name, []), found, renamed) for plugin in self.plugins),
             versions={key: declared.version for key, declared in found.items()},
             providers={key: declared.plugin for key, declared in found.items()},
+            renamed=renamed,
         )
 
     def _unserved(self, implementation: Implementation, served: list[str]) -> list[str]:
@@ -185,10 +204,42 @@ def _ranked(declared: Iterable[_Declared]) -> tuple[Implementation, ...]:
     return tuple(sorted((d.implementation for d in declared), key=lambda i: (-i.priority, i.name)))
 
 
-def _with_problems(plugin: Plugin, problems: list[str]) -> Plugin:
-    if plugin.error is not None and not problems:
-        return plugin
-    return dataclasses.replace(plugin, error="; ".join([*filter(None, [plugin.error]), *problems]) or None)
+def _enter(entries: dict[str, _Declared], declared: _Declared) -> str | bool:
+    """Enters an implementation among those of an operation; its new name if it needs one, else whether it is new."""
+    name = declared.implementation.name
+    if name not in entries:
+        entries[name] = declared
+        return True
+    qualified = declared.qualified()
+    new_name = qualified.implementation.name
+    if entries[name].owner == declared.owner or new_name in entries:
+        return False
+    entries[new_name] = qualified
+    return new_name
+
+
+def _renaming(declared: _Declared, name: str, entries: Mapping[str, _Declared]) -> str:
+    short = declared.implementation.name
+    return (
+        f"implementation {short!r} of {declared.owner} is named {name!r}, because {entries[short].owner} has an "
+        f"implementation {short!r}"
+    )
+
+
+def _reported(
+    plugin: Plugin,
+    problems: list[str],
+    found: Mapping[tuple[str, str], _Declared],
+    renamed: Mapping[tuple[str, str], str],
+) -> Plugin:
+    """A plugin with what is wrong with its implementations, and what is said about their names."""
+    error = "; ".join([*filter(None, [plugin.error]), *problems]) or None
+    ops: dict[str, list[str]] = {}
+    for key, sentence in renamed.items():
+        if found[key].plugin == plugin.name:
+            ops.setdefault(sentence, []).append(key[0])
+    notes = tuple(f"{sentence} of {', '.join(names)}" for sentence, names in ops.items())
+    return dataclasses.replace(plugin, error=error, notes=notes)
 
 
 def _declarations(entry_point: importlib.metadata.EntryPoint) -> tuple[list[Op], list[Implementation]]:
@@ -220,6 +271,18 @@ def _version_error(entry_point: importlib.metadata.EntryPoint) -> str | None:
         if requirement.name == "ejkernel-core" and not requirement.specifier.contains(__version__, prereleases=True):
             return f"needs ejkernel-core {requirement.specifier}, this is {__version__}"
     return None
+
+
+BUILT_IN = frozenset({"ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda"})
+"""Distributions of this project. Their plugins are loaded first, so that none of their names goes to another plugin."""
+
+
+def _is_built_in(entry_point: importlib.metadata.EntryPoint) -> bool:
+    return entry_point.dist is not None and entry_point.dist.name.lower().replace("_", "-") in BUILT_IN
+
+
+def _owner(entry_point: importlib.metadata.EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else "unknown"
 
 
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:

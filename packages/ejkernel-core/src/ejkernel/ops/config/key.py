@@ -46,7 +46,8 @@ class ConfigKey:
         Args:
             kind: What the calls that share the entry have in common; None for the call itself.
         """
-        name = self.implementation.partition("@")[0]
+        # A package does not know that its implementation's name is qualified where another package has the same.
+        name = self.implementation.partition("@")[0].rpartition(":")[2]
         return str(dataclasses.replace(self, implementation=name, core="shipped", call=kind or self.call))
 
 

@@ -1,0 +1,149 @@
+"""Checks what plugins declare: names that do not exist, which would otherwise show at the first call or never.
+
+`ejkernel doctor` runs the checks. They import no kernel and no toolchain: a module is looked for and its source read.
+"""
+
+import ast
+import functools
+import importlib.resources
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+
+from ejkernel.ops.arguments import optional_fields
+from ejkernel.ops.model import Family, Implementation, Requires
+from ejkernel.ops.plugins import Registry
+from ejkernel.ops.toolchain import lacking
+from ejkernel.suggestion import did_you_mean
+
+DEVICES = frozenset({"cpu", "gpu", "nvidia", "amd", "tpu"})
+BACKENDS = frozenset({"gpu", "tpu", "cpu", "any"})
+PULLBACK_PIECES = frozenset({"lse_cotangent"})  # what a backward pass may handle in addition to record fields
+
+
+def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
+    """Plugin name -> sentences about names in its implementations that do not exist; only plugins with some."""
+    families = {op.family.name: op.family for op in registry.ops.values()}
+    found: dict[str, list[str]] = {}
+    for (op, name), plugin in registry.providers.items():
+        implementation = next(one for one in registry.implementations[op] if one.name == name)
+        sentences = found.setdefault(plugin, [])
+        for problem in problems(implementation, families[implementation.family]):
+            sentence = f"implementation {name!r} of {implementation.family}: {problem}"
+            if sentence not in sentences:
+                sentences.append(sentence)
+    return {plugin: sentences for plugin, sentences in found.items() if sentences}
+
+
+def problems(implementation: Implementation, family: Family) -> Iterator[str]:
+    """Sentences about one implementation's names that do not exist."""
+    yield from _unknown("backend", [implementation.backend], BACKENDS)
+    yield from _unknown("gradients", implementation.gradients, family.differentiable)
+    for field in ("requires", "backward_requires"):
+        requires: Requires | None = getattr(implementation, field)
+        if requires is not None:
+            yield from _requirement_problems(field, requires, family)
+    for field in ("forward", "backward", "cases"):
+        path = getattr(implementation, field)
+        problem = None if path is None else object_problem(path)
+        if problem is not None:
+            yield f"{field}: {problem}"
+    if implementation.tuned is not None and (problem := folder_problem(implementation.tuned)) is not None:
+        yield f"tuned: {problem}"
+
+
+def _requirement_problems(field: str, requires: Requires, family: Family) -> Iterator[str]:
+    optional = set(optional_fields(family.record)) | PULLBACK_PIECES
+    yield from _unknown(f"{field}.handles", requires.handles, optional)
+    yield from _unknown(f"{field}.devices", requires.devices, DEVICES)
+    for dtype in sorted(requires.dtypes):
+        reason = _dtype_problem(dtype)
+        if reason:
+            yield f"{field}.dtypes: {reason}"
+    for module in requires.modules:
+        try:
+            lacking(module)
+        except ValueError as error:
+            yield f"{field}.{error}" if str(error).startswith("modules") else f"{field}.modules: {error}"
+
+
+def _unknown(field: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+    known = sorted(known)
+    for name in sorted(set(names) - set(known)):
+        yield f"{field}: there is no {name!r}{did_you_mean(name, known) or '; there are ' + ', '.join(known)}"
+
+
+def _dtype_problem(name: str) -> str:
+    """Why a name is no dtype's; empty if it is."""
+    try:
+        real = jnp.dtype(name).name
+    except TypeError:
+        return f"there is no dtype {name!r}, names are as in jax.numpy: 'float32', 'bfloat16'"
+    return "" if real == name else f"got {name!r}, wants {real!r}"
+
+
+def object_problem(path: str) -> str | None:
+    """Why `"module:attribute"` cannot be what it names; None if it can, as far as its source tells."""
+    module, colon, attribute = path.partition(":")
+    if not (module and colon and attribute):
+        return f"got {path!r}, wants 'module:attribute'"
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            return None  # a package above the module imports a toolchain that is not installed
+        return f"{path!r}: there is no module {error.name!r}"
+    except ImportError:
+        return None
+    if spec is None:
+        return f"{path!r}: there is no module {module!r}"
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    names = _module_names(Path(spec.origin))
+    if names is None or attribute in names:
+        return None
+    return f"{path!r}: module {module!r} has no {attribute!r}{did_you_mean(attribute, names)}"
+
+
+def folder_problem(path: str) -> str | None:
+    """Why `"package:folder"` is no folder of shipped tables; None if it is one."""
+    package, _, folder = path.partition(":")
+    try:
+        there = importlib.resources.files(package).joinpath(folder).is_dir()
+    except (ImportError, TypeError) as error:
+        return f"{path!r}: {error}"
+    return None if there else f"{path!r}: package {package!r} has no folder {folder!r}"
+
+
+@functools.cache
+def _module_names(path: Path) -> frozenset[str] | None:
+    """The names that a module defines at its top level; None if its source does not tell."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    names: set[str] = set()
+    for node in _top_level(tree.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        else:
+            names |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    return None if "*" in names or "__getattr__" in names else frozenset(names)
+
+
+def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported, those within `if`, `try` and `with` too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            blocks = (getattr(node, name, []) for name in ("body", "orelse", "finalbody"))
+            handlers = (handler.body for handler in getattr(node, "handlers", []))
+            for block in (*blocks, *handlers):
+                yield from _top_level(block)
+
+
+__all__ = ["folder_problem", "object_problem", "problems", "wrong_declarations"]

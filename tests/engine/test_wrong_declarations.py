@@ -1,0 +1,90 @@
+"""What a plugin declares is checked without a call: names that do not exist are found."""
+
+import dataclasses
+
+import pytest
+
+from ejkernel.ops.declarations import folder_problem, object_problem, problems, wrong_declarations
+from ejkernel.ops.plugins import registry
+from ejkernel_xla.segment_pooling import IMPLEMENTATIONS
+
+(GOOD,) = IMPLEMENTATIONS
+FAMILY = registry().ops["mean_pooling"].family
+
+
+def with_requires(**changes):
+    return dataclasses.replace(GOOD, requires=dataclasses.replace(GOOD.requires, **changes))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "sentence"),
+    [
+        (
+            with_requires(handles=frozenset({"lenghts"})),
+            "requires.handles: there is no 'lenghts'; did you mean 'lengths'",
+        ),
+        (with_requires(handles=frozenset({"zzz"})), "requires.handles: there is no 'zzz'; there are "),
+        (with_requires(dtypes=frozenset({"fp32"})), "requires.dtypes: there is no dtype 'fp32'"),
+        (with_requires(dtypes=frozenset({"f4"})), "requires.dtypes: got 'f4', wants 'float32'"),
+        (with_requires(devices=frozenset({"nvida"})), "requires.devices: there is no 'nvida'; did you mean 'nvidia'?"),
+        (with_requires(modules=(">=3",)), "requires.modules: got '>=3', wants a module"),
+        (with_requires(modules=("numpy==banana",)), "requires.modules: Invalid specifier"),
+        (
+            dataclasses.replace(GOOD, gradients=frozenset({"value"})),
+            "gradients: there is no 'value'; did you mean 'value",
+        ),
+        (dataclasses.replace(GOOD, backend="cuda"), "backend: there is no 'cuda'"),
+        (
+            dataclasses.replace(GOOD, forward="ejkernel_xla.nowhere:forward"),
+            "there is no module 'ejkernel_xla.nowhere'",
+        ),
+        (dataclasses.replace(GOOD, forward="nowhere.at.all:forward"), "there is no module 'nowhere'"),
+        (
+            dataclasses.replace(GOOD, forward="ejkernel_xla.sizes:forwards"),
+            "module 'ejkernel_xla.sizes' has no 'forwards'",
+        ),
+        (dataclasses.replace(GOOD, forward="ejkernel_xla.sizes"), "wants 'module:attribute'"),
+        (dataclasses.replace(GOOD, backward="ejkernel_xla.nowhere:x"), "backward: 'ejkernel_xla.nowhere:x'"),
+        (dataclasses.replace(GOOD, cases="ejkernel_xla.nowhere:x"), "cases: 'ejkernel_xla.nowhere:x'"),
+        (dataclasses.replace(GOOD, tuned="ejkernel_xla:nowhere"), "tuned: 'ejkernel_xla:nowhere': package"),
+        (dataclasses.replace(GOOD, tuned="nowhere:tuned"), "tuned: 'nowhere:tuned': No module named 'nowhere'"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(implementation, sentence):
+    (found,) = problems(implementation, FAMILY)
+    assert sentence in found
+
+
+def test_requirements_of_the_backward_pass_are_checked_too():
+    wrong = dataclasses.replace(GOOD, backward_requires=dataclasses.replace(GOOD.requires, dtypes=frozenset({"fp16"})))
+    (found,) = problems(wrong, FAMILY)
+    assert "backward_requires.dtypes: there is no dtype 'fp16'" in found
+
+
+def test_what_this_project_declares_is_right():
+    assert wrong_declarations(registry()) == {}
+
+
+def test_names_are_read_from_the_source_without_running_it(tmp_path, monkeypatch):
+    (tmp_path / "declared_source.py").write_text(
+        "import os.path as p\nA, (B, *C) = 1, (2, 3)\nD: int = 4\nif A:\n    def e(): pass\nelse:\n    class F: pass\n"
+        "try:\n    import no_such_toolchain\nexcept ImportError:\n    G = None\nraise SystemExit\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("p", "A", "B", "C", "D", "e", "F", "G", "no_such_toolchain"):
+        assert object_problem(f"declared_source:{name}") is None
+    assert "has no 'H'" in object_problem("declared_source:H")
+
+
+def test_a_module_whose_names_the_source_does_not_tell_is_accepted(tmp_path, monkeypatch):
+    (tmp_path / "starred_source.py").write_text("from os import *\n")
+    (tmp_path / "needs_toolchain").mkdir()
+    (tmp_path / "needs_toolchain" / "__init__.py").write_text("import no_such_toolchain\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert object_problem("starred_source:anything") is None
+    assert object_problem("needs_toolchain.kernels:anything") is None
+    assert object_problem("math:cos") is None
+
+
+def test_a_folder_of_tables_that_exists_is_right():
+    assert folder_problem("ejkernel_triton:tuned") is None
