@@ -74,3 +74,21 @@ def test_an_output_in_place_after_a_fresh_one_is_refused():
             num_stages=1,
             constants={},
         )
+
+
+def test_fusion_of_products_and_sums_is_asked_for(monkeypatch):
+    """Triton 3.9 warns that later versions do not fuse unless told, and each jax-triton is told in its own way."""
+
+    def with_options(*arrays, kernel, out_type, backend_options=None, **constants):
+        """jax-triton 0.4."""
+
+    def with_argument(*arrays, kernel, out_shape, enable_fp_fusion=True, **constants):
+        """jax-triton 0.3."""
+
+    asked = []
+    for library in (with_options, with_argument):
+        _compat.fusion_option.cache_clear()
+        monkeypatch.setattr(_compat, "triton_call", lambda library=library: library)
+        asked.append(_compat.fusion_option())
+    _compat.fusion_option.cache_clear()
+    assert asked == [{"backend_options": {"enable_fp_fusion": True}}, {"enable_fp_fusion": True}]

@@ -72,3 +72,15 @@ def test_parameters_are_in_the_order_of_operands_and_then_results(name):
         parameters = equation.params["in_tree"].unflatten(range(len(equation.invars)))
         numbers = [x if isinstance(x, int) else len(equation.invars) + x.ordinal for x in parameters]
         assert numbers == list(range(len(parameters)))
+
+
+def test_kernels_are_compiled_with_fusion_and_without_a_warning(recwarn):
+    """Triton 3.9 warns where nobody says whether products and sums are fused."""
+    function, shapes = CALLS["delta_step"]
+    with target_device(H200):
+        traced = jax.jit(lambda *arrays: function(*arrays)).trace(*shapes)
+        traced.lower(lowering_platforms=("cuda",))
+    (call,) = kernel_calls(traced.jaxpr.jaxpr)
+    options = call.params.get("backend_options", call.params)
+    assert options["enable_fp_fusion"] is True
+    assert not [x for x in recwarn if "fusion" in str(x.message)]

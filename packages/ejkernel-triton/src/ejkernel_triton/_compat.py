@@ -9,6 +9,10 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+FUSION = {"enable_fp_fusion": True}
+"""Triton's compile option that fuses products and sums: `exp2(x * scale - max)` and running sums are one instruction
+each. Triton 3.10 no longer fuses where it is not told."""
+
 
 @functools.cache
 def triton_call() -> Any:
@@ -91,10 +95,33 @@ def fusion_option() -> dict[str, Any]:
 
     jax-triton 0.4 takes the compiler's options as they are, 0.3 this one by name.
     """
-    parameters, option = inspect.signature(triton_call()).parameters, {"enable_fp_fusion": True}
-    if "backend_options" in parameters:
-        return {"backend_options": option}
-    return option if "enable_fp_fusion" in parameters else {}
+    parameters = inspect.signature(triton_call()).parameters
+    return {"backend_options": FUSION} if "backend_options" in parameters else FUSION
+
+
+def stages_until_memory(backend: Any, source: Any, options: Any) -> int:
+    """Compiles a source until Triton has laid out shared memory.
+
+    Args:
+        backend: From `triton.compiler.make_backend`.
+        source: An `ASTSource`.
+        options: The backend's parsed options.
+
+    Returns:
+        Bytes of shared memory.
+    """
+    ir = importlib.import_module("triton._C.libtriton").ir
+    context, stages, metadata = ir.context(), dict[str, Any](), dict(vars(options))
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    backend.add_stages(stages, options, source.language)
+    helpers = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(backend.target, options, *helpers, context)
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if name == "llir":
+            break
+    return metadata["shared"]
 
 
 @contextlib.contextmanager

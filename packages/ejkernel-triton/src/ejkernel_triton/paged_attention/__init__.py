@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.config.params import Direction
-from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.planning import paged_cache
 from ejkernel_triton.paged_attention import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
@@ -43,6 +43,7 @@ def _reasons(record: Any) -> Iterable[str]:
     arrays = (record.query, record.key_pages, record.kv_lens, record.value_pages)
     if not all(array.size for array in arrays if array is not None):
         yield "an array is empty"
+        return
     if str(record.key_pages.dtype) not in CACHES:
         yield f"caches of {record.key_pages.dtype} are not among {', '.join(CACHES)}"
     if record.compute_dtype is not None and str(record.compute_dtype) not in CACHES[:3]:
@@ -53,14 +54,23 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"a head dimension of {record.query.shape[-1]} is more than 256"
     if record.latent is not None and (record.latent[0] > 512 or record.query.shape[-1] - record.latent[0] > 128):
         yield f"a latent size of {record.latent[0]} or its rotary part is more than 512 and 128"
+    elif too_large := config.too_large(record, current_device()):
+        yield too_large
 
 
 def _latent_reasons(record: Any) -> Iterable[str]:
     """Why a record of `mla_decode` is refused, where `Requires` has no word for it."""
     if not (record.query.size and record.key.size):
         yield "an array is empty"
+        return
     if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):
         yield f"rows of {record.key.shape[-1]} are more than 512 of the latent vector and 128 behind it"
+        return
+    # Imported with the first call: listing implementations imports no family.
+    from ejkernel_triton.paged_attention import latent_decode
+
+    if too_large := latent_decode.too_large(record, current_device()):
+        yield too_large
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -12,10 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel_triton.chips import chip_of
 from ejkernel_triton.paged_attention.config import SCORE_ROWS, PagedForward
 from ejkernel_triton.paged_attention.groups import group_of
+from ejkernel_triton.paged_attention.shared_memory import fitted
+from ejkernel_triton.sizes import padded
 
 
 def split(record: PagedAttention) -> tuple[PagedAttention, PagedAttention]:
@@ -41,9 +45,11 @@ def split(record: PagedAttention) -> tuple[PagedAttention, PagedAttention]:
 
 
 def many_rows(record: PagedAttention, config: PagedForward) -> PagedForward:
-    """The configuration with tiles of as many query rows as a tile of scores has room for."""
-    wanted = max(config.block_q, min(record.query.shape[0], SCORE_ROWS // group_of(record)))
-    return dataclasses.replace(config, block_q=1 << (max(1, wanted) - 1).bit_length())
+    """The configuration with tiles of as many query rows as a tile of scores, and shared memory, have room for."""
+    chip = chip_of(current_device())
+    most = max(1, SCORE_ROWS // group_of(record, chip))
+    rows = max(config.block_q, min(padded(record.query.shape[0]), 1 << (most.bit_length() - 1)))
+    return fitted(record, dataclasses.replace(config, block_q=rows), chip)
 
 
 def merged(prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,8 @@ from ejkernel.planning import paged_cache
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.groups import group_of
+from ejkernel_triton.paged_attention.shared_memory import fits, fitted, shared_memory
+from ejkernel_triton.sizes import padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,17 +70,17 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     """Tile sizes for a record on a device: many rows a tile where sequences have many, else as few as can be."""
     if record.latent is not None:
         return _latent_candidates(record, device)[0]
-    if _score_rows(record) == PREFILL_SCORE_ROWS:
+    if _score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)[0]
     wide = _is_wide(record)
     block_kv = 32 if wide else 64
-    sized = _sized(record, device, block_kv, 4, 2 if wide else 3)
+    sized = fitted(record, _sized(record, device, block_kv, 4, 2 if wide else 3), chip_of(device))
     whole = paged_cache.page_size(record) % sized.block_kv == 0
-    if _query_rows(record) == 1 and not wide and not whole:
+    if _query_rows(record, device) == 1 and not wide and not whole:
         # With a number for every key 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
         # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
         # and values are in flight where four warps have one.
-        return _sized(record, device, 64, 2, 3)
+        return fitted(record, _sized(record, device, 64, 2, 3), chip_of(device))
     return dataclasses.replace(sized, whole_pages=whole)
 
 
@@ -86,37 +88,42 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     """Tile sizes worth measuring for a record on a device."""
     if record.latent is not None:
         return _latent_candidates(record, device)
-    if _score_rows(record) == PREFILL_SCORE_ROWS:
+    if _score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
-    sized = [_sized(record, device, *option) for option in options]
+    sized = [fitted(record, _sized(record, device, *option), chip_of(device)) for option in options]
     return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=whole) for x in sized for whole in (False, True)))
+
+
+def too_large(record: PagedAttention, device: DeviceInfo) -> str:
+    """Why the kernel cannot run for a record on a device; empty where it can."""
+    chip, smallest = chip_of(device), heuristic(record, device, "forward")
+    if fits(record, smallest, chip):
+        return ""
+    took = shared_memory(record, smallest, chip)
+    return f"a tile takes up to {took} bytes of shared memory, and {chip.target} has {chip.shared_memory}"
 
 
 def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Tile sizes for latent caches: key tile, warps, stages and programs of a multiprocessor, the best guess first."""
-    rows = _query_rows(record) * group_of(record)
+    chip = chip_of(device)
+    group = group_of(record, chip)
+    rows, splits = _query_rows(record, device) * group, record.query.shape[1] // group
     options = LATENT_FEW if rows <= 16 else LATENT_SOME if rows <= 32 else LATENT_MANY
-    chip, size = chip_of(device), record.query.shape[-1] * max(2, record.query.dtype.itemsize)
-    splits = record.query.shape[1] // group_of(record)
-    fitting: list[PagedForward] = []
+    sized: list[tuple[int, PagedForward]] = []
     for block_kv, warps, stages, per_sm in options:
-        queries = 0 if rows <= 32 else SCORE_ROWS  # of few rows, registers hold the queries
-        taken = (queries + block_kv * stages) * size + 2 * SCORE_ROWS * block_kv
-        if per_sm * taken <= chip.shared_memory or (block_kv, stages) == (16, 1):
-            made = _sized(record, device, block_kv, warps, stages)
-            programs = 3 if interpreting() else max(1, per_sm * chip.multiprocessors // splits)
-            fitting.append(dataclasses.replace(made, num_programs=programs, whole_pages=True))
-    return tuple(dict.fromkeys(fitting))
+        programs = 3 if interpreting() else max(1, per_sm * chip.multiprocessors // splits)
+        tile = _sized(record, device, block_kv, warps, stages)
+        sized.append((per_sm, dataclasses.replace(tile, num_programs=programs, whole_pages=True)))
+    fitting = [x for per_sm, x in sized if per_sm * shared_memory(record, x, chip) <= chip.shared_memory]
+    return tuple(dict.fromkeys(fitting or [fitted(record, sized[-1][1], chip)]))
 
 
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Tile sizes for sequences with many query rows, the best guess first."""
-    size = record.query.shape[-1] * record.query.dtype.itemsize
-    # The query tile, and keys and values of every stage.
-    fits = lambda keys, stages: (PREFILL_SCORE_ROWS + 2 * keys * stages) * size <= chip_of(device).shared_memory  # noqa: E731
-    sized = [_sized(record, device, *x) for x in PREFILL if fits(x[0], x[2])] or [_sized(record, device, 32, 8, 1)]
-    page = paged_cache.page_size(record)
+    chip, page = chip_of(device), paged_cache.page_size(record)
+    sized = [_sized(record, device, *x) for x in PREFILL]
+    sized = [x for x in sized if fits(record, x, chip)] or [fitted(record, sized[-1], chip)]
     return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page % x.block_kv == 0) for x in sized))
 
 
@@ -130,24 +137,24 @@ def _average_query_rows(record: PagedAttention) -> int:
     return 1 if record.query_start is None else -(-record.query.shape[0] // max(1, record.kv_lens.shape[0]))
 
 
-def _score_rows(record: PagedAttention) -> int:
+def _score_rows(record: PagedAttention, device: DeviceInfo) -> int:
     """Most rows of a tile of scores."""
     # Twice as many, so that batches of decoding sequences with a few long ones among them keep the smaller tiles.
-    many = _average_query_rows(record) * group_of(record) >= 2 * PREFILL_SCORE_ROWS
+    many = _average_query_rows(record) * group_of(record, chip_of(device)) >= 2 * PREFILL_SCORE_ROWS
     return PREFILL_SCORE_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
 
 
-def _query_rows(record: PagedAttention) -> int:
-    """Query rows of a tile."""
-    wanted = min(_average_query_rows(record), max(1, _score_rows(record) // group_of(record)))
-    return 1 << (wanted - 1).bit_length()
+def _query_rows(record: PagedAttention, device: DeviceInfo) -> int:
+    """Query rows of a tile: a power of two, with all heads no more than a tile of scores has rows."""
+    most = max(1, _score_rows(record, device) // group_of(record, chip_of(device)))
+    return min(padded(_average_query_rows(record)), 1 << (most.bit_length() - 1))
 
 
 def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
     # The interpreter runs programs one after the other: a few, so that rows are shared and merged there too.
     programs = 3 if interpreting() else PROGRAMS_PER_SM * chip_of(device).multiprocessors
     return PagedForward(
-        block_q=_query_rows(record),
+        block_q=_query_rows(record, device),
         block_kv=min(block_kv, 16) if interpreting() else block_kv,
         num_programs=programs,
         num_warps=warps,

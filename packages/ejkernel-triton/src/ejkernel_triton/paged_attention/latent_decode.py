@@ -33,5 +33,10 @@ def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction)
     return paged_config.candidates(_shapes(record), device, direction)
 
 
+def too_large(record: TiledAttention, device: DeviceInfo) -> str:
+    """Why the kernel cannot run for a record on a device; empty where it can."""
+    return paged_config.too_large(_shapes(record), device)
+
+
 def _shapes(record: TiledAttention) -> PagedAttention:
     return jax.eval_shape(lambda record: as_pages(record)[0], record)

@@ -11,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import paged_cache
 from ejkernel.planning.latent_pages import Rotary
+from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward
 from ejkernel_triton.paged_attention.groups import group_of
@@ -140,7 +141,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
     kv_heads, value_size = paged_cache.kv_heads(record), paged_cache.value_size(record)
     latent = 0 if record.latent is None else record.latent[0]
     tail = size - latent if rotary is not None and rotary.values else 0
-    group = group_of(record)
+    group = group_of(record, chip_of(current_device()))
     left, right = band(record)
     stored = record.key_pages if record.value_pages is None else record.value_pages
     plain = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None

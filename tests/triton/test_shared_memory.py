@@ -1,0 +1,73 @@
+"""No heuristic and no candidate asks for more shared memory than its chip has, by the bounds that heuristics use.
+
+`test_shared_memory_lowering.py` holds the bounds against what Triton compiles.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
+
+from shared_memory_grid import DEVICES, every_paged_call, latent, paged
+from triton_chips import H200
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.ops.device import target_device
+from ejkernel_triton import chips, paged_attention
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.paged_attention import cascade, config
+from ejkernel_triton.paged_attention.groups import group_of
+from ejkernel_triton.paged_attention.shared_memory import fitted, shared_memory
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_paged_attention_fits_or_is_refused(target):
+    device, chip = DEVICES[target], chips.named(target)
+    for name, record in every_paged_call():
+        if config.too_large(record, device):
+            # A latent vector of 512 numbers in float32, twice for the queries, is more than 99 KiB hold.
+            assert record.latent is not None, name
+            assert record.query.dtype == jnp.float32 or record.key_pages.dtype == jnp.float32, name
+            assert chip.shared_memory < 128 * 1024, name
+            continue
+        for choice in (config.heuristic(record, device, "forward"), *config.candidates(record, device, "forward")):
+            assert shared_memory(record, choice, chip) <= chip.shared_memory, (name, choice)
+
+
+@pytest.mark.parametrize("heads", [5, 12, 20, 40])
+def test_a_tile_has_no_more_rows_than_scores_have(heads):
+    """Query rows are rounded down to a power of two: rounded up, 20 heads had 80 rows, which are padded to 128."""
+    for record in (
+        latent(64, heads, (512, 64), (jnp.float16, jnp.int8)),
+        paged(64, heads, (64, 64), (jnp.float32,) * 2),
+    ):
+        rows = config.heuristic(record, H200, "forward").block_q * group_of(record, chip_of(H200))
+        assert rows <= config.SCORE_ROWS
+
+
+def test_the_tiles_of_a_shared_prefix_fit():
+    record = paged(None, 4, (256, 256), (jnp.float32, jnp.float32))
+    for device in DEVICES.values():
+        with target_device(device):
+            chosen = cascade.many_rows(record, config.heuristic(record, device, "forward"))
+        assert shared_memory(record, chosen, chip_of(device)) <= chip_of(device).shared_memory
+
+
+def test_a_configuration_that_fits_stays_as_it_is():
+    record = paged(None, 8, (128, 128), (jnp.bfloat16, jnp.bfloat16))
+    chosen = config.heuristic(record, H200, "forward")
+    assert fitted(record, chosen, chip_of(H200)) == chosen
+    large = dataclasses.replace(chosen, block_kv=1024)
+    assert fitted(record, large, chip_of(H200)).block_kv < 1024
+
+
+def test_what_no_tile_fits_is_refused_with_the_sizes():
+    record = latent(None, 16, (512, 64), (jnp.float32, jnp.float32))
+    with target_device(DEVICES["sm_120"]):
+        (reason,) = paged_attention._reasons(record)
+    assert "bytes of shared memory, and sm_120 has 101376" in reason
+    with target_device(H200):
+        assert not list(paged_attention._reasons(record))
+    assert isinstance(record, PagedAttention)

@@ -1,0 +1,49 @@
+"""The bounds of shared memory that heuristics use, held against what Triton compiles for chips that are not here.
+
+It runs where programs are lowered for GPUs (`nox -s triton_lowering`), since compiling takes minutes.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("jax_cuda13_plugin")
+
+from shared_memory_grid import DEVICES, latent, paged
+
+from ejkernel.ops.device import target_device
+from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton.paged_attention import config
+from ejkernel_triton.paged_attention.forward import forward
+from ejkernel_triton.paged_attention.shared_memory import shared_memory
+
+F32, BF16, F16, I8 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8
+FEATURES = {"logits_soft_cap": 30.0, "sliding_window": (100, 0)}
+PAGED = {
+    # What asked for 262,272 of 232,448 bytes.
+    "float32, 256": paged(64, 8, (256, 256), (F32, F32)),
+    "float32, 192": paged(64, 8, (192, 192), (F32, F32)),
+    # And 262,144.
+    "20 latent heads, int8": latent(64, 20, (512, 64), (F16, I8), **FEATURES),
+    "float32, one sequence of many heads": paged(None, 128, (256, 256), (F32, F32), page=64),
+    "float32 over int8": paged(16, 8, (128, 128), (F32, I8), page=64),
+    "12 heads": paged(400, 12, (128, 128), (BF16, BF16), page=64),
+    "int8": paged(16, 8, (256, 256), (BF16, I8)),
+    "decoding": paged(None, 8, (128, 128), (BF16, BF16)),
+    "latent decoding": latent(None, 16, (512, 64), (BF16, BF16)),
+    "latent decoding, many heads": latent(None, 128, (512, 64), (BF16, BF16)),
+    "latent decoding, float32": latent(None, 16, (256, 64), (F32, F32)),
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_attention_takes_what_its_bound_says(name, target):
+    record, device, chip = PAGED[name], DEVICES[target], chips.named(target)
+    chosen = config.heuristic(record, device, "forward")
+    with target_device(device), launch.collected() as calls:
+        jax.eval_shape(lambda record: forward(record, chosen), record)
+    (call,) = (call for call in calls if call.kernel.__name__ == "paged_kernel")
+    took, bound = ahead.shared_memory(call, target), shared_memory(record, chosen, chip)
+    assert took <= bound <= chip.shared_memory
