@@ -113,10 +113,24 @@ def load_first_rows(tile: Any, rows: int) -> jax.Array:
     return load(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
+def store_tile(target: Any, tile: jax.Array) -> None:
+    """Stores a tile [64, N] in global memory.
+
+    Four threads store 16 bytes of a row of 16-bit elements at a time. JAX 0.12 refuses an assignment to `target`, which
+    asks for stores of whole sectors of 32 bytes.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
+    def store(_: Any, ref: Any, tile: Any) -> None:
+        tile.store_untiled(ref, optimized=False)
+
+    store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
 def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
     """Stores the first rows of a tile [64, N] in global memory, and up to 15 more; the others keep what they hold."""
     if rows > WGMMA_M - WARP_ROWS:
-        target[...] = tile
+        store_tile(target, tile)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))

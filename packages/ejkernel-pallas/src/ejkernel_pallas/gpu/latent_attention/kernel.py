@@ -123,9 +123,9 @@ def latent_kernel(call: Call) -> None:
         place = program_of(call)
 
         # One warp is enough, and the others would take power for the same instructions.
-        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-        def _warp() -> None:
-            pl.when(lax.axis_index("warp") == 0)(lambda: produce(call, place))
+        @plgpu.warp_map
+        def _warp(warp: Any) -> None:
+            pl.when(warp == 0)(lambda: produce(call, place))
 
 
 def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.arrays import over_columns, store_tile
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
@@ -160,7 +160,7 @@ def _write(call: Call, item: Item, output: Any, lse: Any) -> None:
 
     @pl.when(item.whole)
     def _whole() -> None:
-        result[pl.ds(number * WGMMA_M, WGMMA_M), :] = output.astype(call.spec.dtype)
+        store_tile(result.at[pl.ds(number * WGMMA_M, WGMMA_M), :], output.astype(call.spec.dtype))
         sums[number] = lse
 
     @pl.when(~item.whole)
