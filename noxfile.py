@@ -184,6 +184,13 @@ def random(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Plant faults one at a time, and tell which command catches each; `-- --piece 3/8 --fast`; takes hours."""
+    install_all(session, "test")
+    session.run("python", "tests/support/suite/mutants.py", *session.posargs, env=QUICK, success_codes=[0, 1])
+
+
+@nox.session
 def confirm(session: nox.Session) -> None:
     """Run every conformance test on this machine's GPU, and write evidence; continues an earlier run."""
     compile_kernels(session)

@@ -1,5 +1,6 @@
 """Which tests run here and by which command; tests/support/suite/ has the rules, docs/testing.md tells of them."""
 
+import json
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -22,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ejkernel")
     group.addoption("--plan", action="store_true", help="print which tests a command runs, and run none")
     group.addoption("--durations-by-kind", action="store_true", help="print per file what tracing, compiling ... took")
+    group.addoption("--only", metavar="FILE", help="run only tests whose ids are in this JSON file")
     group.addoption("--needs", metavar="NAME", help="run only tests that are marked to need this")
     group.addoption("--record-costs", action="store_true", help="write what tests cost to tests/support/suite/")
 
@@ -39,6 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what cannot run here, and what belongs to the other command."""
     from ejkernel_conformance.plugin import parameter_of
 
+    if path := config.getoption("--only"):
+        ids = set(json.loads(Path(str(path)).read_text(encoding="utf-8")))
+        items[:] = [item for item in items if item.nodeid in ids]
     config.stash[_notes] = needs.leave_out(items, config.getoption("--needs"))
     command = config.getoption("--ejk-cover")
     if command == "all":

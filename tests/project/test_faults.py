@@ -1,0 +1,36 @@
+"""The list of faults that `nox -s mutants` plants is true to the sources."""
+
+from collections import Counter
+from pathlib import Path
+
+from suite.mutants import ROOT, read_faults
+
+from ejkernel.ops.plugins import registry
+
+FAULTS = read_faults()
+
+
+def test_there_are_enough_of_each_part():
+    assert len(FAULTS) >= 120
+    assert len({(fault.file, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS)
+    packages = Counter(fault.file.split("/")[1] for fault in FAULTS)
+    assert packages.keys() >= {"ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda"}
+    kinds = {"mask", "rescale", "stride", "gradient", "heads", "pages", "barrier", "tier", "lock", "dtype"}
+    assert {fault.kind for fault in FAULTS} >= kinds
+
+
+def test_each_fault_changes_one_place_of_its_file():
+    texts = {fault.file: (ROOT / fault.file).read_text(encoding="utf-8") for fault in FAULTS}
+    for fault in FAULTS:
+        assert texts[fault.file].count(fault.old) == 1, f"fault {fault.number}: mend {fault.old!r} in tests/mutants"
+        changed = texts[fault.file].replace(fault.old, fault.new)
+        assert changed != texts[fault.file]
+        if fault.file.endswith(".py"):
+            compile(changed, fault.file, "exec")
+
+
+def test_their_tests_and_operations_exist():
+    for fault in FAULTS:
+        assert fault.tests or fault.ops
+        assert all(Path(ROOT, test).is_file() for test in fault.tests), fault
+        assert set(fault.ops) <= registry().ops.keys()
