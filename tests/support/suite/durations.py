@@ -9,7 +9,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -99,8 +98,7 @@ class Clock:
         """Writes the mean cost of each function that ran; those of functions that did not run stay."""
         spent = defaultdict[str, list[float]](list)
         for test, seconds in self.tests.items():
-            path, _, name = test.partition("::")
-            spent[f"{Path(path).name}::{name.partition('[')[0]}"].append(sum(seconds.values()))
+            spent[test.partition("[")[0]].append(sum(seconds.values()))
         costs = json.loads(COSTS.read_text(encoding="utf-8")) if COSTS.exists() else {}
         means = {function: sum(each) / len(each) for function, each in spent.items()}
         kept = {function: cost for function, cost in costs.items() if function not in means}

@@ -27,9 +27,8 @@ BUDGET = 500.0
 
 
 def function_of(item: pytest.Item) -> str:
-    """The function of a test: its name, without parameters and the folder."""
-    path, _, name = item.nodeid.partition("::")
-    return f"{Path(path).name}::{name.partition('[')[0]}"
+    """The function of a test: its id without parameters."""
+    return item.nodeid.partition("[")[0]
 
 
 def known_costs() -> dict[str, float]:
