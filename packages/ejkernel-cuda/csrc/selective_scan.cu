@@ -1,8 +1,7 @@
 // The XLA FFI handler of the selective scan.
 #include <string>
 
-#include "selective_scan.cuh"
-#include "xla/ffi/api/ffi.h"
+#include "selective_scan_call.cuh"
 
 namespace ffi = xla::ffi;
 
@@ -56,8 +55,9 @@ ffi::Error launch_for_step(cudaStream_t stream, const SelectiveScan& call, const
 ffi::Error selective_scan(
     cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer step, ffi::Buffer<ffi::F32> decay,
     ffi::Buffer<ffi::F32> columns, ffi::Buffer<ffi::F32> skip, ffi::Buffer<ffi::F32> initial,
-    ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> states,
-    ffi::Result<ffi::Buffer<ffi::F32>> final, int32_t channels, int32_t lanes) {
+    ffi::Buffer<ffi::S32> bounds, ffi::Buffer<ffi::S32> first_intervals, ffi::Result<ffi::AnyBuffer> output,
+    ffi::Result<ffi::Buffer<ffi::F32>> states, ffi::Result<ffi::Buffer<ffi::F32>> final, int32_t channels,
+    int32_t lanes) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const auto x_shape = x.dimensions(), decay_shape = decay.dimensions(), columns_shape = columns.dimensions();
   if (x_shape.size() < 3 || decay_shape.size() < 2 || columns_shape.size() < 4) return wrong("an axis is missing");
@@ -74,19 +74,22 @@ ffi::Error selective_scan(
   call.channels = x_shape[x_shape.size() - 1];
   call.tokens = x_shape[x_shape.size() - 2];
   call.size = decay_shape[decay_shape.size() - 1];
-  const int64_t row = int64_t(call.tokens) * call.channels, rows = x.element_count() / row;
+  const int64_t row = int64_t(call.tokens) * call.channels, packs = x.element_count() / row;
   const int64_t elements = int64_t(call.channels) * call.size, maps = decay.element_count() / elements;
   const int64_t padded = columns_shape[columns_shape.size() - 1];
+  call.packing = packing_of(bounds, first_intervals);
+  const int64_t rows = call.packing.bounds == nullptr ? packs : packs * call.packing.sequences;
   call.rows = rows;
   // Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows, and more A and D.
   call.rows_a_map = rows / maps;
-  const int64_t intervals = (call.tokens + kInterval - 1) / kInterval;
-  if (rows % maps != 0 || int64_t(step.element_count()) != rows * row ||
+  const int64_t intervals = stored_intervals(call.packing, packs, call.tokens);
+  if (packs % maps != 0 || !belongs(call.packing, bounds, first_intervals, packs) ||
+      int64_t(step.element_count()) != packs * row ||
       int64_t(skip.element_count()) != maps * call.channels || call.size > padded ||
-      int64_t(columns.element_count()) != rows * call.tokens * 2 * padded ||
+      int64_t(columns.element_count()) != packs * call.tokens * 2 * padded ||
       (call.initial != nullptr && int64_t(initial.element_count()) != rows * elements) ||
-      int64_t(output->element_count()) != rows * row ||
-      int64_t(states->element_count()) != rows * intervals * elements ||
+      int64_t(output->element_count()) != packs * row ||
+      int64_t(states->element_count()) != intervals * elements ||
       int64_t(final->element_count()) != rows * elements || output->element_type() != x.element_type()) {
     return wrong("the shapes of the arrays do not belong together");
   }
@@ -119,6 +122,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::F32>>()
         .Arg<ffi::Buffer<ffi::F32>>()
         .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()

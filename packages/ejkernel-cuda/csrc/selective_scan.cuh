@@ -26,17 +26,53 @@ namespace ejkernel {
 
 constexpr int kInterval = 64;  // tokens between stored states: INTERVAL of ejkernel.families.selective_scan
 
+// Where a state's tokens are: those of a row, or of a packed sequence, which begins and ends with states of its own.
+// Nothing of another sequence is read: what it holds, NaN or infinity, stays there.
+struct Span {
+  int64_t token;     // its first, of all rows
+  int tokens;
+  int64_t interval;  // its first stored state, of all rows
+};
+
+// Packed sequences of every row of tokens; without packing `bounds` is null, and a row has one state.
+struct Packing {
+  const int* bounds;     // [rows of tokens, sequences + 1], cumulative lengths
+  const int* intervals;  // as many, the first interval of each sequence
+  int sequences;
+
+  __device__ __forceinline__ Span span(int row, int tokens) const {
+    if (bounds == nullptr) {
+      return {int64_t(row) * tokens, tokens, int64_t(row) * ((tokens + kInterval - 1) / kInterval)};
+    }
+    const int pack = row / sequences, at = pack * (sequences + 1) + row % sequences;
+    const int first = bounds[at];
+    // As many intervals as there can be: `interval_count` of ejkernel.planning.packed_scan.
+    const int64_t stored = int64_t(pack) * (tokens / kInterval + sequences);
+    return {int64_t(pack) * tokens + first, bounds[at + 1] - first, stored + intervals[at]};
+  }
+  // Calls a function for the tokens of no sequence, of which a row's sequences have a share each.
+  template <typename Zero>
+  __device__ __forceinline__ void of_none(int row, int tokens, Zero zero) const {
+    if (bounds == nullptr) return;
+    const int pack = row / sequences, n = row % sequences;
+    const int* own = bounds + pack * (sequences + 1);
+    for (int token = n; token < own[0]; token += sequences) zero(int64_t(pack) * tokens + token);
+    for (int token = own[sequences] + n; token < tokens; token += sequences) zero(int64_t(pack) * tokens + token);
+  }
+};
+
 struct SelectiveScan {
-  const void* x;         // [rows, tokens, channels]
+  const void* x;         // [rows of tokens, tokens, channels]
   const void* step;      // the same shape, dt
   const float* decay;    // [maps, channels, size], A
-  const float* columns;  // [rows, tokens, 2, N], B and C of a token, padded to N numbers with zeros
+  const float* columns;  // [rows of tokens, tokens, 2, N], B and C of a token, padded to N numbers with zeros
   const float* skip;     // [maps, channels], D
   const float* initial;  // [rows, channels, size] or null
   void* output;          // as x
   float* states;         // [rows, intervals, size, channels], before the first token of each
   float* final;          // [rows, channels, size]
-  int rows, tokens, channels, size;
+  Packing packing;
+  int rows, tokens, channels, size;  // rows of states: packed sequences, or rows of tokens
   int rows_a_map;        // rows that share A and D
 };
 
@@ -163,13 +199,13 @@ __device__ __forceinline__ void copy_tokens(
 // Starts copying B and C of a stage's tokens, which lie together.
 template <typename Tile>
 __device__ __forceinline__ void copy_columns(
-    unsigned char* to, const float* columns, const SelectiveScan& call, int first_token) {
+    unsigned char* to, const float* columns, int tokens, int first_token) {
   constexpr int kPieces = Tile::kColumnBytes / 16, kTokenPieces = Tile::N * 2 / 4;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int pass = 0; pass < kPieces / 32; ++pass) {
     const int piece = pass * 32 + lane;
-    const bool there = first_token + piece / kTokenPieces < call.tokens;
+    const bool there = first_token + piece / kTokenPieces < tokens;
     const float* source = columns + size_t(first_token) * (Tile::N * 2) + piece * 4;
     copy_async(shared_address(to) + piece * 16, source, there ? 16 : 0);
   }
@@ -246,28 +282,29 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
     skip[j] = there && part == 0 ? call.skip[map_channel + j] : 0.f;
   }
 
-  const X* x = static_cast<const X*>(call.x) + size_t(row) * call.tokens * call.channels;
-  const Step* step = static_cast<const Step*>(call.step) + size_t(row) * call.tokens * call.channels;
-  const float* columns = call.columns + size_t(row) * call.tokens * (2 * Tile::N);
-  X* output = static_cast<X*>(call.output) + size_t(row) * call.tokens * call.channels + channel;
-  const int intervals = (call.tokens + kInterval - 1) / kInterval;
-  float* states = call.states + size_t(row) * intervals * call.size * call.channels;
+  const Span span = call.packing.span(row, call.tokens);
+  const int tokens = span.tokens;
+  const X* x = static_cast<const X*>(call.x) + size_t(span.token) * call.channels;
+  const Step* step = static_cast<const Step*>(call.step) + size_t(span.token) * call.channels;
+  const float* columns = call.columns + size_t(span.token) * (2 * Tile::N);
+  X* output = static_cast<X*>(call.output) + size_t(span.token) * call.channels + channel;
+  float* states = call.states + size_t(span.interval) * call.size * call.channels;
   unsigned char* stages = shared + warp * Tile::kWarpBytes;
   const auto copy = [&](int first_token, int stage) {
     unsigned char* to = stages + stage * Tile::kStageBytes;
-    copy_columns<Tile>(to, columns, call, first_token);
+    copy_columns<Tile>(to, columns, tokens, first_token);
     to += Tile::kColumnBytes;
-    copy_tokens<Tile>(to, x, call.tokens, call.channels, first_token, first_channel);
-    copy_tokens<Tile>(to + Tile::kXBytes, step, call.tokens, call.channels, first_token, first_channel);
+    copy_tokens<Tile>(to, x, tokens, call.channels, first_token, first_channel);
+    copy_tokens<Tile>(to + Tile::kXBytes, step, tokens, call.channels, first_token, first_channel);
   };
 
   copy(0, 0);
   commit_copies();
-  for (int first_token = 0, stage = 0; first_token < call.tokens; first_token += Tile::kTokens, stage ^= 1) {
+  for (int first_token = 0, stage = 0; first_token < tokens; first_token += Tile::kTokens, stage ^= 1) {
     wait_for_copies<0>();
     // All lanes see all copies, and none reads the other stage any more.
     __syncwarp();
-    if (first_token + Tile::kTokens < call.tokens) copy(first_token + Tile::kTokens, stage ^ 1);
+    if (first_token + Tile::kTokens < tokens) copy(first_token + Tile::kTokens, stage ^ 1);
     commit_copies();
     if (first_token % kInterval == 0 && there) {
       float* to = states + size_t(first_token / kInterval) * call.size * call.channels + channel;
@@ -288,7 +325,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
     const unsigned char* token_step =
         from + Tile::kColumnBytes + Tile::kXBytes + lane / Lanes * Channels * sizeof(Step);
     // Tokens whose output this lane stores; none of a channel that is not there.
-    const int left = there ? call.tokens - first_token - part : 0;
+    const int left = there ? tokens - first_token - part : 0;
     X* to = output + size_t(first_token + part) * call.channels;
     Columns<kNumbers> now = load_columns<Tile>(token_columns);
     for (int t0 = 0; t0 < Tile::kTokens; t0 += Tile::kUnrolled) {
@@ -325,6 +362,11 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
       }
     }
   }
+  call.packing.of_none(row, call.tokens, [&](int64_t token) {
+    for (int c = first_channel + lane; c < min(first_channel + Tile::kChannels, call.channels); c += 32) {
+      static_cast<X*>(call.output)[token * call.channels + c] = round_to<X>(0.f);
+    }
+  });
   if (!there) return;
 #pragma unroll
   for (int j = 0; j < Channels; ++j) {

@@ -1,8 +1,8 @@
 // The XLA FFI handler of the backward selective scan.
 #include <string>
 
+#include "selective_scan_call.cuh"
 #include "selective_scan_gradient.cuh"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -42,7 +42,8 @@ ffi::Error launch_for_step(
 ffi::Error selective_scan_gradient(
     cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer step, ffi::Buffer<ffi::F32> decay,
     ffi::Buffer<ffi::F32> columns, ffi::Buffer<ffi::F32> skip, ffi::Buffer<ffi::F32> states, ffi::AnyBuffer cotangent,
-    ffi::Buffer<ffi::F32> behind, ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> dstep,
+    ffi::Buffer<ffi::F32> behind, ffi::Buffer<ffi::S32> bounds, ffi::Buffer<ffi::S32> first_intervals,
+    ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> dstep,
     ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> ddecay,
     ffi::Result<ffi::Buffer<ffi::F32>> dskip, ffi::Result<ffi::Buffer<ffi::F32>> dfirst, int32_t warpgroups) {
   if (dx->element_count() == 0) return ffi::Error::Success();
@@ -66,20 +67,24 @@ ffi::Error selective_scan_gradient(
   call.channels = x_shape[x_shape.size() - 1];
   call.tokens = x_shape[x_shape.size() - 2];
   call.size = decay_shape[decay_shape.size() - 1];
-  const int64_t row = int64_t(call.tokens) * call.channels, rows = x.element_count() / row;
+  const int64_t row = int64_t(call.tokens) * call.channels, packs = x.element_count() / row;
   const int64_t elements = int64_t(call.channels) * call.size, maps = decay.element_count() / elements;
-  const int64_t intervals = (call.tokens + kInterval - 1) / kInterval;
-  const int64_t items = rows * ((call.channels + kGradientChannels - 1) / kGradientChannels);
+  call.packing = packing_of(bounds, first_intervals);
+  const int64_t rows = call.packing.bounds == nullptr ? packs : packs * call.packing.sequences;
+  const int64_t intervals = stored_intervals(call.packing, packs, call.tokens);
+  const int64_t warpgroups_a_row = (call.channels + kGradientChannels - 1) / kGradientChannels;
+  const int64_t items = rows * warpgroups_a_row;
   call.rows = rows;
   // Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows, and more A and D.
   call.rows_a_map = rows / maps;
   const auto has = [](const auto& buffer, int64_t count) { return int64_t(buffer.element_count()) == count; };
-  if (rows % maps != 0 || columns_shape[columns_shape.size() - 1] != 16 || call.size > 16 ||
-      call.channels % 8 != 0 || !has(step, rows * row) || !has(skip, maps * call.channels) ||
-      !has(columns, rows * call.tokens * 32) || !has(states, rows * intervals * elements) ||
-      !has(cotangent, rows * row) || !has(behind, rows * elements) || !has(*dx, rows * row) ||
-      !has(*dstep, rows * row) || !has(*partial, items * call.tokens * 32) || !has(*ddecay, rows * elements) ||
-      !has(*dskip, rows * call.channels) || !has(*dfirst, rows * elements)) {
+  if (packs % maps != 0 || !belongs(call.packing, bounds, first_intervals, packs) ||
+      columns_shape[columns_shape.size() - 1] != 16 || call.size > 16 || call.channels % 8 != 0 ||
+      !has(step, packs * row) || !has(skip, maps * call.channels) ||
+      !has(columns, packs * call.tokens * 32) || !has(states, intervals * elements) ||
+      !has(cotangent, packs * row) || !has(behind, rows * elements) || !has(*dx, packs * row) ||
+      !has(*dstep, packs * row) || !has(*partial, packs * warpgroups_a_row * call.tokens * 32) ||
+      !has(*ddecay, rows * elements) || !has(*dskip, rows * call.channels) || !has(*dfirst, rows * elements)) {
     return wrong("the shapes of the arrays do not belong together");
   }
   if (cotangent.element_type() != x.element_type() || dx->element_type() != x.element_type() ||
@@ -114,6 +119,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::F32>>()
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::Buffer<ffi::F32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::F32>>()

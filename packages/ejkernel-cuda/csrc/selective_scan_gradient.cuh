@@ -44,14 +44,14 @@ __device__ __forceinline__ void advance_state(State& state, const float (&rates)
 // Stores [kTokens][kChannels] to a [tokens, channels] array from a token on; what `copy_tokens` copies, the other way.
 template <typename Tile, typename T>
 __device__ __forceinline__ void store_tokens(
-    T* to, const unsigned char* from, const ScanGradient& call, int first_token, int first_channel) {
+    T* to, const unsigned char* from, int tokens, int channels, int first_token, int first_channel) {
   constexpr int kPiece = 16 / sizeof(T), kRow = Tile::kChannels / kPiece, kRows = 32 / kRow;
   const int lane = threadIdx.x % 32, channel = first_channel + lane % kRow * kPiece;
 #pragma unroll
   for (int t = 0; t < Tile::kTokens; t += kRows) {
     const int token = first_token + t + lane / kRow;
-    if (token < call.tokens && channel < call.channels) {
-      *reinterpret_cast<uint4*>(to + size_t(token) * call.channels + channel) =
+    if (token < tokens && channel < channels) {
+      *reinterpret_cast<uint4*>(to + size_t(token) * channels + channel) =
           reinterpret_cast<const uint4*>(from + t * Tile::kChannels * sizeof(T))[lane];
     }
   }
@@ -185,15 +185,21 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
   sums.dskip = 0.f;
   const float skip = own_there ? call.skip[shared_row + warp_channel + lane] : 0.f;
 
-  const size_t row_tokens = size_t(row) * call.tokens;
+  const Span span = call.packing.span(row, call.tokens);
+  const int tokens = span.tokens;
+  const size_t row_tokens = span.token;
   const X* x = static_cast<const X*>(call.x) + row_tokens * call.channels;
   const X* cotangent = static_cast<const X*>(call.cotangent) + row_tokens * call.channels;
   const Step* step = static_cast<const Step*>(call.step) + row_tokens * call.channels;
   const float* columns = call.columns + row_tokens * (2 * Tile::N);
   X* dx = static_cast<X*>(call.dx) + row_tokens * call.channels;
   Step* dstep = static_cast<Step*>(call.dstep) + row_tokens * call.channels;
-  float* partial = call.partial + size_t(item) * call.tokens * (2 * Tile::N);
-  const int intervals = (call.tokens + kInterval - 1) / kInterval;
+  // Warpgroup w of a row of tokens has the sums of [w, tokens]: packed sequences share it, each with its own tokens.
+  const int64_t row_of_tokens = call.packing.bounds == nullptr ? row : row / call.packing.sequences;
+  const int64_t sums_row = row_of_tokens * row_warpgroups + item % row_warpgroups;
+  float* row_partial = call.partial + size_t(sums_row) * call.tokens * (2 * Tile::N);
+  float* partial = row_partial + size_t(span.token - row_of_tokens * call.tokens) * (2 * Tile::N);
+  const int intervals = (tokens + kInterval - 1) / kInterval;
   unsigned char* states = shared + Tile::kStates + warp * (Tile::kBlocks * Tile::kStateBytes);
   float* floats = reinterpret_cast<float*>(shared + Tile::kFloats + warp * Tile::kFloatBytes);
   float* column_sums = reinterpret_cast<float*>(shared + Tile::kSums);
@@ -201,16 +207,16 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
   const auto copy = [&](const Cursor& at, int stage) {
     unsigned char* to = shared + stage * Tile::kStageBytes;
     if (thread < Tile::kColumnBytes / 16) {
-      const bool given = at.token + thread / 8 < call.tokens;
+      const bool given = at.token + thread / 8 < tokens;
       const float* from = columns + size_t(at.token) * (2 * Tile::N) + thread * 4;
       copy_async(shared_address(to + Tile::kWarps * Tile::kWarpStageBytes) + thread * 16, from, given ? 16 : 0);
     }
     to += warp * Tile::kWarpStageBytes;
-    copy_tokens<Tile>(to, x, call.tokens, call.channels, at.token, warp_channel);
+    copy_tokens<Tile>(to, x, tokens, call.channels, at.token, warp_channel);
     if (at.back) {
-      copy_tokens<Tile>(to + Tile::kXBytes, cotangent, call.tokens, call.channels, at.token, warp_channel);
+      copy_tokens<Tile>(to + Tile::kXBytes, cotangent, tokens, call.channels, at.token, warp_channel);
     }
-    copy_tokens<Tile>(to + 2 * Tile::kXBytes, step, call.tokens, call.channels, at.token, warp_channel);
+    copy_tokens<Tile>(to + 2 * Tile::kXBytes, step, tokens, call.channels, at.token, warp_channel);
   };
   // Adds up dB and dC of a block of tokens over warps.
   const auto flush = [&](int token, int buffer) {
@@ -221,18 +227,18 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
       const float2 sum = sums[w * (Tile::kSumBytes / 8) + thread];
       total.x += sum.x, total.y += sum.y;
     }
-    if (token + thread / 16 < call.tokens) {
+    if (token + thread / 16 < tokens) {
       reinterpret_cast<float2*>(partial)[token * Tile::N + thread] = total;
     }
   };
   static_assert(Tile::kTokens * 2 * Tile::N == Tile::kThreads * 2, "a thread adds up two sums");
 
   Cursor now, ahead;
-  now.enter((intervals - 1) * kInterval, call.tokens);
+  now.enter((intervals - 1) * kInterval, tokens);  // of an empty sequence, past its end
   ahead = now;
 #pragma unroll 1
   for (int stage = 0; stage < Tile::kStages - 1; ++stage) {
-    if (ahead.first >= 0) copy(ahead, stage), ahead.advance(call.tokens);
+    if (ahead.first >= 0) copy(ahead, stage), ahead.advance(tokens);
     commit_copies();
   }
   // Ping-pong scheduling: the second warpgroup starts when the first goes backwards for the first time. Forwards
@@ -242,7 +248,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
   State state;
   int flushed = -1;  // the block of tokens whose sums are complete behind the next barrier
   int stage = 0, buffer = 0;
-  for (; now.first >= 0; now.advance(call.tokens), buffer ^= 1) {
+  for (; now.first >= 0; now.advance(tokens), buffer ^= 1) {
     wait_for_copies<Tile::kStages - 2>();
     // A warpgroup's threads see all its copies of this step; none reads the stage of the step before any more, and the
     // sums of that step are there.
@@ -250,7 +256,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
     if (flushed >= 0) flush(flushed, buffer ^ 1);
     flushed = -1;
     const int free_stage = stage == 0 ? Tile::kStages - 1 : stage - 1;
-    if (ahead.first >= 0) copy(ahead, free_stage), ahead.advance(call.tokens);
+    if (ahead.first >= 0) copy(ahead, free_stage), ahead.advance(tokens);
     commit_copies();
     unsigned char* from = shared + stage * Tile::kStageBytes;
     const Inputs<Tile> inputs{
@@ -258,7 +264,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
         reinterpret_cast<const float*>(from + Tile::kWarps * Tile::kWarpStageBytes), lane};
     if (now.entered) {
       // The forward pass stored this state: the one before the interval's first token.
-      const size_t interval = size_t(row) * intervals + now.first / kInterval;
+      const size_t interval = span.interval + now.first / kInterval;
       const float* stored = call.states + interval * call.size * call.channels + channel;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -287,14 +293,24 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
         half_gradients<Tile>(state, sums, rates, skip, inputs, first, warp_sums);
       }
       __syncwarp();
-      store_tokens<Tile>(dx, inputs.stage, call, now.token, warp_channel);
-      store_tokens<Tile>(dstep, inputs.stage + 2 * Tile::kXBytes, call, now.token, warp_channel);
+      store_tokens<Tile>(dx, inputs.stage, tokens, call.channels, now.token, warp_channel);
+      store_tokens<Tile>(
+          dstep, inputs.stage + 2 * Tile::kXBytes, tokens, call.channels, now.token, warp_channel);
       flushed = now.token;
     }
     stage = stage == Tile::kStages - 1 ? 0 : stage + 1;
   }
+  // The other warpgroup waits for this one, whose sequence may be empty.
+  if (other_waits) arrive_threads(kStartBarrier, 2 * Tile::kThreads);
   sync_threads(1 + warpgroup, Tile::kThreads);
-  flush(flushed, buffer ^ 1);
+  if (flushed >= 0) flush(flushed, buffer ^ 1);
+  call.packing.of_none(row, call.tokens, [&](int64_t token) {
+    if (own_there) {
+      static_cast<X*>(call.dx)[token * call.channels + warp_channel + lane] = round_to<X>(0.f);
+      static_cast<Step*>(call.dstep)[token * call.channels + warp_channel + lane] = round_to<Step>(0.f);
+    }
+    if (thread < 2 * Tile::N) row_partial[(token - row_of_tokens * call.tokens) * (2 * Tile::N) + thread] = 0.f;
+  });
   if (own_there) call.dskip[size_t(row) * call.channels + warp_channel + lane] = sums.dskip;
   if (!there) return;
 #pragma unroll

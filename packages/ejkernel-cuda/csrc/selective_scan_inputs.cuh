@@ -8,19 +8,20 @@ namespace ejkernel {
 constexpr int kGradientChannels = 128;  // of a warpgroup, whose sums over channels are one
 
 struct ScanGradient {
-  const void *x, *step;  // [rows, tokens, channels]
+  const void *x, *step;  // [rows of tokens, tokens, channels]
   const float* decay;    // [maps, channels, size], A
-  const float* columns;  // [rows, tokens, 2, 16], B and C of a token, padded with zeros
+  const float* columns;  // [rows of tokens, tokens, 2, 16], B and C of a token, padded with zeros
   const float* skip;     // [maps, channels], D
   const float* states;   // [rows, intervals, size, channels], before the first token of each
   const void* cotangent; // as x, dy
   const float* behind;   // [rows, channels, size], the cotangent of the final states
   void *dx, *dstep;      // as x and step
-  float* partial;        // [rows, warpgroups of a row, tokens, 2, 16], dB and dC of a warpgroup's channels
+  float* partial;        // [rows of tokens, warpgroups of a row, tokens, 2, 16], dB and dC of a warpgroup's channels
   float* ddecay;         // [rows, channels, size]
   float* dskip;          // [rows, channels]
   float* dfirst;         // [rows, channels, size], the cotangent of the initial states
-  int rows, tokens, channels, size;
+  Packing packing;
+  int rows, tokens, channels, size;  // rows of states: packed sequences, or rows of tokens
   int rows_a_map;        // rows that share A and D
 };
 

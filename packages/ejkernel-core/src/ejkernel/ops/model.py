@@ -13,6 +13,19 @@ from ejkernel.ops.config.space import ConfigSpace
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """What keeps the requests of a family's calls apart, whatever they hold.
+
+    Attributes:
+        record: Record -> the record that forward functions are given.
+        pullback: Pullback -> the pullback that backward functions are given.
+    """
+
+    record: Callable[[Any], Any]
+    pullback: Callable[[Any], Any]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """A contract that several operations lower to and that backends implement: record, output and residuals.
@@ -36,6 +49,11 @@ class Family:
             where the residuals have none, or the output has it already.
         permissions: Optional record fields that allow something and ask for nothing. An implementation need not handle
             them: what it does without them serves the call too.
+        requests: Record -> how its arrays belong to the requests that the call serves, in one or several ways, each as
+            `ejkernel.planning.requests` describes it; None where the requests are the rows of axis `b` and their
+            segments. What one request holds never reaches another: the conformance suite poisons it.
+        isolate: How the passes of every implementation are given what they get, so that requests that share a tile
+            cannot reach each other; None where kernels keep them apart by themselves.
     """
 
     name: str
@@ -50,6 +68,8 @@ class Family:
     reference: Callable[[Any], tuple[Any, Any]]
     lse: str | None = None
     permissions: frozenset[str] = frozenset()
+    requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
+    isolate: Isolation | None = None
 
     def axes_of(self, record: Any) -> Mapping[str, Any]:
         """The axis letters of a record's fields and of `"output"`."""

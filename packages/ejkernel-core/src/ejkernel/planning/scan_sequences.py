@@ -1,10 +1,9 @@
-"""Kernels of the selective scan that take rows only, for packed sequences and states in slots too.
+"""Kernels of the selective scan whose packed sequences have a state each, for states in slots too.
 
-    @with_rows
-    def forward(record, config): ...             # never sees `cu_seqlens` nor `state_slots`
+    @with_states
+    def forward(record, config): ...             # never sees `state_slots`
 
-Around such a kernel, packed sequences become one row with their states in it (`ejkernel.planning.packed_scan`), and
-states are read out of the slots before it and stored into them behind it.
+Around such a kernel, states are read out of the slots before it and stored into them after it.
 """
 
 import dataclasses
@@ -16,73 +15,67 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning.packed_scan import as_row, from_row
+from ejkernel.planning import slots
 
 HANDLES = frozenset({"cu_seqlens", "state_slots"})
-"""Optional fields that a kernel honours with the decorators."""
+"""Optional fields that a kernel of packed sequences honours with the decorators."""
 
 Forward = Callable[[SelectiveScan, Any], Any]
 Backward = Callable[[Pullback, Any], dict[str, jax.Array]]
 
 
-def with_rows(forward: Forward) -> Forward:
-    """The forward function for packed sequences, of one for rows."""
+def sequences(record: SelectiveScan) -> int:
+    """Packed sequences, or rows: what has a state of its own."""
+    return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+
+
+def with_states(forward: Forward) -> Forward:
+    """The forward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(forward)
     def run(record: SelectiveScan, config: Any) -> Any:
-        if record.cu_seqlens is None:
+        held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+        if held is None or indices is None or starts is None:
             return forward(record, config)
-        (output, _), *rest = forward(as_row(record), config)
-        return from_row(record, output), *rest
+        (output, final), *rest = forward(_with_plain_states(record), config)
+        return (output, slots.write_slots(held, indices, starts, final)), *rest
 
     return run
 
 
-def with_row_gradients(backward: Backward) -> Backward:
-    """The backward function for packed sequences, of one for rows."""
+def with_state_gradients(backward: Backward) -> Backward:
+    """The backward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(backward)
     def run(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         record: SelectiveScan = pullback.record
-        if record.cu_seqlens is None:
+        held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+        if held is None or indices is None or starts is None:
             return backward(pullback, config)
-        names = sorted(set(array_fields(record)) - HANDLES)
-        given = {name: getattr(record, name) for name in names}
-
-        def row(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            made = as_row(dataclasses.replace(record, **given))
-            return {name: getattr(made, name) for name in names if name != "initial_state"}
-
-        def stored(held: jax.Array | None, output: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return from_row(dataclasses.replace(record, initial_state=held), output)
-
-        packed, pull_row = jax.vjp(row, given)
+        outputs, cotangent = pullback.cotangent
+        dtype = jnp.promote_types(record.x.dtype, jnp.float32)
+        final = jnp.zeros((starts.shape[0] - 1, *held.shape[1:]), dtype)
         # Linear: the values that it is differentiated at do not matter, and XLA drops them.
-        _, pull_stored = jax.vjp(stored, record.initial_state, jnp.zeros_like(packed["x"]))
-        kept, cotangent = pull_stored(pullback.cotangent)
-        final = jnp.zeros((1, *record.decay.shape), cotangent.dtype)
+        _, pull_stored = jax.vjp(lambda held, final: slots.write_slots(held, indices, starts, final), held, final)
+        kept, final = pull_stored(cotangent)
         inner = dataclasses.replace(
-            pullback,
-            record=as_row(record),
-            output=None,
-            cotangent=(cotangent, final),
-            wanted=frozenset(packed),
+            pullback, record=_with_plain_states(record), output=None, cotangent=(outputs, final)
         )
-        (gradients,) = pull_row(backward(inner, config))
-        if record.initial_state is not None and record.state_slots is not None:
-            gradients["initial_state"] = gradients["initial_state"] + kept
-        return {name: gradients[name] for name in sorted(pullback.wanted)}
+        gradients = backward(inner, config)
+        if "initial_state" in gradients:
+            _, pull_read = jax.vjp(lambda held: slots.read_slots(held, indices, starts), held)
+            (read,) = pull_read(gradients["initial_state"].astype(jnp.promote_types(held.dtype, jnp.float32)))
+            gradients["initial_state"] = read + kept
+        return gradients
 
     return run
 
 
-def of_rows(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a record's shapes that chooses a configuration: given what the kernel is given."""
-
-    @functools.wraps(choose)
-    def run(record: SelectiveScan, *rest: Any) -> Any:
-        return choose(record if record.cu_seqlens is None else jax.eval_shape(as_row, record), *rest)
-
-    return run
+def _with_plain_states(record: SelectiveScan) -> SelectiveScan:
+    """The record with a state for every packed sequence, read out of the slots."""
+    held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+    assert held is not None  # the callers looked
+    assert indices is not None
+    assert starts is not None
+    return dataclasses.replace(record, initial_state=slots.read_slots(held, indices, starts), state_slots=None)

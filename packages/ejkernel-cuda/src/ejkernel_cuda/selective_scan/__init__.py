@@ -30,7 +30,7 @@ def _reasons(record: Any) -> Iterable[str]:
 def _gradient_reasons(record: Any) -> Iterable[str]:
     """What the backward kernel has against a record beside that."""
     yield from _reasons(record)
-    rows, _, channels = record.x.shape
+    rows, channels = scan_sequences.sequences(record), record.x.shape[2]
     if channels % tiles.PIECE_CHANNELS:
         yield f"{channels} channels are no multiple of {tiles.PIECE_CHANNELS}"
     if record.decay.shape[1] <= SMALL:
@@ -67,8 +67,8 @@ IMPLEMENTATIONS = (
         requires=_requires(8.0, _reasons),
         backward_requires=_requires(9.0, _gradient_reasons),
         config=ConfigSpace(
-            heuristic=scan_sequences.of_rows(tiles.heuristic),
-            candidates=scan_sequences.of_rows(tiles.candidates),
+            heuristic=tiles.heuristic,
+            candidates=tiles.candidates,
             forward=tiles.ScanTile,
             backward=tiles.GradientTile,
         ),

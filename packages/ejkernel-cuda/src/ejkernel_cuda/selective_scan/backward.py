@@ -6,13 +6,13 @@ import numpy as np
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning.scan_sequences import with_row_gradients
+from ejkernel.planning.scan_sequences import sequences, with_state_gradients
 from ejkernel_cuda.library import registered
-from ejkernel_cuda.selective_scan.forward import scan_operands
+from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
 from ejkernel_cuda.selective_scan.tiles import LARGEST, WARPGROUP_CHANNELS, GradientTile
 
 
-@with_row_gradients
+@with_state_gradients
 def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
     """Gradients of the wanted fields of a record.
 
@@ -27,22 +27,22 @@ def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
     (rows, tokens, channels), size = record.x.shape, record.decay.shape[1]
     outputs, final = pullback.cotangent
     x, step, decay, columns, skip = scan_operands(record, LARGEST)
-    shape, float32 = jax.ShapeDtypeStruct, jnp.float32
+    shape, float32, states = jax.ShapeDtypeStruct, jnp.float32, sequences(record)
     call = jax.ffi.ffi_call(
         registered("ejkernel_selective_scan_gradient"),
         (
             shape(x.shape, x.dtype),
             shape(step.shape, step.dtype),
             shape((rows, -(-channels // WARPGROUP_CHANNELS), tokens, 2, LARGEST), float32),
-            shape((rows, channels, size), float32),
-            shape((rows, channels), float32),
-            shape((rows, channels, size), float32),
+            shape((states, channels, size), float32),
+            shape((states, channels), float32),
+            shape((states, channels, size), float32),
         ),
         vmap_method="broadcast_all",
     )
-    residuals = pullback.residuals.states
+    inputs = (x, step, decay, columns, skip, pullback.residuals.states, outputs, final.astype(float32))
     dx, dstep, partial, ddecay, dskip, dfirst = call(
-        x, step, decay, columns, skip, residuals, outputs, final.astype(float32), warpgroups=np.int32(config.warpgroups)
+        *inputs, *packed_operands(record), warpgroups=np.int32(config.warpgroups)
     )
     # Every warpgroup has dB and dC of its channels; the sum over them has a fixed order.
     pairs = partial.sum(axis=1)

@@ -5,6 +5,7 @@ import dataclasses
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.planning.scan_sequences import sequences
 
 LARGEST = 16
 """Numbers of a state that the kernels hold."""
@@ -63,15 +64,14 @@ BUSY_WARPGROUPS = 256
 
 def warpgroups(record: SelectiveScan) -> int:
     """Warpgroups of the backward kernel."""
-    rows, _, channels = record.x.shape
-    return rows * -(-channels // WARPGROUP_CHANNELS)
+    return sequences(record) * -(-record.x.shape[2] // WARPGROUP_CHANNELS)
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
     """The tile with the fewest instructions that fills the chip, or the one with the most warps."""
     if direction == "backward":
         return GradientTile(warpgroups=2 if warpgroups(record) >= BUSY_WARPGROUPS else 1)
-    rows, _, channels = record.x.shape
+    rows, channels = sequences(record), record.x.shape[2]
     if channels % PIECE_CHANNELS:
         return ANY
     for tile, enough in ENOUGH_WARPS.items():

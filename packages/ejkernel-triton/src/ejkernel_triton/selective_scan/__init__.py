@@ -60,8 +60,8 @@ def implementations() -> tuple[Implementation, ...]:
                 forward=config.ScanForward,
                 backward=config.ScanBackward,
                 faces=config.FACES,
-                heuristic=scan_sequences.of_rows(config.heuristic),
-                candidates=scan_sequences.of_rows(config.candidates),
+                heuristic=config.heuristic,
+                candidates=config.candidates,
             ),
         ),
         triton_implementation(

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning.scan_sequences import with_row_gradients
+from ejkernel.planning.scan_sequences import with_state_gradients
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanBackward
-from ejkernel_triton.selective_scan.forward import scan_operands, segment_starts
+from ejkernel_triton.selective_scan.forward import packed_operands, scan_operands, segment_starts
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 
 Gradients = dict[str, jax.Array]
 
 
-@with_row_gradients
+@with_state_gradients
 def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     """Gradients of the wanted fields of a record.
 
@@ -38,8 +38,8 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     outputs, final = pullback.cotangent
     operands = scan_operands(record)
     behind = jnp.swapaxes(final, 1, 2).astype(jnp.float32)
-    starts = behind[:, None]
-    if spec.SPLITS > 1:
+    starts = behind[None] if spec.PACKED else behind[:, None]
+    if spec.SPLITS > 1 and not spec.PACKED:
         rates, _, read = operands
         starts = segment_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
     dx, dstep, partial, ddecay, dskip, dfirst, _ = _launch(pullback, operands, outputs, starts, spec)
@@ -52,7 +52,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         "write": pairs[..., : spec.N],
         "read": pairs[..., spec.BN : spec.BN + spec.N],
         "skip": dskip.sum(axis=(0, 1)),
-        "initial_state": jnp.swapaxes(dfirst, 1, 2),
+        "initial_state": jnp.swapaxes(dfirst[0] if spec.PACKED else dfirst, 1, 2),
     }
     return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 
@@ -84,6 +84,7 @@ def _launch(
             pullback.residuals.states,
             outputs,
             starts,
+            *packed_operands(record),
         ),
         (
             Shape(record.x.shape, record.x.dtype),
@@ -91,7 +92,7 @@ def _launch(
             Shape((rows, spec.TILES, spec.T, 2 * spec.BN), float32),
             Shape((rows, spec.SPLITS, spec.N, spec.E), float32),
             Shape((rows, spec.SPLITS, spec.E), float32),
-            Shape((rows, spec.N, spec.E), float32),
+            Shape((rows, spec.SPLITS, spec.N, spec.E) if spec.PACKED else (rows, spec.N, spec.E), float32),
             # Scratch of one interval a program, overwritten by the next: small enough to stay in L2.
             Shape((rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
         ),

@@ -90,7 +90,8 @@ def candidates(
 ) -> tuple[ScanForward | ScanBackward, ...]:
     """Tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
-    found: list[Any] = [dataclasses.replace(first, splits=n) for n in (first.splits, 2 * first.splits)]
+    splits = (first.splits,) if record.cu_seqlens is not None else (first.splits, 2 * first.splits)
+    found: list[Any] = [dataclasses.replace(first, splits=n) for n in splits]
     if isinstance(first, ScanForward):
         found += _unhurried(first) + _prefetched(first, record.decay.shape[1])
         return tuple(dict.fromkeys(found))
@@ -122,6 +123,8 @@ def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
 def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
     """As many segments as fill the chip; none shorter than four intervals."""
     rows, tokens, channels = record.x.shape
+    if record.cu_seqlens is not None:
+        return 1  # packed sequences are scanned at the same time
     warps = max(1, rows * -(-channels // block_e))
     chunks = -(-tokens // INTERVAL)
     if interpreting():

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan
-from ejkernel.planning.scan_sequences import with_rows
+from ejkernel.planning import packed_scan
+from ejkernel.planning.scan_sequences import with_states
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanForward
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
@@ -15,7 +16,7 @@ from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 LOG2E = math.log2(math.e)
 
 
-@with_rows
+@with_states
 def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Output and final states of a record.
 
@@ -24,7 +25,8 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
         config: Tiles, segments and warps.
 
     Returns:
-        Output [B, T, I] in x's dtype, final states [B, I, E] float32, and the states between intervals.
+        Output [B, T, I] in x's dtype, final states [B, I, E] float32, or [N, I, E] of packed sequences, and the states
+        between intervals.
     """
     from ejkernel_triton.selective_scan.scan_kernels import scan_kernel
 
@@ -36,16 +38,26 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     first = None
     if record.initial_state is not None:
         first = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
-    starts = None if first is None else first[:, None]
-    if spec.SPLITS > 1:
+    # Of packed sequences, the states before each as [1, N, E, I].
+    starts = None if first is None else first[None] if spec.PACKED else first[:, None]
+    if spec.SPLITS > 1 and not spec.PACKED:
         starts = segment_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)
     output, states, final = launch(
         scan_kernel,
-        (record.x, record.step, rates, write, read, record.skip.astype(jnp.float32)[None], starts),
+        (
+            record.x,
+            record.step,
+            rates,
+            write,
+            read,
+            record.skip.astype(jnp.float32)[None],
+            starts,
+            *packed_operands(record),
+        ),
         (
             Shape(record.x.shape, record.x.dtype),
             Shape((rows, spec.CHUNKS, spec.N, spec.E), jnp.float32),
-            Shape((rows, spec.N, spec.E), jnp.float32),
+            Shape((rows, spec.SPLITS, spec.N, spec.E) if spec.PACKED else (rows, spec.N, spec.E), jnp.float32),
         ),
         batch=rows,
         grid=rows * spec.SPLITS * spec.TILES,
@@ -53,7 +65,16 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
         num_stages=1,
         constants={"GIVEN": starts is not None, "spec": spec},
     )
+    if record.cu_seqlens is not None:
+        final, states = final[0], packed_scan.stored_states(record.cu_seqlens, states)
     return (output, jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
+
+
+def packed_operands(record: SelectiveScan) -> tuple[jax.Array | None, jax.Array | None]:
+    """The bounds of packed sequences and their first intervals, [1, N + 1] int32 both; None without packing."""
+    if record.cu_seqlens is None:
+        return None, None
+    return record.cu_seqlens.astype(jnp.int32)[None], packed_scan.first_intervals(record.cu_seqlens)[None]
 
 
 def scan_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -23,13 +23,15 @@ Source: Gu & Dao 2023, arXiv:2312.00752.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2
+from ejkernel_triton.blocks import LN2, zero_outputs
 from ejkernel_triton.selective_scan.tile import (
     channels_of,
     load_column,
     load_state,
     load_tokens,
     program_of,
+    segment_of,
+    sequence_of,
     starting_state,
     store_state,
     store_tokens,
@@ -99,14 +101,14 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
 
 
 @triton.jit
-def store_sums(partial, token, sums, spec: tl.constexpr):
+def store_sums(partial, token, end, sums, spec: tl.constexpr):
     """Stores the sums of a token from `sum_channels`."""
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
     at = partial + tl.cast(token, tl.int64) * (2 * BN)
     lane = tl.arange(0, LANES)
     # A program writes a part of its own, [T, 2 BN]; XLA adds up the programs in a fixed order.
-    mask = token + 0 * lane < spec.T
+    mask = token + 0 * lane < end
     if 2 * BN <= LANES:
         tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
     else:
@@ -118,22 +120,22 @@ def store_sums(partial, token, sums, spec: tl.constexpr):
 
 
 @triton.jit
-def recompute_states(x, step, rates, write, state, scratch, first_token, count, channels, spec: tl.constexpr):
+def recompute_states(x, step, rates, write, state, scratch, first_token, count, end, channels, spec: tl.constexpr):
     """Recomputes the states of an interval, and stores those before each of its `count` blocks in the scratch."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
-    columns = load_block(write, first_token, spec)
+    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
+    columns = load_block(write, first_token, end, spec)
     for block in tl.range(0, count):
         # States before blocks only: those of each token of an interval would not fit the registers.
         store_scratch(scratch, block, state, channels, spec)
         token = first_token + block * BLOCK_T
         after = token + BLOCK_T  # prefetched during the computation of this block
-        next_xs, next_steps = load_tokens(x, after, channels, spec), load_tokens(step, after, channels, spec)
+        next_xs, next_steps = load_tokens(x, after, end, channels, spec), load_tokens(step, after, end, channels, spec)
         if spec.PREFETCHED_COLUMNS:
             # B of the next block too, carried through the loop; the last block loads its own once more, unmasked.
-            next_columns = load_block(write, first_token + tl.minimum(block + 1, count - 1) * BLOCK_T, spec)
+            next_columns = load_block(write, first_token + tl.minimum(block + 1, count - 1) * BLOCK_T, end, spec)
         else:
-            columns = load_block(write, token, spec)
+            columns = load_block(write, token, end, spec)
             next_columns = columns
         # The barrier keeps loads from sinking to their use, where every token would wait for memory.
         tl.debug_barrier()
@@ -143,19 +145,19 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, count, 
 
 
 @triton.jit
-def load_inputs(x, step, cotangent, token, channels, spec: tl.constexpr):
+def load_inputs(x, step, cotangent, token, end, channels, spec: tl.constexpr):
     """x, dt and dy of a block of tokens."""
-    xs, steps = load_tokens(x, token, channels, spec), load_tokens(step, token, channels, spec)
-    return xs, steps, load_tokens(cotangent, token, channels, spec)
+    xs, steps = load_tokens(x, token, end, channels, spec), load_tokens(step, token, end, channels, spec)
+    return xs, steps, load_tokens(cotangent, token, end, channels, spec)
 
 
 @triton.jit
-def load_block(base, token, spec: tl.constexpr):
+def load_block(base, token, end, spec: tl.constexpr):
     """The columns of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     columns = ()
     for i in tl.static_range(BLOCK_T):
-        columns += (load_column(base, token + i, spec),)
+        columns += (load_column(base, token + i, end, spec),)
     return columns
 
 
@@ -190,6 +192,8 @@ def gradient_kernel(
     states,
     cotangent,
     starts,
+    bounds,
+    intervals,
     dx,
     dstep,
     partial,
@@ -204,7 +208,7 @@ def gradient_kernel(
 
     `starts` [B, SPLITS, N, E] are the cotangents of the states behind every segment. `partial` [B, TILES, T, 2 BN] are
     dB and dC of the program's channels, `ddecay` [B, SPLITS, N, E] and `dskip` [B, SPLITS, E] of its tokens, `dfirst`
-    [B, N, E] the cotangents of the states before the first token.
+    [B, N, E] the cotangents of the states before the first token. Packed sequences are segments, as in `scan_kernel`.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     program = tl.program_id(0)
@@ -225,18 +229,23 @@ def gradient_kernel(
     carry = starting_state(starts, part, channels, True, spec)
     ddecay_acc = zero_state(spec)
     dskip_acc = zero_channels(spec)
-    first = part * spec.PART
-    intervals = tl.minimum(spec.PART, spec.CHUNKS - first)
-    for reverse_index in tl.range(0, intervals):
-        interval = first + intervals - 1 - reverse_index
-        first_token = interval * spec.INTERVAL
-        count = tl.cdiv(tl.minimum(spec.INTERVAL, spec.T - first_token), spec.BLOCK_T)
+    if spec.PACKED:
+        bounds = bounds + (row // per.BOUNDS) * (spec.SPLITS + 1)
+        begin, end, first = sequence_of(bounds, intervals + (row // per.INTERVALS) * (spec.SPLITS + 1), part)
+    else:
+        begin, end, first = segment_of(part, spec)
+    states = states + tl.cast(first, tl.int64) * (spec.N * spec.E)
+    chunks = tl.cdiv(end - begin, spec.INTERVAL)
+    for reverse_index in tl.range(0, chunks):
+        interval = chunks - 1 - reverse_index
+        first_token = begin + interval * spec.INTERVAL
+        count = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
         # The forward pass stored this state: the one before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
-        recompute_states(x, step, rates, write, state, scratch, first_token, count, channels, spec)
+        recompute_states(x, step, rates, write, state, scratch, first_token, count, end, channels, spec)
         tl.debug_barrier()  # other threads may read a scratch element than wrote it
         # The first block's operands; without PREFETCH nothing reads them, and the compiler drops the loads.
-        tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, channels, spec)
+        tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, end, channels, spec)
         state = load_scratch(scratch, count - 1, channels, spec)
         for reverse_block in tl.range(0, count):
             block = count - 1 - reverse_block
@@ -247,11 +256,11 @@ def gradient_kernel(
                 state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
             if spec.PREFETCH:
                 xs, steps, dys = tokens
-                tokens = load_inputs(x, step, cotangent, token - BLOCK_T, channels, spec)
+                tokens = load_inputs(x, step, cotangent, token - BLOCK_T, end, channels, spec)
             else:
-                xs, steps, dys = load_inputs(x, step, cotangent, token, channels, spec)
+                xs, steps, dys = load_inputs(x, step, cotangent, token, end, channels, spec)
             # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
-            columns = load_block(write, token, spec)
+            columns = load_block(write, token, end, spec)
             tl.debug_barrier()
             # Forwards: BLOCK_T + 1 tiles of states in registers, the one before each token and the last one behind.
             block_states = (block_state,)
@@ -264,7 +273,7 @@ def gradient_kernel(
                 now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
                 dy, at = dys[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
                 # B is loaded a second time, from L1: held since the forward loop it would take registers.
-                b, c = load_column(write, at, spec)[:, None], load_column(read, at, spec)[:, None]
+                b, c = load_column(write, at, end, spec)[:, None], load_column(read, at, end, spec)[:, None]
                 g = carry + c * dy[None, :]
                 carry = tl.exp2(rates * dt[None, :]) * g
                 # a g h_{t-1}: the gradient of the exponent dt A, for dA with dt and for ddt with A.
@@ -276,15 +285,20 @@ def gradient_kernel(
                 dsteps += (dx_terms * now + tl.sum(decayed_g * rates, 0) * LN2,)
                 dskip_acc += dy * now
                 sums += (sum_channels(g * (dt * now)[None, :], block_states[BLOCK_T - j] * dy[None, :], spec),)
-            # Behind the loop: tokens behind T are masked here, and their dy and dt of 0 let `carry` pass unchanged.
+            # After the loop: tokens from `end` on are masked here, and their dy and dt of 0 let `carry` pass unchanged.
             for j in tl.static_range(BLOCK_T):
-                store_sums(partial, token + (BLOCK_T - 1 - j), sums[j], spec)
-            store_tokens(dx, token, channels, dxs, True, spec)
-            store_tokens(dstep, token, channels, dsteps, True, spec)
+                store_sums(partial, token + (BLOCK_T - 1 - j), end, sums[j], spec)
+            store_tokens(dx, token, end, channels, dxs, True, spec)
+            store_tokens(dstep, token, end, channels, dsteps, True, spec)
         # All reads of the scratch come before the next interval overwrites it.
         tl.debug_barrier()
     segment_row = row * spec.SPLITS + part
     store_state(ddecay + segment_row * (spec.N * spec.E), channels, ddecay_acc, spec)
     tl.store(dskip + segment_row * spec.E + channels, dskip_acc, mask=channels < spec.E)
-    if part == 0:
+    if spec.PACKED:
+        store_state(dfirst + segment_row * (spec.N * spec.E), channels, carry, spec)
+        zero_outputs(dx, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
+        zero_outputs(dstep, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
+        zero_outputs(partial, bounds, part, tl.arange(0, 2 * spec.BN), spec.SPLITS, spec.T, 2 * spec.BN, 2 * spec.BN)
+    elif part == 0:
         store_state(dfirst + row * (spec.N * spec.E), channels, carry, spec)

@@ -22,6 +22,7 @@ Source: Gu & Dao 2023, arXiv:2312.00752.
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import zero_outputs
 from ejkernel_triton.selective_scan.tile import (
     channels_of,
     load_column,
@@ -29,6 +30,8 @@ from ejkernel_triton.selective_scan.tile import (
     load_state,
     load_tokens,
     program_of,
+    segment_of,
+    sequence_of,
     starting_state,
     store_state,
     store_tokens,
@@ -38,11 +41,11 @@ from ejkernel_triton.selective_scan.tile import (
 
 
 @triton.jit
-def store_boundary(states, token, channels, state, spec: tl.constexpr):
-    """Stores the states before a token that begins an interval."""
+def store_boundary(states, offset, channels, state, spec: tl.constexpr):
+    """Stores the states before a token that begins an interval, by its offset in its segment, at the segment's."""
     # INTERVAL is a multiple of BLOCK_T, so only the first token of a block can begin an interval.
-    if token % spec.INTERVAL == 0:
-        store_state(states + tl.cast(token // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
+    if offset % spec.INTERVAL == 0:
+        store_state(states + tl.cast(offset // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
 
 
 @triton.jit
@@ -63,26 +66,26 @@ def scan_segment(
 ):
     """Scans the tokens of a segment, and returns the states behind it. B and C are loaded two tokens ahead."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
+    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
     for token in tl.range(first_token, end, BLOCK_T):
-        store_boundary(states, token, channels, state, spec)
+        store_boundary(states, token - first_token, channels, state, spec)
         # Prefetch: the next block's tokens are loaded while this one's are computed. They are carried through the loop,
         # since the compiler sinks a load to the use of its value. For columns, barriers prevent that only in part.
         next_xs, next_steps = (
-            load_tokens(x, token + BLOCK_T, channels, spec),
-            load_tokens(step, token + BLOCK_T, channels, spec),
+            load_tokens(x, token + BLOCK_T, end, channels, spec),
+            load_tokens(step, token + BLOCK_T, end, channels, spec),
         )
-        columns = (load_columns(write, read, token, spec), load_columns(write, read, token + 1, spec))
+        columns = (load_columns(write, read, token, end, spec), load_columns(write, read, token + 1, end, spec))
         tl.debug_barrier()
         # Stored once a block: no store stands between the loads of a token and the arithmetic of the next.
         outputs = ()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
-                columns += (load_columns(write, read, token + i + 2, spec),)
+                columns += (load_columns(write, read, token + i + 2, end, spec),)
                 tl.debug_barrier()
             state, y = scan_token(state, xs[i], steps[i], rates, columns[i], skip_weights)
             outputs += (y,)
-        store_tokens(output, token, channels, outputs, False, spec)
+        store_tokens(output, token, end, channels, outputs, False, spec)
         xs, steps = next_xs, next_steps
     return state
 
@@ -103,14 +106,15 @@ def scan_prefetched(
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     PREFETCH: tl.constexpr = spec.PREFETCHED_COLUMNS
-    xs, steps = load_tokens(x, first_token, channels, spec), load_tokens(step, first_token, channels, spec)
+    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
     columns = ()
     for i in tl.static_range(PREFETCH):
-        columns += (load_columns(write, read, first_token + i, spec),)
+        columns += (load_columns(write, read, first_token + i, end, spec),)
     for token in tl.range(first_token, end, BLOCK_T):
-        store_boundary(states, token, channels, state, spec)
+        store_boundary(states, token - first_token, channels, state, spec)
         next_token = token + BLOCK_T
-        next_xs, next_steps = load_tokens(x, next_token, channels, spec), load_tokens(step, next_token, channels, spec)
+        next_xs = load_tokens(x, next_token, end, channels, spec)
+        next_steps = load_tokens(step, next_token, end, channels, spec)
         # Behind the last block, columns of this one are loaded once more: the loads may have no mask.
         next_block = tl.where(next_token < end, next_token, token)
         slots, outputs = columns, ()
@@ -118,11 +122,11 @@ def scan_prefetched(
             state, y = scan_token(state, xs[i], steps[i], rates, slots[i], skip_weights)
             outputs += (y,)
             if i + PREFETCH < BLOCK_T:
-                slots += (load_columns(write, read, token + (i + PREFETCH), spec),)
+                slots += (load_columns(write, read, token + (i + PREFETCH), end, spec),)
             else:
-                slots += (load_columns(write, read, next_block + (i + PREFETCH - BLOCK_T), spec),)
+                slots += (load_columns(write, read, next_block + (i + PREFETCH - BLOCK_T), end, spec),)
             tl.debug_barrier()  # keeps the loads of a token from sinking to their use
-        store_tokens(output, token, channels, outputs, False, spec)
+        store_tokens(output, token, end, channels, outputs, False, spec)
         carried = ()
         for i in tl.static_range(PREFETCH):
             carried += (slots[BLOCK_T + i],)
@@ -139,6 +143,8 @@ def scan_kernel(
     read,
     skip,
     starts,
+    bounds,
+    intervals,
     output,
     states,
     final,
@@ -148,7 +154,8 @@ def scan_kernel(
 ):
     """Output, states before every interval and final states; `decay` is A^T * log2(e), [N, E].
 
-    `starts` [B, SPLITS, N, E] are the states before every segment, if GIVEN.
+    `starts` [B, SPLITS, N, E] are the states before every segment, if GIVEN. Packed sequences are segments, too: they
+    have the tokens between their `bounds`, their first stored states are those of `intervals`, and they share nothing.
     """
     row, part, tile = program_of(tl.program_id(0), spec)
     channels = channels_of(tile, spec)
@@ -162,9 +169,12 @@ def scan_kernel(
     if GIVEN:
         starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
     state = starting_state(starts, part, channels, GIVEN, spec)
-    # Segments are whole intervals, so each begins where a state is stored.
-    first_token = part * (spec.PART * spec.INTERVAL)
-    end = tl.minimum(first_token + spec.PART * spec.INTERVAL, spec.T)
+    if spec.PACKED:
+        bounds = bounds + (row // per.BOUNDS) * (spec.SPLITS + 1)
+        first_token, end, interval = sequence_of(bounds, intervals + (row // per.INTERVALS) * (spec.SPLITS + 1), part)
+    else:
+        first_token, end, interval = segment_of(part, spec)
+    states = states + tl.cast(interval, tl.int64) * (spec.N * spec.E)
     if spec.PREFETCHED_COLUMNS:
         state = scan_prefetched(
             x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
@@ -173,8 +183,11 @@ def scan_kernel(
         state = scan_segment(
             x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
         )
-    # The last segment ends with the sequence; the others' final states are no output of the scan.
-    if part == spec.SPLITS - 1:
+    if spec.PACKED:
+        store_state(final + (row * spec.SPLITS + part) * (spec.N * spec.E), channels, state, spec)
+        zero_outputs(output, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
+    # The last segment ends with the row; the others' final states are no output of the scan.
+    elif part == spec.SPLITS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)
 
 
@@ -182,9 +195,9 @@ def scan_kernel(
 def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
     """The column of the token that is the ith of a block in the direction of the scan."""
     if REVERSE:
-        return load_column(column, token + (spec.BLOCK_T - 1 - i), spec)
+        return load_column(column, token + (spec.BLOCK_T - 1 - i), spec.T, spec)
     else:
-        return load_column(column, token + i, spec)
+        return load_column(column, token + i, spec.T, spec)
 
 
 @triton.jit
@@ -217,12 +230,13 @@ def segment_ends_kernel(
     # In reverse the partial block comes first: its tokens behind T have dt and values of 0 and change nothing.
     stride = -BLOCK_T if REVERSE else BLOCK_T
     token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
-    token_values, steps = load_tokens(values, token, channels, spec), load_tokens(step, token, channels, spec)
+    token_values = load_tokens(values, token, spec.T, channels, spec)
+    steps = load_tokens(step, token, spec.T, channels, spec)
     for _ in tl.range(0, blocks):
         next_token = token + stride
         next_added, next_steps = (
-            load_tokens(values, next_token, channels, spec),
-            load_tokens(step, next_token, channels, spec),
+            load_tokens(values, next_token, spec.T, channels, spec),
+            load_tokens(step, next_token, spec.T, channels, spec),
         )
         columns = (column_at(column, token, 0, REVERSE, spec), column_at(column, token, 1, REVERSE, spec))
         tl.debug_barrier()

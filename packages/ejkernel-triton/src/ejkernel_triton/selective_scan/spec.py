@@ -3,6 +3,8 @@
 import dataclasses
 
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
+from ejkernel.planning import packed_scan
+from ejkernel.planning.scan_sequences import sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ class ScanSpec:
         TILES: Programs that share the channels.
         INTERVAL: Tokens between the states that the forward pass leaves.
         CHUNKS: Intervals of the sequence.
-        SPLITS: Segments of the sequence that programs scan at the same time.
+        PACKED: Whether the row has packed sequences.
+        SPLITS: Segments of the sequence that programs scan at the same time, or packed sequences.
         PART: Intervals of a segment.
         BLOCK_T: Tokens that are loaded, computed and stored together.
         PREFETCH_STATES: Whether it loads the states before a block while it computes the block behind.
@@ -35,6 +38,7 @@ class ScanSpec:
     TILES: int
     INTERVAL: int
     CHUNKS: int
+    PACKED: bool
     SPLITS: int
     PART: int
     BLOCK_T: int
@@ -66,7 +70,8 @@ def make_spec(
             recomputed, `block_t`.
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
-    chunks = -(-tokens // INTERVAL)
+    packed = record.cu_seqlens is not None
+    chunks = packed_scan.interval_count(tokens, sequences(record)) if packed else -(-tokens // INTERVAL)
     part = -(-chunks // max(1, splits))
     return ScanSpec(
         T=tokens,
@@ -77,7 +82,9 @@ def make_spec(
         TILES=-(-channels // block_e),
         INTERVAL=INTERVAL,
         CHUNKS=chunks,
-        SPLITS=-(-chunks // part),
+        PACKED=packed,
+        # Packed sequences are scanned at the same time as they are.
+        SPLITS=sequences(record) if packed else -(-chunks // part),
         PART=part,
         BLOCK_T=block_t,
         PREFETCH=prefetch,

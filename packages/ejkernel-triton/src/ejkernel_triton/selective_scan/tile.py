@@ -11,6 +11,8 @@ a thread holds all elements of its channels' states and sums over them without a
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import tokens_of
+
 
 @triton.jit
 def program_of(program, spec: tl.constexpr):
@@ -18,6 +20,21 @@ def program_of(program, spec: tl.constexpr):
     tile = program % spec.TILES
     part = (program // spec.TILES) % spec.SPLITS
     return tl.cast(program // (spec.TILES * spec.SPLITS), tl.int64), part, tile
+
+
+@triton.jit
+def segment_of(part, spec: tl.constexpr):
+    """(first token, end, first interval) of a segment of the row."""
+    # Segments are whole intervals, so each begins where a state is stored.
+    first = part * (spec.PART * spec.INTERVAL)
+    return first, tl.minimum(first + spec.PART * spec.INTERVAL, spec.T), part * spec.PART
+
+
+@triton.jit
+def sequence_of(bounds, intervals, part):
+    """(first token, end, first interval) of a packed sequence."""
+    first, end = tokens_of(bounds, part)
+    return first, end, tl.load(intervals + part).to(tl.int64)
 
 
 @triton.jit
@@ -32,8 +49,8 @@ def channels_of(tile, spec: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(base, token, channels, spec: tl.constexpr):
-    """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 outside of it.
+def load_tokens(base, token, end, channels, spec: tl.constexpr):
+    """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 before the first and from token `end` on.
 
     All loads are issued before the first value is used, so a block waits for memory once.
     """
@@ -42,44 +59,45 @@ def load_tokens(base, token, channels, spec: tl.constexpr):
     rows = ()
     for i in tl.static_range(BLOCK_T):
         # A tuple of vectors and not a tile: every token is a register of its own, which no loop has to index.
-        rows += (tl.load(start + (i * spec.E + channels), mask=_in_array(token + i, channels, spec), other=0.0),)
+        rows += (tl.load(start + (i * spec.E + channels), mask=_in_array(token + i, end, channels, spec), other=0.0),)
     return rows
 
 
 @triton.jit
-def store_tokens(base, token, channels, rows, REVERSED: tl.constexpr, spec: tl.constexpr):
-    """Writes BLOCK_T vectors [BLOCK_E], the last first if REVERSED, to a [T, E] array from a token on."""
+def store_tokens(base, token, end, channels, rows, REVERSED: tl.constexpr, spec: tl.constexpr):
+    """Writes BLOCK_T vectors [BLOCK_E], the last first if REVERSED, to a [T, E] array from a token on, up to `end`."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     start = base + tl.cast(token, tl.int64) * spec.E
     for i in tl.static_range(BLOCK_T):
         at = start + (i * spec.E + channels)
         row = rows[BLOCK_T - 1 - i] if REVERSED else rows[i]
-        tl.store(at, row.to(base.dtype.element_ty), mask=_in_array(token + i, channels, spec))
+        tl.store(at, row.to(base.dtype.element_ty), mask=_in_array(token + i, end, channels, spec))
 
 
 @triton.jit
-def _in_array(token, channels, spec: tl.constexpr):
+def _in_array(token, end, channels, spec: tl.constexpr):
     # A vector, since the interpreter has no & of a vector and a scalar.
     at = token + 0 * channels
-    return (channels < spec.E) & (at >= 0) & (at < spec.T)
+    return (channels < spec.E) & (at >= 0) & (at < end)
 
 
 @triton.jit
-def load_column(base, token, spec: tl.constexpr):
-    """[BN] of a [T, N] array at a token, one value for all channels; 0 behind its end."""
+def load_column(base, token, end, spec: tl.constexpr):
+    """[BN] of a [T, N] array at a token, one value for all channels; 0 before the first and from token `end` on."""
     n = tl.arange(0, spec.BN)
     at = base + token * spec.N + n
     # All lanes read the same addresses, 16 bytes a load: without a mask nothing keeps Triton from that width.
-    if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0:
+    if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0 and not spec.PACKED:
         return tl.load(at)
     else:
-        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < spec.T), other=0.0)
+        # Of packed sequences, the next token is another's: 0 instead of what it holds, which may be NaN.
+        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < end), other=0.0)
 
 
 @triton.jit
-def load_columns(one, other, token, spec: tl.constexpr):
+def load_columns(one, other, token, end, spec: tl.constexpr):
     """A token's columns of two arrays."""
-    return load_column(one, token, spec), load_column(other, token, spec)
+    return load_column(one, token, end, spec), load_column(other, token, end, spec)
 
 
 @triton.jit

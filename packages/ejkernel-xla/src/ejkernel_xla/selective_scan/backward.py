@@ -6,15 +6,17 @@
 Memory holds the states of one chunk's tokens at a time.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning.scan_sequences import with_row_gradients
+from ejkernel.planning.scan_sequences import with_state_gradients
 from ejkernel_xla.selective_scan.chunk import pull
-from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, load, paste
+from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, enter, intervals, leave, load, paste
 from ejkernel_xla.selective_scan.tiles import ScanSteps
 
 Gradients = dict[str, jax.Array]
@@ -23,7 +25,7 @@ TOKENS = ("x", "step", "write", "read")
 """Fields with something for every token."""
 
 
-@with_row_gradients
+@with_state_gradients
 def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     """Gradients of the wanted fields of a record.
 
@@ -38,26 +40,30 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     outputs, final = pullback.cotangent
     decay, skip = record.decay.T.astype(dtype), record.skip.astype(dtype)
 
-    def chunk(n: jax.Array, carry: tuple[Gradients, Gradients, jax.Array]) -> tuple[Gradients, Gradients, jax.Array]:
-        grads, sums, behind = carry
+    after, packed = jnp.swapaxes(final, 1, 2).astype(dtype), intervals(record)
+
+    def chunk(n: jax.Array, carry: tuple[Gradients, Gradients, jax.Array, jax.Array]) -> tuple[Any, ...]:
+        grads, sums, behind, first = carry
         n = chunks(record) - 1 - n
-        at = chunk_at(record, n)
-        # Tokens that the chunk before has too count there: here their cotangents and steps are 0, and the state passes
-        # them unchanged.
-        x, cotangent = cut(record.x, at).astype(dtype), jnp.where(at.fresh, cut(outputs, at), 0).astype(dtype)
+        at = chunk_at(record, packed, n)
+        behind = enter(at._replace(opens=at.closes), behind, after)
+        # Tokens that are not the chunk's count elsewhere: here they are 0, and the state passes them unchanged.
+        x, cotangent = cut(record.x, at).astype(dtype), cut(outputs, at).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
         cotangents = (behind, jnp.moveaxis(cotangent, 1, 0))
         before, pulled, ddecay = pull(config.associative, before, load(record, at), decay, cotangents)
         parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
         # The skip does not pass through the state.
         parts["x"] = parts["x"] + skip * cotangent
+        if at.sequence is not None:  # an interval of no sequence still has the last one's cotangent behind it
+            ddecay = jnp.where(at.sequence < after.shape[0], ddecay, 0)
         sums = {"decay": sums["decay"] + ddecay, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
-        return {name: paste(grads[name], at, parts[name]) for name in grads}, sums, before
+        return {name: paste(grads[name], at, parts[name]) for name in grads}, sums, before, leave(at, before, first)
 
     grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKENS if name in pullback.wanted}
     sums = {"decay": jnp.zeros_like(decay), "skip": jnp.zeros_like(skip)}
-    start = (grads, sums, jnp.swapaxes(final, 1, 2).astype(dtype))
-    grads, sums, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
+    start = (grads, sums, after if packed is None else jnp.zeros_like(after[:1]), after)
+    grads, sums, _, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
     found = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
     return {name: _like(record, name, found[name]) for name in sorted(pullback.wanted)}
 

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
-from ejkernel.planning.scan_sequences import with_rows
+from ejkernel.planning.scan_sequences import with_states
 from ejkernel_xla.selective_scan.chunk import advance
-from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, load, paste
+from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, enter, intervals, leave, load, paste
 from ejkernel_xla.selective_scan.tiles import ScanSteps
 
 
-@with_rows
+@with_states
 def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Output and final states of a record.
 
@@ -20,21 +20,26 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
         config: How the tokens of a chunk are combined.
 
     Returns:
-        Output [B, T, I] in x's dtype, final states [B, I, E] in the accumulator's, and the states between chunks.
+        Output [B, T, I] in x's dtype, final states [B, I, E], or [N, I, E] of packed sequences, in the accumulator's,
+        and the states between chunks.
     """
     dtype = accumulator(record)
-    decay, skip, state = record.decay.T.astype(dtype), record.skip.astype(dtype), first_state(record)
-    chunk_states = jnp.zeros((state.shape[0], chunks(record), *state.shape[1:]), dtype)
+    decay, skip, first = record.decay.T.astype(dtype), record.skip.astype(dtype), first_state(record)
+    packed, rows = intervals(record), record.x.shape[0]
+    chunk_states = jnp.zeros((rows, chunks(record), *first.shape[1:]), dtype)
 
     def chunk(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        output, chunk_states, state = carry
-        at = chunk_at(record, n)
+        output, chunk_states, state, final = carry
+        at = chunk_at(record, packed, n)
+        state = enter(at, state, first)
         # All that the backward pass gets: one state every INTERVAL tokens, instead of one a token.
-        chunk_states = lax.dynamic_update_index_in_dim(chunk_states, state, n, axis=1)
+        stored = state if at.sequence is None else jnp.where(at.sequence < first.shape[0], state, 0)
+        chunk_states = lax.dynamic_update_index_in_dim(chunk_states, stored, n, axis=1)
         state, read = advance(config.associative, state, load(record, at), decay)
         part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
-        return paste(output, at, part), chunk_states, state
+        return paste(output, at, part), chunk_states, state, leave(at, state, final)
 
-    start = (jnp.zeros_like(record.x), chunk_states, state)
-    output, chunk_states, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
-    return (output, jnp.swapaxes(state, 1, 2)), ScanResiduals(states=chunk_states)
+    # The state behind a sequence without tokens is the one before it.
+    start = (jnp.zeros_like(record.x), chunk_states, first if packed is None else jnp.zeros_like(first[:1]), first)
+    output, chunk_states, _, final = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
+    return (output, jnp.swapaxes(final, 1, 2)), ScanResiduals(states=chunk_states)

@@ -98,8 +98,7 @@ def state_space_v1(
             handed back as it is, so that a layer's state is what the call returns.
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
             be traced; values that are not are checked, for which an eager call waits. Sequences may be empty. Tokens of
-            none have output 0. But for decode steps the scan takes 2 E + 1 more tokens a sequence, in float32:
-            `ejkernel.planning.packed_scan`.
+            none have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, I, E], and sequence n continues the
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
