@@ -178,9 +178,17 @@ for _version in PYTHONS:
 
 @nox.session
 def random(session: nox.Session) -> None:
-    """Compare thousands of random calls with loops: 150 programs of each kind, of which each is called six times."""
-    install_all(session, "test")
-    pytest(session, "tests/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
+    """Compare thousands of random calls with loops on the CPU; with arguments, such as `--calls 2000`, on a GPU.
+
+    On the CPU, 150 programs of each kind are called six times. On a GPU, those of all operations are compared with
+    references in float64.
+    """
+    if not session.posargs:
+        install_all(session, "test")
+        pytest(session, "tests/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
+        return
+    install_for_gpu(session)
+    session.run("python", "-m", "ejkernel_conformance.random_calls", "run", "--out", ".confirm", *session.posargs)
 
 
 @nox.session
@@ -193,17 +201,17 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def confirm(session: nox.Session) -> None:
     """Run every conformance test on this machine's GPU, and write evidence; continues an earlier run."""
-    compile_kernels(session)
-    install_all(session, "test")
-    session.install("jax[cuda13]", "jax-triton")
+    install_for_gpu(session)
     command = ("python", "-m", "ejkernel_conformance.confirm")
     minutes = ("--minutes", "100000")
     session.run(*command, "run", "--out", ".confirm", *minutes, *session.posargs, success_codes=[0, 1, 2])
     session.run(*command, "merge", ".confirm/state.jsonl")
 
 
-def compile_kernels(session: nox.Session) -> None:
-    """Compile the CUDA kernels, and put the library where the sources are: evidence is about these."""
+def install_for_gpu(session: nox.Session) -> None:
+    """Install all backends with what they need on a GPU; the compiled CUDA kernels lie where their sources are."""
+    install_all(session, "test")
+    session.install("jax[cuda13]", "jax-triton")
     folder = Path(session.create_tmp()) / "compiled"
     shutil.rmtree(folder, ignore_errors=True)
     session.install("--no-deps", "--target", str(folder), part("cuda"))

@@ -27,7 +27,7 @@ def run(tests, folder, *, first=(), processes=1, seconds=60.0, longest=30.0):
     try:
         return pool.run(Queue(plan_passes(tests, first)), writer)
     finally:
-        pool.end()
+        pool.close()
         writer.close()
 
 

@@ -77,9 +77,8 @@ def _run(
 ) -> tuple[Run, dict[str, Result]]:
     """Runs the tests that are left; returns the run and the results of all its tests, earlier ones included."""
     this = Run({"at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
-    pool = runner.Pool(settings)
-    try:
-        runner.look(this, implementations, ops, settings)
+    with contextlib.closing(runner.Pool(settings)) as pool:
+        runner.look(this, {"implementations": implementations, "ops": ops}, settings)
         known = known_results(this, earlier)
         if again:
             known = {name: result for name, result in known.items() if result.outcome != "failed"}
@@ -88,8 +87,6 @@ def _run(
         writer.begin(this)
         passes = runner.plan_passes((test for test in this.tests if test.id not in known), first)
         return this, known | pool.run(runner.Queue(passes), writer)
-    finally:
-        pool.end()
 
 
 def _print_summary(this: Run, results: Mapping[str, Result]) -> int:

@@ -6,8 +6,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ejkernel_conformance.confirm.listing import SuiteTest, Unit, make_units
 from ejkernel_conformance.confirm.process import WORKER, EndedError, Process, open_log
@@ -75,8 +76,13 @@ def plan_passes(tests: Iterable[SuiteTest], first: Sequence[str]) -> list[list[U
     return [*passes, make_units(remaining)]
 
 
-def look(about: Run, implementations: Sequence[str], ops: Sequence[str], settings: Settings) -> None:
+def look(about: Run, request: Mapping[str, Any], settings: Settings) -> None:
     """Fills in what the device, the toolchain and the tests of this machine are, from a process that looks.
+
+    Args:
+        about: What is filled in.
+        request: Which tests, in the words of the worker.
+        settings: How the run is made.
 
     Raises:
         EndedError: The process ended.
@@ -85,7 +91,7 @@ def look(about: Run, implementations: Sequence[str], ops: Sequence[str], setting
         process = Process(log, settings.program)
         try:
             process.receive(settings.until)
-            process.send(list={"implementations": list(implementations), "ops": list(ops)})
+            process.send(list=dict(request))
             message = process.receive(settings.until)
         finally:
             process.end()
@@ -108,7 +114,7 @@ class Pool:
             thread.join()
         return {name: result for worker in self._workers for name, result in worker.results.items()}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends all processes."""
         for worker in self._workers:
             worker.end()

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,24 @@ class Channel:
 
 
 def main() -> None:
-    """Answers requests until there are no more, or until the device no longer answers."""
+    """Works on conformance tests."""
+    serve(_listed, _outcome)
+
+
+def serve(listed: Callable[..., dict[str, Any]], outcome: Callable[[SuiteTest], tuple[str, str]]) -> None:
+    """Answers requests until there are no more, or until the device no longer answers.
+
+    Args:
+        listed: What answers a request for a list, called with what the request says.
+        outcome: What runs a test, and returns what became of it and a message.
+    """
     channel = Channel()
     channel.send(ready=os.getpid())
     for line in sys.stdin:
         request = json.loads(line)
         if "list" in request:
-            channel.send(**_listed(**request["list"]))
-        elif not _run(channel, [SuiteTest(*fields) for fields in request["run"]], request["until"]):
+            channel.send(**listed(**request["list"]))
+        elif not _run(channel, [SuiteTest(*fields) for fields in request["run"]], request["until"], outcome):
             return
         _forget_programs()
 
@@ -63,14 +74,14 @@ def _listed(implementations: list[str], ops: list[str]) -> dict[str, Any]:
     }
 
 
-def _run(channel: Channel, tests: list[SuiteTest], until: float) -> bool:
+def _run(channel: Channel, tests: list[SuiteTest], until: float, run: Callable[..., tuple[str, str]]) -> bool:
     """Runs tests until a time; returns whether the device can run more."""
     for test in tests:
         if time.time() > until:
             break
         channel.send(begin=test.id)
         started = time.monotonic()
-        outcome, message = _outcome(test)
+        outcome, message = run(test)
         lost = outcome == "failed" and _is_lost()
         channel.send(end=test.id, outcome=outcome, seconds=round(time.monotonic() - started, 2), message=message)
         if lost:  # every program of this process would fail from now on
@@ -86,10 +97,14 @@ def _outcome(test: SuiteTest) -> tuple[str, str]:
             return "refused", refusal
         function(parameter)
     except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 - a kernel may fail in any way
-        # The error first, then where it came from.
-        text = f"{type(error).__name__}: {error}"
-        return "failed", f"{text[:LONGEST_MESSAGE]}\n{traceback.format_exc()[-LONGEST_MESSAGE:]}"
+        return "failed", describe_error(error)
     return "passed", ""
+
+
+def describe_error(error: BaseException) -> str:
+    """The error in its first line, then where it came from."""
+    text = f"{type(error).__name__}: {error}"
+    return f"{text[:LONGEST_MESSAGE]}\n{traceback.format_exc()[-LONGEST_MESSAGE:]}"
 
 
 def _is_lost() -> bool:

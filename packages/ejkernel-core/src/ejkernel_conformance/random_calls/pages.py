@@ -1,0 +1,266 @@
+"""Programs of attention over paged caches: pages and slots without tokens are poisoned, tables end in garbage."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ejkernel_conformance.random_calls.draws import (
+    NARROW_HEAD_DIMS,
+    Arrays,
+    Drawn,
+    Rng,
+    dtype,
+    given,
+    heads,
+    normal,
+    pick,
+    poison,
+    some,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences in a cache; draws have the same lengths in another order.
+
+    Attributes:
+        lens: Tokens of each sequence.
+        q_lens: How many of them are queries.
+        slots: Slots of a page.
+        entries: Entries of a table.
+        h: Query heads.
+        g: KV heads.
+        d: Size of keys.
+        v: Size of values.
+        kind: The dtype.
+    """
+
+    lens: np.ndarray
+    q_lens: np.ndarray
+    slots: int
+    entries: int
+    h: int
+    g: int
+    d: int
+    v: int
+    kind: Any
+
+    @property
+    def rows(self) -> int:
+        """Query rows, and one of no sequence."""
+        return int(self.q_lens.sum()) + 1
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache: those in use and three more."""
+        return int((-(-self.lens // self.slots)).sum()) + 3
+
+    def tables(self, rng: Rng, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [N, entries], with garbage after the pages in use; and bool [P, S], the slots without a token."""
+        free = list(rng.permutation(self.pages))
+        tables = np.asarray(pick(rng, (0, -1, self.pages + 7)), np.int32) * np.ones(
+            (len(order), self.entries), np.int32
+        )
+        unread = np.ones((self.pages, self.slots), bool)
+        for row, length in zip(tables, self.lens[order], strict=True):
+            for page in range(-(-int(length) // self.slots)):
+                row[page] = free.pop()
+                unread[row[page], : int(length) - page * self.slots] = False
+        return tables, unread
+
+
+def _batch(rng: Rng, *, decoding: bool, sequences: int | None = None, value_size: bool = True) -> Batch:
+    count = int(rng.integers(1, 7)) if sequences is None else sequences
+    lens = np.maximum(rng.integers(0, 200, count), 1 if decoding else 0)
+    q_lens = np.ones_like(lens)
+    if not decoding:
+        q_lens = np.array([min(int(n), int(pick(rng, (0, 1, 1, int(rng.integers(0, 80)), n)))) for n in lens])
+        if not q_lens.any():
+            lens[0], q_lens[0] = max(1, lens[0]), 1
+    slots, (h, g), d = pick(rng, (4, 8, 16, 16, 32, 64)), heads(rng), pick(rng, (*NARROW_HEAD_DIMS, 128, 256))
+    v = pick(rng, NARROW_HEAD_DIMS) if value_size and some(rng, 0.2) else d
+    entries = int(max(1, *(-(-lens // slots)), 1)) + int(rng.integers(0, 3))
+    return Batch(lens, q_lens, slots, entries, h, g, d, v, dtype(rng))
+
+
+def _options(rng: Rng, cap: str = "logits_soft_cap", **more: Any) -> dict[str, Any]:
+    made = {
+        "sliding_window": int(rng.integers(1, 100)) if some(rng, 0.4) else None,
+        cap: float(rng.uniform(0.5, 30)) if some(rng, 0.3) else None,
+    }
+    return given(**made, **more)
+
+
+def _lse(rng: Rng) -> dict[str, Any]:
+    return {"return_lse": True} if some(rng, 0.4) else {}
+
+
+def _sinks(rng: Rng, drawn: bool, batch: Batch) -> Arrays:
+    return {"softmax_aux": normal(rng, (batch.h,))} if drawn else {}
+
+
+def _caches(rng: Rng, batch: Batch, unread: np.ndarray, value: float = np.nan) -> tuple[np.ndarray, np.ndarray]:
+    z = batch
+    keys, values = (normal(rng, (z.pages, z.slots, z.g, size), z.kind) for size in (z.d, z.v))
+    return poison(keys, unread, value), poison(values, unread, value)
+
+
+def _starts(batch: Batch, order: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(batch.q_lens[order])]).astype(np.int32)
+
+
+def _queries(rng: Rng, batch: Batch) -> np.ndarray:
+    """Query rows, of which the last belongs to no sequence."""
+    x = normal(rng, (batch.rows, batch.h, batch.d), batch.kind)
+    return poison(x, np.arange(batch.rows) == batch.rows - 1)
+
+
+def page(rng: Rng, op: str = "page_attention") -> Drawn:
+    """`page_attention` and `decode_attention`: one query a sequence."""
+    z, sinks = _batch(rng, decoding=True), some(rng, 0.3)
+    plain = op == "page_attention"
+
+    def values(rng: Rng) -> Arrays:
+        order = rng.permutation(len(z.lens))
+        tables, unread = z.tables(rng, order)
+        keys, held = _caches(rng, z, unread)
+        query = normal(rng, (len(order), z.h, z.d), z.kind)
+        lens, more = z.lens[order].astype(np.int32), _sinks(rng, sinks, z)
+        if plain:
+            caches = {"key_cache": keys, "value_cache": held, "context_lens": lens, "block_tables": tables}
+        else:
+            flat = {"key_buffer": keys.reshape(-1, z.g, z.d), "value_buffer": held.reshape(-1, z.g, z.v)}
+            caches = {**flat, "req_to_tokens": tables, "seq_lens": lens}
+        return {"query": query, **caches, **more}
+
+    if plain:
+        return Drawn(values, _options(rng, "attn_logits_soft_cap", **_lse(rng)))
+    return Drawn(values, _options(rng, page_size=z.slots))
+
+
+def decode(rng: Rng) -> Drawn:
+    """`decode_attention`."""
+    return page(rng, "decode_attention")
+
+
+def prefill(rng: Rng) -> Drawn:
+    """`prefill_page_attention`: one sequence."""
+    z, sinks = _batch(rng, decoding=False, sequences=1), some(rng, 0.3)
+    rows = int(z.q_lens[0])
+
+    def values(rng: Rng) -> Arrays:
+        tables, unread = z.tables(rng, np.arange(1))
+        keys, held = (x.transpose(2, 0, 1, 3) for x in _caches(rng, z, unread))
+        lens = {"context_len": z.lens.astype(np.int32), "page_indices": tables[0]}
+        query = normal(rng, (rows, z.h, z.d), z.kind)
+        return {"query": query, "key_cache": keys, "value_cache": held, **lens, **_sinks(rng, sinks, z)}
+
+    return Drawn(values, _options(rng, "attn_logits_soft_cap", **_lse(rng)))
+
+
+def unified(rng: Rng, writes: bool = False) -> Drawn:
+    """`unified_attention` and `chunked_prefill_paged_decode`, which writes new keys and values first."""
+    z, sinks, slopes = _batch(rng, decoding=False), some(rng, 0.3), some(rng, 0.2)
+    pairs = not writes and some(rng, 0.2)
+
+    def values(rng: Rng) -> Arrays:
+        order = rng.permutation(len(z.lens))
+        tables, unread = z.tables(rng, order)
+        # Caches that are written are returned: there infinity is equal to itself.
+        keys, held = _caches(rng, z, unread, np.inf if writes else np.nan)
+        arrays = {"queries": _queries(rng, z), "key_cache": keys, "value_cache": held}
+        arrays |= {
+            "kv_lens": z.lens[order].astype(np.int32),
+            "block_tables": tables,
+            "query_start_loc": _starts(z, order),
+        }
+        arrays |= {"alibi_slopes": normal(rng, (z.h,), np.float32, 0.1)} if slopes else {}
+        arrays |= {"qq_bias": normal(rng, (z.rows, z.rows))} if pairs else {}
+        if writes:
+            new = {"keys": normal(rng, (z.rows, z.g, z.d), z.kind), "values": normal(rng, (z.rows, z.g, z.v), z.kind)}
+            arrays |= {name: poison(x, np.arange(z.rows) == z.rows - 1) for name, x in new.items()}
+        return {**arrays, **_sinks(rng, sinks, z)}
+
+    return Drawn(values, _options(rng, **_lse(rng)))
+
+
+def chunked(rng: Rng) -> Drawn:
+    """`chunked_prefill_paged_decode`."""
+    return unified(rng, writes=True)
+
+
+def version2(rng: Rng) -> Drawn:
+    """`ragged_page_attention_v2`: keys and values alternate in one cache."""
+    z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
+
+    def values(rng: Rng) -> Arrays:
+        order = rng.permutation(len(z.lens))
+        tables, unread = z.tables(rng, order)
+        pages = np.stack(_caches(rng, z, unread), axis=3).reshape(z.pages, z.slots, -1, z.d)
+        lens = {"context_lens": z.lens[order].astype(np.int32), "block_tables": tables}
+        lens |= {"query_start_loc": _starts(z, order), "num_seqs": np.int32(len(order))}
+        return {"queries": _queries(rng, z), "kv_pages": pages, **lens, **_sinks(rng, sinks, z)}
+
+    return Drawn(values, _options(rng, **_lse(rng)))
+
+
+def version3(rng: Rng) -> Drawn:
+    """`ragged_page_attention_v3`: a packed cache with lanes of 128, which new keys and values are written to."""
+    z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
+    pack = 4 // z.kind.itemsize
+    shape = (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
+
+    def values(rng: Rng) -> Arrays:
+        order = rng.permutation(len(z.lens))
+        tables, unread = z.tables(rng, order)
+        cache = poison(normal(rng, (z.pages, z.slots, *shape), z.kind), unread, np.inf)
+        new = {name: normal(rng, (z.rows, z.g, z.d), z.kind) for name in ("keys", "values")}
+        new = {name: poison(x, np.arange(z.rows) == z.rows - 1) for name, x in new.items()}
+        lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables.reshape(-1)}
+        lens |= {"query_start_loc": _starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
+        return {"queries": _queries(rng, z), **new, "kv_cache": cache, **lens, **_sinks(rng, sinks, z)}
+
+    return Drawn(values, _options(rng, softmax_scale=z.d**-0.5, **_lse(rng)))
+
+
+def latent(rng: Rng) -> Drawn:
+    """`multi_latent_ragged_page_attention` and its second version."""
+    z = _batch(rng, decoding=False)
+    r, rope = pick(rng, (64, 128, 512)), pick(rng, (16, 64))
+    pack = 4 // z.kind.itemsize
+    lanes = -(-r // 128) * 128 + -(-rope // 128) * 128
+
+    def values(rng: Rng) -> Arrays:
+        order, rows = rng.permutation(len(z.lens)), z.rows
+        tables, unread = z.tables(rng, order)
+        cache = poison(normal(rng, (z.pages, z.slots, lanes), z.kind), unread, np.inf)
+        shapes = {"queries_nope": (rows, z.h, r), "queries_pe": (rows, z.h, rope), "keys_values": (rows, r)}
+        shapes |= {"keys_pe": (rows, rope)}
+        made = {name: normal(rng, shape, z.kind) for name, shape in shapes.items()}
+        made = {name: poison(x, np.arange(rows) == rows - 1) for name, x in made.items()}
+        lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables.reshape(-1)}
+        lens |= {"query_start_loc": _starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
+        return {**made, "kv_cache": cache.reshape(z.pages, z.slots // pack, pack, lanes), **lens}
+
+    return Drawn(values, _options(rng, softmax_scale=(r + rope) ** -0.5, **_lse(rng)))
+
+
+def ragged_decode(rng: Rng) -> Drawn:
+    """`ragged_decode_attention`: one query a row, over a range of its keys."""
+    z, sinks, s = _batch(rng, decoding=True), some(rng, 0.3), int(rng.integers(1, 300))
+    count = len(z.lens)
+
+    def values(rng: Rng) -> Arrays:
+        ends = rng.integers(0, s + 1, count).astype(np.int32)
+        starts = (ends * rng.random(count)).astype(np.int32)
+        positions = np.arange(s)
+        unread = (positions < starts[:, None]) | (positions >= ends[:, None])
+        shapes = {"key": (count, s, z.g, z.d), "value": (count, s, z.g, z.v)}
+        arrays = {name: poison(normal(rng, shape, z.kind), unread) for name, shape in shapes.items()}
+        arrays |= {"query": normal(rng, (count, z.h, z.d), z.kind), "sequence_start": starts, "sequence_end": ends}
+        return {**arrays, **({"softmax_aux": normal(rng, (z.h, 2))} if sinks else {})}
+
+    options = _options(rng, **_lse(rng))
+    options |= {"sliding_window": (options["sliding_window"], None)} if "sliding_window" in options else {}
+    return Drawn(values, options)

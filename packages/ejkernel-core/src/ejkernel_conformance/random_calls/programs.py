@@ -1,0 +1,91 @@
+"""The programs of every operation."""
+
+import contextlib
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ejkernel.ops.model import Op
+from ejkernel.ops.plugins import registry
+from ejkernel_conformance.random_calls import dense, experts, pages, recurrences
+from ejkernel_conformance.random_calls.draws import Drawn, Rng, harmless
+
+DRAWN: dict[str, Callable[[Rng], Drawn]] = {
+    "attention": functools.partial(dense.flash, op="attention"),
+    "blocksparse_attention": dense.blocksparse,
+    "causal_conv1d": recurrences.convolution,
+    "chunked_prefill_paged_decode": pages.chunked,
+    "decode_attention": pages.decode,
+    "expert_routing": experts.routing,
+    "flash_attention": dense.flash_or_packed,
+    "flash_mla": dense.latent,
+    "gated_delta_rule": recurrences.gated_delta,
+    "gated_grouped_matmul": experts.gated_grouped,
+    "gated_linear_attention": recurrences.gated,
+    "gather_reduce": experts.gather,
+    "grouped_matmul": experts.grouped,
+    "gru": functools.partial(recurrences.network, gates=3),
+    "kernel_delta_attention": recurrences.kernel_delta,
+    "lightning_attention": recurrences.lightning,
+    "lstm": functools.partial(recurrences.network, gates=4),
+    "mean_pooling": experts.pooling,
+    "mla_decode": dense.latent_decode,
+    "multi_latent_ragged_page_attention": pages.latent,
+    "multi_latent_ragged_page_attention_v2": pages.latent,
+    "native_sparse_attention": dense.native_sparse,
+    "page_attention": pages.page,
+    "prefill_page_attention": pages.prefill,
+    "quantized_matmul": experts.quantized,
+    "ragged_decode_attention": pages.ragged_decode,
+    "ragged_gated_delta_rule": recurrences.ragged_delta,
+    "ragged_page_attention_v2": pages.version2,
+    "ragged_page_attention_v3": pages.version3,
+    "recurrent_attention": recurrences.recurrent,
+    "ring_attention": functools.partial(dense.flash, op="ring_attention"),
+    "rnn": functools.partial(recurrences.network, gates=1),
+    "scaled_dot_product_attention": functools.partial(dense.flash, op="scaled_dot_product_attention"),
+    "state_space_v1": recurrences.state_space_v1,
+    "state_space_v2": recurrences.state_space_v2,
+    "unified_attention": pages.unified,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An operation with sizes, dtypes and options.
+
+    Attributes:
+        op: The operation.
+        drawn: Its arguments.
+        seed: What its values are drawn from.
+        differentiated: Whether the gradients are computed as well.
+    """
+
+    op: Op
+    drawn: Drawn
+    seed: tuple[int, ...]
+    differentiated: bool
+
+    def arguments(self, number: int, poisoned: bool = True) -> Any:
+        """The argument record with one set of values."""
+        rng = np.random.default_rng([*self.seed, number])
+        with contextlib.nullcontext() if poisoned else harmless():
+            return self.op.arguments(**self.drawn.values(rng), **self.drawn.options)
+
+
+def make_program(name: str) -> Program:
+    """The program with a name `"seed:operation:number"`.
+
+    Raises:
+        ValueError: There is no such operation.
+    """
+    seed, op, number = name.split(":")
+    found = registry().op(op)
+    numbers = (int(seed), zlib.crc32(op.encode()), int(number))
+    rng = np.random.default_rng(numbers)
+    drawn = DRAWN[op](rng)
+    return Program(found, drawn, numbers, bool(rng.random() < 0.5))
