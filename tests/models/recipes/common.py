@@ -27,3 +27,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float = 1e-6) -> jax.Arra
     """Divides x by its root mean square over the last axis and multiplies by the weight."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + epsilon) * weight).astype(x.dtype)
+
+
+def rotate_pairs(x: jax.Array, position: jax.Array, base: float = 10000.0) -> jax.Array:
+    """Rotates neighbouring features of x [B, T, H, D] by positions [T]: the form of DeepSeek, GPT-J and Llama 4.
+
+    The pairs come out as two halves. Scores do not depend on the order, as long as queries and keys share it.
+    """
+    x = x.reshape(*x.shape[:-1], -1, 2)
+    return rotate(jnp.concatenate([x[..., 0], x[..., 1]], axis=-1), position, base)

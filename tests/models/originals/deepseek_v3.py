@@ -1,0 +1,30 @@
+"""DeepSeek V3's latent attention."""
+
+import torch
+from tests.models.originals.common import causal_mask, rotary
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3Config,
+    DeepseekV3RotaryEmbedding,
+)
+
+CONFIG = DeepseekV3Config(
+    hidden_size=16,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=10,
+    kv_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    attn_implementation="eager",
+)
+WIDTH = 16
+
+
+def build() -> torch.nn.Module:
+    return DeepseekV3Attention(CONFIG, layer_idx=0)
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x, rotary(DeepseekV3RotaryEmbedding(CONFIG), x), causal_mask(x.shape[1]))[0]

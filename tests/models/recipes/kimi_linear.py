@@ -1,0 +1,41 @@
+"""Kimi Linear's delta attention (KDA): a gate per key channel."""
+
+import jax
+import jax.numpy as jnp
+from tests.models.recipes.common import rms_norm
+
+from ejkernel.modules import causal_conv1d, kda_decay, kernel_delta_attention
+
+SOURCE = "kimi_linear.KimiLinearDeltaAttention"
+HEADS, DIM, TAPS = 2, 8, 4
+
+
+def mix(w, x, conv_state=None, state=None):
+    """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
+    shape = (*x.shape[:2], HEADS, DIM)
+    hidden = jnp.concatenate([x @ w[f"{name}_proj.weight"].T for name in ("q", "k", "v")], axis=-1)
+    hidden, conv_state = causal_conv1d(
+        hidden, w["conv1d.weight"][:, 0], None, conv_state, activation="silu", return_state=True
+    )
+    query, key, value = (part.reshape(shape) for part in jnp.split(hidden, 3, axis=-1))
+    gate = (x @ w["forget_gate.f_a_proj.weight"].T @ w["forget_gate.f_b_proj.weight"].T).reshape(shape)
+    # The checkpoint stores A_log as [1, 1, H, 1] and dt_bias as [H * K].
+    decay = kda_decay(gate, w["forget_gate.A_log"].reshape(HEADS), w["forget_gate.dt_bias"].reshape(HEADS, DIM))
+    beta = jax.nn.sigmoid(x @ w["b_proj.weight"].T)
+    output, state = kernel_delta_attention(query, key, value, beta, decay, state, return_state=True)
+    gate = (x @ w["g_a_proj.weight"].T @ w["g_b_proj.weight"].T).reshape(shape)
+    output = rms_norm(output, w["o_norm.weight"], 1e-5) * jax.nn.sigmoid(gate)
+    return output.reshape(*x.shape[:2], -1) @ w["o_proj.weight"].T, conv_state, state
+
+
+def prefill(w, x):
+    return mix(w, x)[0]
+
+
+def empty_cache(batch, tokens):
+    return jnp.zeros((batch, 3 * HEADS * DIM, TAPS - 1)), jnp.zeros((batch, HEADS, DIM, DIM))
+
+
+def decode(w, x, cache, position):
+    output, *cache = mix(w, x, *cache)
+    return output, tuple(cache)

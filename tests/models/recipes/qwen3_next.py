@@ -1,0 +1,56 @@
+"""Qwen3-Next's gated delta rule: more value heads than key heads, a gate per value head."""
+
+import jax
+import jax.numpy as jnp
+from tests.models.recipes.common import rms_norm
+
+from ejkernel.modules import causal_conv1d, gated_delta_rule, kda_decay
+
+SOURCE = "qwen3_next.Qwen3NextGatedDeltaNet"
+KEY_HEADS, VALUE_HEADS, DIM, TAPS = 2, 4, 8, 4
+PER_KEY = VALUE_HEADS // KEY_HEADS
+
+
+def mix(w, x, conv_state=None, state=None, seg_ids=None, cu_seqlens=None):
+    """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
+    lead = x.shape[:2]
+    fused = (x @ w["in_proj_qkvz.weight"].T).reshape(*lead, KEY_HEADS, -1)  # of each key head: q, k, its values, z
+    *qkv, z = jnp.split(fused, [DIM, 2 * DIM, 2 * DIM + PER_KEY * DIM], axis=-1)
+    b, a = jnp.split((x @ w["in_proj_ba.weight"].T).reshape(*lead, KEY_HEADS, -1), 2, axis=-1)
+    hidden = jnp.concatenate([part.reshape(*lead, -1) for part in qkv], axis=-1)
+    taps = w["conv1d.weight"][:, 0]
+    hidden, conv_state = causal_conv1d(hidden, taps, None, conv_state, cu_seqlens, activation="silu", return_state=True)
+    split = jnp.split(hidden, [KEY_HEADS * DIM, 2 * KEY_HEADS * DIM], axis=-1)
+    query, key, value = (part.reshape(*lead, -1, DIM) for part in split)
+    query, key = (jnp.repeat(part, PER_KEY, axis=2) for part in (query, key))
+    output, state = gated_delta_rule(
+        query,
+        key,
+        value,
+        jax.nn.sigmoid(b).reshape(*lead, VALUE_HEADS),
+        kda_decay(a.reshape(*lead, VALUE_HEADS), w["A_log"], w["dt_bias"]),
+        seg_ids,
+        state,
+        return_state=True,
+    )
+    output = rms_norm(output, w["norm.weight"]) * jax.nn.silu(z.reshape(*lead, VALUE_HEADS, DIM))
+    return output.reshape(*lead, -1) @ w["out_proj.weight"].T, conv_state, state
+
+
+def prefill(w, x):
+    return mix(w, x)[0]
+
+
+def packed(w, x, cu_seqlens):
+    ids = jnp.searchsorted(cu_seqlens, jnp.arange(x.shape[1]), side="right")[None]
+    return mix(w, x, seg_ids=ids, cu_seqlens=cu_seqlens)[0]
+
+
+def empty_cache(batch, tokens):
+    channels = (2 * KEY_HEADS + VALUE_HEADS) * DIM
+    return jnp.zeros((batch, channels, TAPS - 1)), jnp.zeros((batch, VALUE_HEADS, DIM, DIM))
+
+
+def decode(w, x, cache, position):
+    output, *cache = mix(w, x, *cache)
+    return output, tuple(cache)
