@@ -13,7 +13,7 @@ def ejkernel_implementations():
     return [dataclasses.replace(IMPLEMENTATIONS[0], requires=requires, {fields})]
 """
 TYPOS = BACKEND.format(
-    requires='handles=frozenset({"lenghts"}), dtypes=frozenset({"fp32"})',
+    requires='handles=frozenset({"lengthz"}), dtypes=frozenset({"fp32"})',
     fields='name="typing", forward="typing_backend.nowhere:forward"',
 )
 CLASH = BACKEND.format(requires="", fields='name="xla", priority=-7')
@@ -23,7 +23,7 @@ def test_typos_are_found_without_a_call(run, install):
     install("typing_backend", TYPOS)
     output = run("doctor").output
     for sentence in (
-        "implementation 'typing' of segment_pooling: requires.handles: there is no 'lenghts'; did you mean 'lengths'?",
+        "implementation 'typing' of segment_pooling: requires.handles: there is no 'lengthz'; did you mean 'lengths'?",
         "requires.dtypes: there is no dtype 'fp32'",
         "forward: 'typing_backend.nowhere:forward': there is no module 'typing_backend.nowhere'",
     ):

@@ -20,8 +20,8 @@ def with_requires(**changes):
     ("implementation", "sentence"),
     [
         (
-            with_requires(handles=frozenset({"lenghts"})),
-            "requires.handles: there is no 'lenghts'; did you mean 'lengths'",
+            with_requires(handles=frozenset({"lengthz"})),
+            "requires.handles: there is no 'lengthz'; did you mean 'lengths'",
         ),
         (with_requires(handles=frozenset({"zzz"})), "requires.handles: there is no 'zzz'; there are "),
         (with_requires(dtypes=frozenset({"fp32"})), "requires.dtypes: there is no dtype 'fp32'"),
