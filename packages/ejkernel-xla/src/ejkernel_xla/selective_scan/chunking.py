@@ -84,9 +84,9 @@ def enter(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
     """
     if at.sequence is None or at.opens is None:
         return state
-    own = lax.dynamic_index_in_dim(states, jnp.minimum(at.sequence, states.shape[0] - 1), keepdims=True)
+    initial = lax.dynamic_index_in_dim(states, jnp.minimum(at.sequence, states.shape[0] - 1), keepdims=True)
     # A choice and no product with 0: nothing of another sequence's state is left, NaN and infinities among it.
-    return jnp.where(at.opens, own, state)
+    return jnp.where(at.opens, initial, state)
 
 
 def leave(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
