@@ -38,7 +38,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     first = None
     if record.initial_state is not None:
         first = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
-    # Of packed sequences, the states before each as [1, N, E, I].
+    # Packed sequences pass the states before each of them as [1, N, E, I].
     starts = None if first is None else first[None] if spec.PACKED else first[:, None]
     if spec.SPLITS > 1 and not spec.PACKED:
         starts = segment_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)

@@ -90,7 +90,7 @@ def load_column(base, token, end, spec: tl.constexpr):
     if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0 and not spec.PACKED:
         return tl.load(at)
     else:
-        # Of packed sequences, the next token is another's: 0 instead of what it holds, which may be NaN.
+        # The next token of a packed row belongs to another sequence: read 0 instead of its value, which may be NaN.
         return tl.load(at, mask=(n < spec.N) & (token + 0 * n < end), other=0.0)
 
 
