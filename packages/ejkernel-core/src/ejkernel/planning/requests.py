@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-NOBODY = -1
+PADDING = -1
 """Padding: whatever it holds, its output and its gradient are 0."""
 
 SHARED = -2
@@ -24,18 +24,18 @@ UNUSED = -3
 
 
 def packed_owners(cu_seqlens: Any, tokens: int) -> np.ndarray:
-    """The packed sequence of every token of a row, [1, T]; `NOBODY` for tokens of none."""
+    """The packed sequence of every token of a row, [1, T]; `PADDING` for tokens of none."""
     bounds, token = np.asarray(cu_seqlens), np.arange(tokens)
     owners = np.searchsorted(bounds[1:], token, side="right")
-    return np.where((token >= bounds[0]) & (token < bounds[-1]), owners, NOBODY)[None]
+    return np.where((token >= bounds[0]) & (token < bounds[-1]), owners, PADDING)[None]
 
 
 def segment_owners(segment_ids: Any) -> np.ndarray:
-    """A request for every row and segment id of [B, T]; `NOBODY` for padding."""
+    """A request for every row and segment id of [B, T]; `PADDING` for padding."""
     ids = np.asarray(segment_ids).astype(np.int64)
     known = np.unique(ids)
     row = np.arange(ids.shape[0])[:, None]
-    return np.where(ids >= 0, row * known.size + np.searchsorted(known, ids), NOBODY)
+    return np.where(ids >= 0, row * known.size + np.searchsorted(known, ids), PADDING)
 
 
 def slot_owners(indices: Any, cu_seqlens: Any, slots: int) -> np.ndarray:
@@ -66,5 +66,5 @@ def packed_requests(cu_seqlens: Any, tokens: int, states: Any = None, state_slot
         sequences = np.arange(np.asarray(cu_seqlens).size - 1)
     else:
         sequences = slot_owners(state_slots, cu_seqlens, states.shape[0])
-    # Of final states, the families say axis `b`.
+    # The families name the axis of final states `b`.
     return {**owners, "n": sequences, "r": sequences, "b": sequences}
