@@ -10,17 +10,25 @@ from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.cli.devices import find_devices
 from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.dispatch import made_for
-from ejkernel.ops.model import Case, Implementation, Op, Requires
+from ejkernel.ops.model import Case, Family, Implementation, Op, Requires
 from ejkernel.ops.plugins import Registry, registry
 
 INTRODUCTION = """\
 # Support matrix
 
-Made by `ejkernel ops` from what the installed backends declare; where a declaration is wrong, the conformance suite
-fails. What a particular call would run, and why, `ejkernel explain` says.
+`ejkernel ops` generates this page from what the installed backends declare. The conformance suite fails if a
+declaration is wrong. To see which implementation a particular call would run, and why, use `ejkernel explain`.
 
-*Splits* are the [axis letters](axes.md) over which `mesh`, `in_specs` and `out_specs` can split a call. An operation
-without a gradient refuses to be differentiated.
+*Splits* are the [axis letters](axes.md) over which `mesh`, `in_specs` and `out_specs` can split a call. Differentiating
+an operation without a gradient is an error.
+
+The last rows of a table are the arguments, under the names that the operation's family has for them:
+
+- *with gradient*: the implementation supports the argument, and its backward pass computes the gradient.
+- *no gradient*: it supports the argument in the forward pass only. If another implementation has the gradient, that one
+  runs the backward pass.
+- *yes*: it supports the argument, which has no gradient.
+- *no*: a call with this argument runs on another implementation.
 """
 
 
@@ -57,7 +65,7 @@ def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[
                 **{label: tell(one) for label, tell in FACTS.items()},
                 "priority": one.priority,
                 "backward": one.backward is not None,
-                "fields": {name: _field(one, name) for name in names},
+                "fields": {name: _field(op.family, one, name) for name in names},
             }
             for one in implementations
         ],
@@ -112,7 +120,10 @@ def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[st
     yield from (f"Note: {note}.\n" for note in notes)
     rows = [(label, *map(tell, implementations)) for label, tell in FACTS.items()]
     rows = [row for row in rows if any(row[1:])]
-    rows += [(f"`{name}`", *(_field(one, name) for one in implementations)) for name in fields(op, implementations)]
+    rows += [
+        (f"`{name}`", *(_field(op.family, one, name) for one in implementations))
+        for name in fields(op, implementations)
+    ]
     yield from _table(("", *(one.name for one in implementations)), rows)
 
 
@@ -141,10 +152,14 @@ def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
     return [*(name for name in op.family.differentiable if name not in optional_fields(op.family.record)), *optional]
 
 
-def _field(implementation: Implementation, name: str) -> str:
-    """What an implementation does with a field."""
-    backward = implementation.backward is not None and name in implementation.gradients
-    return "with gradient" if backward else "yes" if name in implementation.requires.handles else "no"
+def _field(family: Family, implementation: Implementation, name: str) -> str:
+    """Whether an implementation supports a field, and its gradient if it has one; all support required fields."""
+    if name in optional_fields(family.record) and name not in implementation.requires.handles:
+        return "no"
+    if name not in family.differentiable:
+        return "yes"
+    has_gradient = implementation.backward is not None and name in implementation.gradients
+    return "with gradient" if has_gradient else "no gradient"
 
 
 def _requires(tell: Callable[[Requires], str]) -> Callable[[Implementation], str]:
