@@ -27,7 +27,7 @@ def test_a_case_brings_what_cannot_be_typed(run):
 def test_a_platform_that_is_not_there_is_explained_and_fails(run):
     output = run("explain", "flash_attention", *SMALL, "--platform", "triton", status=1).output
     assert "platform='triton' was asked for" in output
-    assert "Nobody serves the forward pass" in output
+    assert "No implementation supports the forward pass" in output
 
 
 def test_the_reasons_name_the_argument_and_the_failed_plugin(run, install):

@@ -114,7 +114,7 @@ def parse_sweep(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 @click.option(
     "--baselines/--no-baselines",
     default=True,
-    help="Also time the reference, and the function of jax.nn or jax.lax that computes the same. The default.",
+    help="Also time the reference and, if there is one, the function of jax.nn or jax.lax that computes the same.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the times into this PNG file.")
 @AS_JSON
@@ -274,7 +274,7 @@ def _print(out: Console, call: Call, timings: list[Timing]) -> None:
     if not ordered:
         return
     print_plain(out, f"{call.op.name}: {call.label}, on {jax.devices()[0].device_kind}; {versions()}", "bold")
-    numbers = ("ms", "spread", "of best", "TFLOP/s", "GB/s", "temporary MB")
+    numbers = ("ms", "spread", "relative", "TFLOP/s", "GB/s", "temporary MB")
     sentences = ("configuration", "against the reference")
     rows = [_row(timing, fastest[timing.passes]) for timing in ordered]
     print_table(out, "", "pass", "implementation", *numbers, *sentences, rows=rows, right=numbers, fold=sentences)

@@ -22,10 +22,10 @@ from ejkernel.suggestion import did_you_mean
 STORE = click.option(
     "--store",
     type=click.Path(path_type=Path),
-    help="A .json file, or a directory that holds configs.json; the user's store if left out.",
+    help="Path of the store: a .json file, or a directory that holds configs.json. The default is the user's store.",
 )
 FILE = click.Path(dir_okay=False, path_type=Path)
-HEADINGS = ("operation", "implementation", "call", "configuration", "ms", "spread", "UTC", "how")
+HEADINGS = ("operation", "implementation", "call", "configuration", "ms", "spread", "time (UTC)", "source")
 BEFORE_HELP = (
     "Only entries older than this: an ISO 8601 date or time in UTC, such as 2026-11-20, or an age, such as 7d or 12h."
 )
@@ -114,7 +114,7 @@ def cache() -> None:
 @cache.command()
 @STORE
 def path(store: Path | None) -> None:
-    """Print where the store is."""
+    """Print the path of the store."""
     click.echo(PersistentCache(store).path)
 
 
@@ -122,7 +122,7 @@ def path(store: Path | None) -> None:
 @STORE
 @AS_JSON
 def list_entries(store: Path | None, as_json: bool) -> None:
-    """List the stored configurations, predicted ones last."""
+    """List the stored configurations, measurements first."""
     opened = PersistentCache(store)
     entries = _all(opened)
     ordered = _ordered(entries)
@@ -132,7 +132,7 @@ def list_entries(store: Path | None, as_json: bool) -> None:
         click.echo(f"no entries in {opened.path}")
     else:
         rows = [_row(key, entry) for key, entry in ordered]
-        print_table(console(), f"{len(rows)} in {opened.path}", *HEADINGS, rows=rows, right=["ms", "spread"])
+        print_table(console(), f"{_entries(len(rows))} in {opened.path}", *HEADINGS, rows=rows, right=["ms", "spread"])
 
 
 @cache.command()
@@ -140,7 +140,9 @@ def list_entries(store: Path | None, as_json: bool) -> None:
 @STORE
 @filters
 def export(file: Path, store: Path | None, **options: Any) -> None:
-    """Write stored configurations to FILE, which `import` reads on another machine.
+    """Write stored configurations to FILE.
+
+    `ejkernel cache import` reads the file on another machine.
 
     Entries that FILE already has are kept.
     """
@@ -151,14 +153,17 @@ def export(file: Path, store: Path | None, **options: Any) -> None:
     if not selected:
         raise click.ClickException(f"{opened.path} has no such entries")
     merge_into(file, selected)
-    click.echo(f"exported {len(selected)} to {file}")
+    click.echo(f"exported {_entries(len(selected))} to {file}")
 
 
 @cache.command(name="import")
 @click.argument("files", type=FILE, nargs=-1, required=True)
 @STORE
 def import_entries(files: tuple[Path, ...], store: Path | None) -> None:
-    """Add the configurations of FILES to the store; of two for one call the later measurement stays."""
+    """Add the configurations of FILES to the store.
+
+    If there are two entries for one call, the later measurement is kept. A prediction never replaces a measurement.
+    """
     opened = PersistentCache(store)
     there = _all(opened)
     found = newest(there, *map(read_table, files))
@@ -167,16 +172,19 @@ def import_entries(files: tuple[Path, ...], store: Path | None) -> None:
     lost = changed.keys() - _all(opened).keys()
     if lost:
         raise click.ClickException(f"{opened.path} cannot be written")
-    click.echo(f"imported {len(changed)} into {opened.path}")
+    click.echo(f"imported {_entries(len(changed))} into {opened.path}")
 
 
 @cache.command()
 @click.argument("target", type=FILE)
 @click.argument("files", type=FILE, nargs=-1, required=True)
 def merge(target: Path, files: tuple[Path, ...]) -> None:
-    """Put the configurations of FILES into TARGET; of two for one call the later measurement stays."""
+    """Add the configurations of FILES to the file TARGET.
+
+    If there are two entries for one call, the later measurement is kept. A prediction never replaces a measurement.
+    """
     count = merge_into(target, newest(*map(read_table, files)))
-    click.echo(f"{count} in {target}")
+    click.echo(f"{_entries(count)} in {target}")
 
 
 @cache.command()
@@ -199,21 +207,21 @@ def remove(store: Path | None, yes: bool, **options: Any) -> None:
         click.echo(f"no such entries in {opened.path}")
         return
     rows = [_row(*item) for item in _ordered(selected)]
-    title = f"{len(selected)} of {len(entries)} entries of {opened.path} will be removed:"
+    title = f"{len(selected)} of {_entries(len(entries))} of {opened.path} will be removed:"
     print_table(console(), title, *HEADINGS, rows=rows, right=["ms", "spread"])
     if not yes:
-        click.confirm(f"Remove {len(selected)} from {opened.path}?", abort=True)
+        click.confirm(f"Remove {_entries(len(selected))} from {opened.path}?", abort=True)
     for one in (opened, opened.predicted):
         if one.entries().keys() & selected.keys():
             one.remove(selected)
     if _all(opened).keys() & selected.keys():
         raise click.ClickException(f"{opened.path} cannot be written")
-    click.echo(f"removed {len(selected)} from {opened.path}")
+    click.echo(f"removed {_entries(len(selected))} from {opened.path}")
 
 
 @cache.command()
 @STORE
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def clear(store: Path | None, yes: bool) -> None:
     """Remove all stored configurations."""
     opened = PersistentCache(store)
@@ -222,13 +230,13 @@ def clear(store: Path | None, yes: bool) -> None:
         click.echo(f"no entries in {opened.path}")
         return
     if not yes:
-        click.confirm(f"Remove {count} from {opened.path}?", abort=True)
+        click.confirm(f"Remove {_entries(count)} from {opened.path}?", abort=True)
     try:
         opened.clear()
         opened.predicted.clear()
     except OSError as error:
         raise click.ClickException(f"{opened.path} cannot be removed: {error}") from error
-    click.echo(f"removed {count} from {opened.path}")
+    click.echo(f"removed {_entries(count)} from {opened.path}")
 
 
 def newest(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -282,6 +290,10 @@ def merge_into(path: Path, entries: Mapping[str, Entry]) -> int:
     except OSError as error:
         raise click.ClickException(f"{path} cannot be used: {error}") from error
     return len(merged)
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
 
 
 def _all(store: PersistentCache) -> dict[str, Entry]:

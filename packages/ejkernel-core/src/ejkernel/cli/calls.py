@@ -1,7 +1,8 @@
-"""What `explain`, `tune` and `bench` have in common: the call they are about, given on the command line.
+"""The call that `explain`, `tune`, `bench` and `profile` are about, as the command line describes it.
 
-An operation's public signature says everything: parameters annotated as arrays are given by `--shape`, the others by
-`-o`, and its own named cases by `--case`. So an operation that a backend adds works here like the others.
+The options follow from the operation's public signature: `--shape` describes the parameters that are annotated as
+arrays, `-o` sets the others, and `--case` uses a named case of the operation. So an operation that a backend adds works
+like those of the core.
 """
 
 import ast
@@ -29,12 +30,16 @@ from ejkernel.suggestion import did_you_mean
 WORDS = {"true": True, "false": False, "none": None}
 BARE = 3  # arrays that a single bare shape stands for: query, key and value
 SHAPE_HELP = (
-    "Shape of an array argument, dtype optional: query=1,128,8,64:bfloat16. One without a name is the first three "
-    "required arrays; several are the required arrays in order. Repeatable."
+    "Shape of an array argument, with a dtype if you like: query=1,128,8,64:bfloat16. A single shape without a name is "
+    "that of the first three required arrays, such as query, key and value. Several shapes without names are those of "
+    "the required arrays, in order. Can be repeated."
 )
-DTYPE_HELP = "Dtype of the floating arrays whose shape does not name one."
-CASE_HELP = "One of the operation's named cases, instead."
-OPTION_HELP = "Another argument of the operation, such as -o causal=true or -o sliding_window=128. Repeatable."
+KV_SHAPE_HELP = "Shape of key and value, if it is not that of the query."
+VALUE_DIM_HELP = "Last dimension of value, if it is not that of key."
+DTYPE_HELP = "Dtype of the floating-point arrays whose --shape names none."
+PLATFORM_HELP = "Use only implementations of this platform: triton, pallas, cuda, xla, or that of another backend."
+CASE_HELP = "Use one of the operation's named test cases instead of shapes and options."
+OPTION_HELP = "Any other argument of the operation, such as -o causal=true or -o sliding_window=128. Can be repeated."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +166,7 @@ class CallSpec:
         """
         shaped = bool(self.shapes or self.kv_shape or self.options or self.value_dim)
         if self.cases and shaped:
-            raise click.UsageError("--case brings its own shapes and options; give one or the other")
+            raise click.UsageError("--case has its own shapes and options; use either --case or the others")
         if shaped:
             return [self._from_shapes()]
         names = self.cases or tuple(c.name for c in self.op.cases if default is not None and default in c.tags)
@@ -174,7 +179,7 @@ class CallSpec:
         """The call, of which there must be exactly one."""
         found = self.calls()
         if len(found) > 1:
-            raise click.UsageError("--case can be given once here")
+            raise click.UsageError("--case can be used only once here")
         return found[0]
 
     def resized(self, letters: tuple[str, ...], size: int) -> Call:
@@ -248,7 +253,8 @@ class CallSpec:
             if name in arrays and name not in known:
                 raise click.UsageError(f"-o: {name} of {self.op.name} is an array: --shape {name}=...")
             if name in CALL_OPTIONS:
-                raise click.UsageError(f"-o: {name} is no argument of the call; see --platform")
+                how = "use --platform" if name == "platform" else "it cannot be set on the command line"
+                raise click.UsageError(f"-o: {name} is not an argument of the operation; {how}")
             if name not in known:
                 raise click.UsageError(f"-o: {_no_such(self.op, name, known, 'option')}")
             given[name] = literal(value.strip())
@@ -280,12 +286,10 @@ def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callabl
 
 _PARAMETERS = (
     click.option("--shape", "shapes", type=parse_shape, metavar="[NAME=]SIZES[:DTYPE]", multiple=True, help=SHAPE_HELP),
-    click.option(
-        "--kv-shape", type=parse_shape, metavar="SIZES", help="Shape of key and value, where not the query's."
-    ),
-    click.option("--value-dim", type=click.IntRange(min=1), help="Last size of value, where not the key's."),
+    click.option("--kv-shape", type=parse_shape, metavar="SIZES", help=KV_SHAPE_HELP),
+    click.option("--value-dim", type=click.IntRange(min=1), help=VALUE_DIM_HELP),
     click.option("--dtype", type=dtype_name, metavar="DTYPE", default="float32", show_default=True, help=DTYPE_HELP),
-    click.option("--platform", metavar="NAME", help="Toolchain the call must run on: triton, pallas, cuda or xla."),
+    click.option("--platform", metavar="NAME", help=PLATFORM_HELP),
     click.option("-o", "--option", "options", metavar="NAME=VALUE", multiple=True, help=OPTION_HELP),
     click.option("--case", "cases", metavar="NAME", multiple=True, help=CASE_HELP, shell_complete=complete_case),
 )

@@ -1,4 +1,4 @@
-"""Comparing what a benchmark ran with what the operation means."""
+"""Compares the result of a benchmark with the operation's reference."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from ejkernel.cli.measuring import temporary_bytes
 from ejkernel.ops.model import Op
 
-# References are plain jnp and may hold every score at once; beyond this a check costs more than what it checks.
+# References are plain jnp and may hold all scores at once; a larger one would take longer than the benchmark.
 LIMIT_BYTES = 2 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A comparison: whether it passed (None: there was none), and a few words about it."""
+    """The outcome of a comparison: whether it passed (None if there was none), and a few words about it."""
 
     passed: bool | None
     text: str
@@ -54,7 +54,7 @@ def check(op: Op, args: Any, record: Any, passes: str, result: Any) -> Check:
     passed = all(
         bool(jnp.all(jnp.abs(g - w) <= atol * scale + rtol * jnp.maximum(jnp.abs(w), scale))) for g, w in pairs
     )
-    return Check(passed, f"{'agrees' if passed else 'DIFFERS'}, by at most {error:.1e}")
+    return Check(passed, f"{'agrees' if passed else 'DIFFERS'}, largest error {error:.1e}")
 
 
 def within_limit(needed: int | None) -> Check:

@@ -1,4 +1,4 @@
-"""What a benchmark divides by its times: operations and bytes of a call, and how they were counted."""
+"""Counts the floating-point operations and the bytes of a call, which a benchmark divides by its times."""
 
 import dataclasses
 import math
@@ -45,16 +45,16 @@ def count(family: Family, record: Any, passes: str, output: Any) -> Count:
     """
     both = passes != "forward"
     counted = _FLOPS.get(family.name)
-    flops, text = counted(record) if counted is not None else (None, "operations are not counted for this family")
+    flops, text = counted(record) if counted is not None else (None, "not counted for this family of operations")
     factor, words = _BACKWARD.get(family.name, (2.0, "2")) if both else (0.0, "")
     if flops is not None and both:
-        flops, text = flops * (1 + factor), f"{text}; the backward pass as {words} forward passes"
-    if family.name == "paged_attention":  # most of the cache may be other sequences'
+        flops, text = flops * (1 + factor), f"{text}; the backward pass counts as {words} forward passes"
+    if family.name == "paged_attention":  # most of the cache may belong to other sequences
         return Count(flops, None, f"FLOP: {text}; bytes are not counted")
     read, written = _size(record), _size(output)
     if both:  # the inputs again, the output and its cotangent; a gradient for each input
         read, written = 2 * read + 2 * written, written + read
-    return Count(flops, float(read + written), f"FLOP: {text}; bytes: every input and output once a pass")
+    return Count(flops, float(read + written), f"FLOP: {text}; bytes: each input and output once per pass")
 
 
 def _size(tree: Any) -> int:
@@ -63,7 +63,7 @@ def _size(tree: Any) -> int:
 
 def _attention(record: Any) -> tuple[float | None, str]:
     if getattr(record, "pattern", None) is not None:
-        return None, "operations of patterns are not counted"
+        return None, "not counted for block patterns"
     (batch, queries, heads, dim), keys, values = record.query.shape, record.key.shape[1], record.value.shape[-1]
     low, high = np.zeros(queries), np.full(queries, keys)
     at = np.arange(queries)
@@ -74,8 +74,8 @@ def _attention(record: Any) -> tuple[float | None, str]:
         low = low if left is None else np.maximum(low, at - left)
         high = high if right is None else np.minimum(high, at + right + 1)
     pairs = float(np.maximum(high - low, 0).sum())
-    inside = ", masks given as arrays not subtracted" if set(given_fields(record)) & set(BY_VALUE) else ""
-    text = f"2 * (D + Dv) a pair and head, {pairs:.4g} pairs that attend{inside}"
+    inside = ", without subtracting masks that are arrays" if set(given_fields(record)) & set(BY_VALUE) else ""
+    text = f"2 * (D + Dv) per head and attended pair, {pairs:.4g} pairs{inside}"
     return 2.0 * (dim + values) * pairs * batch * heads, text
 
 
@@ -83,19 +83,19 @@ def _grouped(record: Any) -> tuple[float, str]:
     m, k = record.lhs.shape
     rows = min(m, int(np.sum(record.group_sizes)))
     n = record.rhs.shape[1 if record.transpose_rhs else 2]
-    return 2.0 * rows * k * n, f"2 * M * K * N, M = {rows} rows in groups"
+    return 2.0 * rows * k * n, f"2 * M * K * N, with M = {rows} rows that belong to a group"
 
 
 def _recurrence(record: Any) -> tuple[float, str]:
     tokens = math.prod(record.query.shape[:-2])
     heads, state = record.query.shape[-2], record.key.shape[-1] * record.value.shape[-1]
     steps = 4.0 if record.beta is None else 6.0
-    text = f"{steps:.0f} * K * V a token and head, those of the recurrence and not what chunks add"
+    text = f"{steps:.0f} * K * V per token and head, without the additional work of chunks"
     return steps * tokens * heads * state, text
 
 
 def _convolution(record: Any) -> tuple[float, str]:
-    return 2.0 * math.prod(record.x.shape) * record.weight.shape[-1], "2 * width an element"
+    return 2.0 * math.prod(record.x.shape) * record.weight.shape[-1], "2 * width per element"
 
 
 _FLOPS: dict[str, Callable[[Any], tuple[float | None, str]]] = {

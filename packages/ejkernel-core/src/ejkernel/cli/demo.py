@@ -25,22 +25,23 @@ ALLOWED_ELSEWHERE = 2e-2
 
 
 @click.command()
-@click.option("--length", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens in the sequence.")
+@click.option(
+    "--length", type=click.IntRange(min=1), default=2048, show_default=True, help="Length of the sequence in tokens."
+)
 @click.pass_context
 def demo(ctx: click.Context, length: int) -> None:
     """Run flash attention on this machine and check the result.
 
-    Forward and gradient, through plugin discovery, dispatch and the configuration chain, compared with the textbook
-    formula. Exits with 1 if they differ.
+    Computes attention and its gradients as any program does, through plugins, dispatch and the configuration chain, and
+    compares them with the textbook formula. The exit status is 1 if they differ.
     """
     out = console()
     find_devices()
     _introduce(out)
     inputs = _inputs(length)
     query = "x".join(map(str, inputs[0].shape))
-    print_plain(
-        out, f"2. One call, and who serves it: causal, {HEADS} query heads on {KV_HEADS} KV heads, {query}", "bold"
-    )
+    call = f"causal attention, {HEADS} query heads, {KV_HEADS} KV heads, query {query}"
+    print_plain(out, f"2. Which implementation runs a call: {call}", "bold")
     decision = explain(flash_attention, *inputs[:3], causal=True)
     print_decision(out, decision)
     if decision.forward.implementation is None or decision.backward.implementation is None:
@@ -50,7 +51,7 @@ def demo(ctx: click.Context, length: int) -> None:
     _compare(out, [("ejkernel", ours), ("the textbook formula", theirs)], inputs)
     print_plain(
         out,
-        "All is well." if good else "WRONG: the results differ by more than rounding.",
+        "The results agree." if good else "WRONG: the results differ by more than rounding.",
         "bold green" if good else "bold red",
     )
     if not good:
@@ -60,7 +61,7 @@ def demo(ctx: click.Context, length: int) -> None:
 def _introduce(out: Console) -> None:
     found = registry()
     kinds = sorted({f"{device.device_kind} ({device.platform})" for device in jax.devices()})
-    print_plain(out, "1. What is here", "bold")
+    print_plain(out, "1. Versions, devices and backends", "bold")
     versions = f"ejkernel {__version__}, JAX {jax.__version__}, Python {platform.python_version()}"
     print_plain(out, f"{versions}; {len(jax.devices())} device(s): {', '.join(kinds)}")
     rows = [(p.name, p.distribution, p.error or "loaded") for p in found.plugins]
@@ -99,7 +100,7 @@ def _compiled(attention: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]
 
 
 def _check(out: Console, got: dict[str, jax.Array], want: dict[str, jax.Array]) -> bool:
-    print_plain(out, "3. Is it right? The largest differences from the textbook formula", "bold")
+    print_plain(out, "3. Largest differences from the textbook formula", "bold")
     allowed = ALLOWED.get(jax.devices()[0].platform, ALLOWED_ELSEWHERE)
     rows, good = list[Any](), True
     for name in sorted(want, reverse=True):
@@ -109,13 +110,13 @@ def _check(out: Console, got: dict[str, jax.Array], want: dict[str, jax.Array]) 
         good &= right
         verdict = ("yes", "green") if right else ("NO", "bold red")
         rows.append((name, f"{error:.1e}", f"{largest:.2f}", f"{allowed * largest:.1e}", verdict))
-    headings = ("of", "largest error", "largest entry", "allowed error", "right")
+    headings = ("result", "largest error", "largest entry", "allowed error", "within it")
     print_table(out, "", *headings, rows=rows, right=headings[1:4])
     return good
 
 
 def _compare(out: Console, sides: list[tuple[str, Any]], inputs: tuple[jax.Array, ...]) -> None:
-    print_plain(out, "4. What does it cost? Forward and gradient", "bold")
+    print_plain(out, "4. Time and memory of the forward and backward pass", "bold")
     times = interleaved([functools.partial(compiled, *inputs) for _, compiled in sides], REPEATS, warm=True)
     rows = [
         (name, milliseconds(seconds), megabytes(temporary_bytes(compiled)))

@@ -185,7 +185,7 @@ def _toolchain(needed: str) -> str:
 def _print_store(out: Console) -> None:
     store = PersistentCache()
     count = len(store.entries())
-    state = "writable" if _writable(store.path) else "read-only: tuning is kept for the life of a process"
+    state = "writable" if _writable(store.path) else "read-only: tuned configurations last only as long as the process"
     print_plain(out, f"Store {store.path}: {count} {'entry' if count == 1 else 'entries'}, {state}")
 
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ejkernel.ops.config.params import given_values
 from ejkernel.ops.dispatch import Choice, Decision
+from ejkernel.suggestion import did_you_mean
 
 UNLIMITED = 1 << 16  # where the output has no known width: lines in a file, a pipe or a log are not broken
 GAP = 3  # columns between the cells of a table
@@ -97,7 +98,7 @@ def print_decision(out: Console, decision: Decision) -> None:
     """Prints both directions of a decision."""
     print_choice(out, decision.forward)
     if decision.differentiated is not None:
-        print_plain(out, "Where the call is differentiated, another implementation runs its forward pass:")
+        print_plain(out, "If the call is differentiated, another implementation runs its forward pass:")
         print_choice(out, decision.differentiated)
     print_choice(out, decision.backward)
 
@@ -113,13 +114,14 @@ def print_choice(out: Console, choice: Choice) -> None:
     headings = ("implementation", "platform", "priority", "verdict", "remarks")
     print_table(out, title, *headings, rows=rows, right=["priority"], fold=["remarks"])
     if choice.platform not in ("auto", *(v.implementation.platform for v in choice.verdicts)):
-        print_plain(out, f"No installed backend has an implementation for platform {choice.platform!r}.")
+        question = did_you_mean(choice.platform, {v.implementation.platform for v in choice.verdicts})
+        print_plain(out, f"No installed backend has an implementation for platform {choice.platform!r}{question}")
     for note in choice.notes:
         print_plain(out, f"Note: {note}.")
     for plugin in choice.failed_plugins:
         print_plain(out, f"Plugin {plugin.name} ({plugin.distribution}) did not load: {plugin.error}", "red")
     if choice.implementation is None:
-        print_plain(out, f"Nobody serves the {choice.direction} pass.\n", "red")
+        print_plain(out, f"No implementation supports the {choice.direction} pass.\n", "red")
         return
     print_plain(out, f"Configuration from {choice.tier}: {given_values(choice.config)}")
     for step in choice.trail:

@@ -31,10 +31,14 @@ from ejkernel.ops.execution.tuner import Tuner, TunerError, TuningResult, tune_c
 from ejkernel.ops.grad import CallPlan
 
 TARGET_HELP = (
-    "Predict for a device that need not be here, instead of measuring on the one that is: v5e, v5p, v6e or v7x, with "
-    "ejkernel-pallas[aot]. Predictions are kept apart."
+    "Predict times for this device instead of measuring on this machine: v5e, v5p, v6e or v7x, with "
+    "ejkernel-pallas[aot]. Predictions are stored apart from measurements."
 )
-CALLS_HELP = "Tune the calls of this file, which ejkernel.ops.save_recorded writes; those of OP where it is given."
+CALLS_HELP = "Tune the calls in this file, which ejkernel.ops.save_recorded writes. With OP, only the calls of OP."
+EXPORT_HELP = (
+    "Also write the results into a table that a backend can ship, <device kind>/<op>.json in this directory. Entries "
+    "that the table already has are kept."
+)
 DIRECTIONS: dict[str, tuple[Direction, ...]] = {
     "forward": ("forward",),
     "backward": ("backward",),
@@ -64,23 +68,27 @@ class Settings:
 @click.command()
 @functools.partial(takes_call, required=False)
 @click.option("--calls", "file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=CALLS_HELP)
-@click.option("--direction", type=click.Choice(list(DIRECTIONS)), default="both", show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of a candidate.")
+@click.option(
+    "--direction", type=click.Choice(list(DIRECTIONS)), default="both", show_default=True, help="Passes to tune."
+)
+@click.option(
+    "--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Number of samples of each candidate."
+)
 @click.option("--target", metavar="NAME", help=TARGET_HELP)
 @STORE
 @click.option(
     "--export",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Also write a table that a backend can ship, <device kind>/<op>.json in this directory; merges.",
+    help=EXPORT_HELP,
 )
 @AS_JSON
 @click.pass_context
 def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Path | None, **given: Any) -> None:
     """Measure the configurations of a call and store the fastest.
 
-    What is tuned is the implementation that the call would use; --platform picks another. Candidates are timed
-    interleaved. The fastest is stored where it is ahead of the rule's own by more than the spread of the samples, else
-    the rule's own.
+    Times the candidate configurations of the implementation that the call would use, in turn. --platform selects
+    another implementation. If the fastest candidate is not faster than the configuration that the heuristic chooses by
+    more than the spread of the samples, the heuristic's configuration is stored.
 
     \b
     ejkernel tune flash_attention --shape 1,2048,8,64 -o causal=true
@@ -88,7 +96,7 @@ def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Pa
     """
     settings = Settings(**given)
     if settings.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--repeat: a prediction for a --target is made once")
+        raise click.UsageError("--repeat has no effect with --target: a prediction needs one run")
     calls, out, kept = _calls(spec, file), console(stderr=settings.as_json), PersistentCache(store)
     found = kept.predicted if settings.target else kept
     done: list[dict[str, Any]] = []
@@ -111,13 +119,13 @@ def _calls(spec: CallSpec | None, file: Path | None) -> list[Call]:
     """Those of the file, or the one that the command line describes."""
     if file is None:
         if spec is None:
-            raise click.UsageError("Missing argument 'OP', or --calls.")
+            raise click.UsageError("give the operation, OP, or --calls")
         return [spec.one()]
     if spec is not None and (spec.shapes or spec.cases or spec.options or spec.kv_shape or spec.value_dim):
-        raise click.UsageError("--calls brings its own shapes and options; give one or the other")
+        raise click.UsageError("--calls has its own shapes and options; use either --calls or the others")
     calls = written_calls(file, None if spec is None else spec.op)
     if not calls:
-        raise click.UsageError(f"--calls: {file} has no such calls")
+        raise click.UsageError(f"--calls: {file} has no calls" + ("" if spec is None else f" of {spec.op.name}"))
     return calls
 
 
@@ -196,7 +204,7 @@ def _measured(call: Call, settings: Settings, kept: PersistentCache, out: Consol
 def _predicted(call: Call, direction: str, target: Target, kept: PersistentCache, out: Console) -> Tuned:
     """For a device that may be anywhere."""
     if call.mesh is not None:
-        raise click.ClickException("a shard of a call under a mesh cannot be predicted for a --target")
+        raise click.ClickException("a call with a mesh cannot be predicted for a --target")
     with _one_line_tuner_errors():
         chain = ConfigSelectorChain(tuner=target.tuner(sys.stderr.isatty()), persistent=kept)
         with target_device(target.device):
@@ -223,7 +231,7 @@ def _check_served(plan: CallPlan, call: Call, direction: str, results: list[Tuni
     if "forward" in missing or (missing and direction == "backward"):
         decision = decide(call.op, call.abstract, platform=call.platform, chain=plan.chain)
         print_choice(out, decision.forward if missing[0] == "forward" else decision.backward)
-        raise click.ClickException(f"no implementation serves the {missing[0]} pass, so there is nothing to tune")
+        raise click.ClickException(f"no implementation supports the {missing[0]} pass, so there is nothing to tune")
 
 
 def _print_result(out: Console, call: Call, result: TuningResult, where: str) -> None:
@@ -238,16 +246,16 @@ def _print_result(out: Console, call: Call, result: TuningResult, where: str) ->
         times = milliseconds(measured.seconds), spread, f"{measured.seconds / best:.2f}"
         rows.append(((rank, style), (given_values(measured.part), style), *times, _note(result, measured)))
     title = f"{call.op.name}, {key.direction}, {result.implementation} {where} {key.device}"
-    headings = ("rank", "configuration", "ms", "spread", "of best", "note")
-    print_table(out, title, *headings, rows=rows, right=["rank", "ms", "spread", "of best"], fold=["note"])
+    headings = ("rank", "configuration", "ms", "spread", "relative", "note")
+    print_table(out, title, *headings, rows=rows, right=["rank", "ms", "spread", "relative"], fold=["note"])
 
 
 def _note(result: TuningResult, measured: Measurement) -> str:
-    """Which candidate the rule would have taken, and why it stays where it does."""
+    """Which candidate the heuristic chooses, and why it is stored if it is not the fastest."""
     if measured.part != result.rule:
         return ""
     stays = measured is result.winner and measured is not result.best
-    return "the rule's, kept: the best is not ahead of it by more than the spread" if stays else "the rule's"
+    return "heuristic, stored: the fastest is not faster by more than the spread" if stays else "heuristic"
 
 
 def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, Entry]:
