@@ -33,6 +33,7 @@ from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.pullback import Pullback
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
 from ejkernel.ops.second import second_derivatives
+from ejkernel.ops.values import Condition, check_values
 
 __all__ = [
     "NO_CHOICE",
@@ -41,6 +42,7 @@ __all__ = [
     "BwdParams",
     "Case",
     "Choice",
+    "Condition",
     "ConfigCache",
     "ConfigKey",
     "ConfigSelectorChain",
@@ -71,6 +73,7 @@ __all__ = [
     "arguments",
     "autotune_recorded",
     "call",
+    "check_values",
     "clear_recorded",
     "create_default_executor",
     "current_device",

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
-from ejkernel.ops import recording
+from ejkernel.ops import recording, values
 from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import BaseOperationConfig, Platform
@@ -70,6 +70,7 @@ def call(
         NoImplementationError: No implementation serves it.
     """
     chain = default_chain() if chain is None else chain
+    values.check(op.conditions, args)
     if op.route is not None:
         given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
         op, args, given = op.route(args, given)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.values import Conditions
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
@@ -141,6 +142,7 @@ class Op:
             tune the call ask for. Raises ValueError where the two disagree.
         route: (argument record, call options) -> the operation, the record and the options that carry the call out,
             where those are not its own; None where they always are.
+        conditions: Argument record -> what the values of its integers have to satisfy; None where they may be any.
         version: Raised when the meaning of a stored configuration changes.
     """
 
@@ -162,6 +164,7 @@ class Op:
     configure: Callable[[Any, Any], Any] = _as_it_is
     route: "Callable[[Any, dict[str, Any]], tuple[Op, Any, dict[str, Any]]] | None" = None
     axes_of: Callable[[Any], Mapping[str, Any]] | None = None
+    conditions: Conditions | None = None
     version: str = "1"
 
     @functools.cached_property

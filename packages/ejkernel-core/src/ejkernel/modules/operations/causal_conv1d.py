@@ -9,6 +9,7 @@ from ejkernel.families import causal_convolution
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.modules.operations.cases import causal_conv1d as cases
 from ejkernel.modules.operations.configs import CausalConv1dConfig
+from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, rank
 from ejkernel.modules.operations.shared.shapes import as_flag, check_cumulative, check_not_empty, check_shape, got
 from ejkernel.ops.arguments import arguments, static
@@ -161,6 +162,7 @@ OP = Op(
     config=CausalConv1dConfig,
     validate=validate,
     lower=lower,
+    conditions=of_bounds("cu_seqlens", "x"),
     reference=reference,
     cases=cases.cases(CausalConv1dArguments),
     tolerance={

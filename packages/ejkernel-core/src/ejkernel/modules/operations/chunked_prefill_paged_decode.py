@@ -1,5 +1,6 @@
 """Prefill and decoding mixed in one batch, over separate caches that the new tokens are first written into."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import ChunkedPrefillPagedDecodeConfig
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -31,6 +33,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -165,6 +168,21 @@ def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
     check_sinks(args.softmax_aux, sizes["H"])
 
 
+def conditions(args: ChunkedPrefillPagedDecodeArguments) -> Iterable[Condition]:
+    """Lengths, starts and tables fit each other."""
+    if not has_rank(args, queries=3, key_cache=4, block_tables=2):
+        return
+    yield from packed(
+        Packed(
+            lengths=("kv_lens", args.kv_lens),
+            starts=("query_start_loc", args.query_start_loc),
+            tables=("block_tables", args.block_tables),
+            rows=args.queries.shape[0],
+            page_size=args.key_cache.shape[1],
+        )
+    )
+
+
 def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     return PagedAttention(
@@ -217,6 +235,7 @@ OP = Op(
     config=ChunkedPrefillPagedDecodeConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.chunked_cases(ChunkedPrefillPagedDecodeArguments),
     tolerance=TOLERANCE,

@@ -1,5 +1,6 @@
 """Decoding over buffers of token rows, with the softmax denominator, for merging partial results."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import DecodeAttentionConfig
+from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -28,6 +30,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -144,6 +147,13 @@ def validate(args: DecodeAttentionArguments) -> None:
     check_sinks(args.softmax_aux, sizes["H"])
 
 
+def conditions(args: DecodeAttentionArguments) -> Iterable[Condition]:
+    """No sequence is longer than its pages."""
+    if has_rank(args, req_to_tokens=2, seq_lens=1):
+        capacity = args.req_to_tokens.shape[1] * args.page_size
+        yield from between("seq_lens", args.seq_lens, 0, capacity, "lengths that req_to_tokens has pages for,")
+
+
 def lower(args: DecodeAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     key, value = (x.reshape(-1, args.page_size, *x.shape[1:]) for x in (args.key_buffer, args.value_buffer))
@@ -185,6 +195,7 @@ OP = Op(
     config=DecodeAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.decode_cases(DecodeAttentionArguments),
     tolerance=TOLERANCE,

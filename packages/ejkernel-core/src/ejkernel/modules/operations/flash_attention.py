@@ -1,5 +1,6 @@
 """Flash attention: exact softmax attention in memory linear in the sequence length."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
+from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
-from ejkernel.modules.operations.shared.paged_keys import paged_call
+from ejkernel.modules.operations.shared.paged_keys import of_pages, paged_call
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
     as_flag,
@@ -31,6 +33,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.integers import clamp_positions, exact_segment_ids
@@ -237,6 +240,18 @@ def _check_dropout_seed(args: FlashAttentionArguments) -> None:
     check_dtype("dropout_seed", args.dropout_seed, jnp.integer, wants)
 
 
+def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:
+    """Cumulative lengths fit the arrays, or the pages of a cache."""
+    if not has_rank(args, query=4, key=4):
+        return
+    if args.block_tables is not None:
+        yield from of_pages(args)
+        return
+    for name, array in (("cum_seqlens_q", args.query), ("cum_seqlens_k", args.key)):
+        if getattr(args, name) is not None:
+            yield from cumulative(name, getattr(args, name), *array.shape[:2])
+
+
 def lower(args: FlashAttentionArguments) -> TiledAttention:
     """The tiled-attention record of a call."""
     mask = args.mask_info
@@ -344,6 +359,7 @@ OP = Op(
     config=FlashAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=cases.cases(FlashAttentionArguments),
     tolerance={

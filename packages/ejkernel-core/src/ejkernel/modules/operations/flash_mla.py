@@ -11,6 +11,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_mla as cases
 from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
+from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import (
     as_logits_dtype,
     check_latent_sizes,
@@ -279,6 +280,7 @@ OP = Op(
     config=FlashMLAConfig,
     validate=validate,
     lower=lower,
+    conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(FlashMLAArguments),
     tolerance=flash_attention.OP.tolerance,

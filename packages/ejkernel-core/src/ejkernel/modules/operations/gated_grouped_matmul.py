@@ -1,5 +1,6 @@
 """Gated grouped matmul: the first product of an expert layer, with its gather and its activation."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -10,12 +11,14 @@ from ejkernel.families import gated_grouped_matmul as family
 from ejkernel.families.grouped_matmul import LEFT_OVER
 from ejkernel.modules.operations.cases import gated_grouped_matmul as cases
 from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
+from ejkernel.modules.operations.shared.conditions import groups, has_rank
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.shapes import as_precision, check_dtype, check_not_empty, check_shape
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -109,6 +112,13 @@ def validate(args: GatedGroupedMatmulArguments) -> None:
         raise ValueError(f"activation: got {args.activation!r}, wants one of {', '.join(family.ACTIVATIONS)}")
 
 
+def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
+    """There are rows for all groups."""
+    rows = args.lhs if args.indices is None else args.indices
+    if has_rank(args, lhs=2, group_sizes=1) and getattr(rows, "shape", ()):
+        yield from groups(args.group_sizes, rows.shape[0])
+
+
 def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
     """The record of a call."""
     return family.GatedGroupedMatmul(
@@ -139,6 +149,7 @@ OP = Op(
     config=GatedGroupedMatmulConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=cases.cases(GatedGroupedMatmulArguments),
     tolerance={

@@ -10,6 +10,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
 from ejkernel.modules.operations.shared import plain_recurrence
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
 from ejkernel.ops.arguments import arguments, static
@@ -142,6 +143,7 @@ OP = Op(
     config=GLAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=of_states("query", -3),
     reference=reference,
     cases=recurrence_cases.gated(GLAttentionArguments),
     tolerance=TOLERANCE,

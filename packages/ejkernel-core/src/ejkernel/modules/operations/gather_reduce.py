@@ -1,5 +1,6 @@
 """Gather-reduce: weighted sums of named rows, the dispatch and the combine of a mixture of experts."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ from ejkernel import _compat
 from ejkernel.families import gather_reduce as family
 from ejkernel.modules.operations.cases import gather_reduce as cases
 from ejkernel.modules.operations.configs import GatherReduceConfig
+from ejkernel.modules.operations.shared.conditions import has_rank, same_pairs
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
 from ejkernel.ops.arguments import arguments
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -131,6 +134,12 @@ def validate(args: GatherReduceArguments) -> None:
         raise ValueError(f"indices: got shape {tuple(args.indices.shape)}, wants fewer than 2**31 pairs")
 
 
+def conditions(args: GatherReduceArguments) -> Iterable[Condition]:
+    """Both index arrays list the same pairs."""
+    if has_rank(args, indices=2, inverse=2):
+        yield from same_pairs(args.indices, args.inverse)
+
+
 def lower(args: GatherReduceArguments) -> family.GatherReduce:
     """The record of a call."""
     return family.GatherReduce(
@@ -158,6 +167,7 @@ OP = Op(
     config=GatherReduceConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=cases.cases(GatherReduceArguments),
     tolerance={

@@ -1,18 +1,18 @@
 """Grouped matmul: rows that come in groups, each group times a matrix of its own."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Integer, Num
 
-from ejkernel import _compat
 from ejkernel.families import grouped_matmul as family
 from ejkernel.families.grouped_matmul import GroupedMatmul as Record
 from ejkernel.modules.operations.cases import grouped_matmul as cases
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
+from ejkernel.modules.operations.shared.conditions import groups, has_rank
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -27,6 +27,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 from ejkernel.planning.precision import rounded
 from ejkernel.planning.quantized_formats import Format, Mode, decode, make_format
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
@@ -61,7 +62,6 @@ class GroupedMatmulArguments:
 
     def __post_init__(self) -> None:
         _refuse(self.interpret, self.out_shard_callback)
-        _check_rows(self.group_sizes, self.lhs)
         wanted, form = self.preferred_element_type, _format(self)
         if form is not None:
             zeros, tensor_scale = split_third(self.rhs_zeros, self.rhs_tensor_scale, form)
@@ -89,18 +89,6 @@ def _format(args: GroupedMatmulArguments) -> Format | None:
         if getattr(args, name) is not None:
             raise ValueError(f"{name}: got a value without rhs_mode, wants None")
     return None
-
-
-def _check_rows(group_sizes: Any, lhs: Any) -> None:
-    """Checks that there are rows for all groups, where the values can be read: not under a trace."""
-    if _compat.is_tracer(group_sizes) or not getattr(group_sizes, "is_fully_addressable", True):
-        return
-    values = np.asarray(jax.device_get(group_sizes))
-    if values.dtype.kind not in "iu" or getattr(lhs, "ndim", 0) != 2:
-        return
-    total = values.sum(dtype=np.int64)
-    if total > lhs.shape[0]:
-        raise ValueError(f"group_sizes: got a sum of {total}, wants at most the {lhs.shape[0]} rows of lhs")
 
 
 def _refuse(interpret: Any, out_shard_callback: Any) -> None:
@@ -289,6 +277,12 @@ def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
         )
 
 
+def conditions(args: GroupedMatmulArguments) -> Iterable[Condition]:
+    """There are rows for all groups."""
+    if has_rank(args, lhs=2, group_sizes=1):
+        yield from groups(args.group_sizes, args.lhs.shape[0])
+
+
 def lower(args: GroupedMatmulArguments) -> Record:
     """The grouped-matmul record of a call."""
     if args.rhs_mode is not None:
@@ -341,6 +335,7 @@ OP = Op(
     config=GroupedMatmulConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=cases.cases(GroupedMatmulArguments),
     tolerance={

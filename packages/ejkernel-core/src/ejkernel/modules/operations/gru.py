@@ -10,6 +10,7 @@ from ejkernel.families import recurrent_network
 from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import GRUConfig
 from ejkernel.modules.operations.shared import recurrent_networks
+from ejkernel.modules.operations.shared.conditions import of_rows
 from ejkernel.ops.arguments import arguments
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -103,6 +104,7 @@ OP = Op(
     config=GRUConfig,
     validate=functools.partial(recurrent_networks.validate, cell="gru"),
     lower=functools.partial(recurrent_networks.lower, cell="gru"),
+    conditions=of_rows,
     reference=functools.partial(recurrent_networks.reference, cell="gru"),
     cases=cases.cases(GRUArguments, "gru"),
     tolerance=recurrent_networks.TOLERANCE,

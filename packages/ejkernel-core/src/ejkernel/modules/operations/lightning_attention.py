@@ -11,6 +11,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import LightningAttentionConfig
 from ejkernel.modules.operations.shared import plain_recurrence
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, with_state
 from ejkernel.modules.operations.shared.shapes import as_count
@@ -150,6 +151,7 @@ OP = Op(
     config=LightningAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=of_states("query", -3),
     reference=reference,
     cases=recurrence_cases.constant(LightningAttentionArguments),
     tolerance=TOLERANCE,

@@ -10,6 +10,7 @@ from ejkernel.families import recurrent_network
 from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import LSTMConfig
 from ejkernel.modules.operations.shared import recurrent_networks
+from ejkernel.modules.operations.shared.conditions import of_rows
 from ejkernel.ops.arguments import arguments
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -106,6 +107,7 @@ OP = Op(
     config=LSTMConfig,
     validate=functools.partial(recurrent_networks.validate, cell="lstm"),
     lower=functools.partial(recurrent_networks.lower, cell="lstm"),
+    conditions=of_rows,
     reference=functools.partial(recurrent_networks.reference, cell="lstm"),
     cases=cases.cases(LSTMArguments, "lstm"),
     tolerance=recurrent_networks.TOLERANCE,

@@ -1,6 +1,7 @@
 """Mean pooling: the mean of every sequence, or of every chunk of it."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from ejkernel.families import segment_pooling
 from ejkernel.families.segment_pooling import SegmentPooling, chunk_ranges
 from ejkernel.modules.operations.cases import mean_pooling as cases
 from ejkernel.modules.operations.configs import MeanPoolingConfig
+from ejkernel.modules.operations.shared.conditions import cumulative
 from ejkernel.modules.operations.shared.paged_arguments import settle
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -24,6 +26,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 CHUNK_SIZE = 32
 """Tokens a chunk of values with heads, where the call does not say."""
@@ -118,6 +121,13 @@ def validate(args: MeanPoolingArguments) -> None:
         raise ValueError(f"cu_seqlens: got shape {args.cu_seqlens.shape}, wants [N + 1] with at least 1 sequence")
 
 
+def conditions(args: MeanPoolingArguments) -> Iterable[Condition]:
+    """Cumulative lengths fit the rows."""
+    if args.cu_seqlens is not None and jnp.ndim(args.x) in AXES:
+        rows, tokens = (1, args.x.shape[0]) if jnp.ndim(args.x) == 2 else args.x.shape[:2]
+        yield from cumulative("cu_seqlens", args.cu_seqlens, rows, tokens)
+
+
 def lower(args: MeanPoolingArguments) -> SegmentPooling:
     """The pooling record of a call."""
     values, size = _with_heads(args.x), _chunk_size(args)
@@ -188,6 +198,7 @@ OP = Op(
     config=MeanPoolingConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=cases.cases(MeanPoolingArguments),
     tolerance={

@@ -1,5 +1,6 @@
 """Decoding with multi-head latent attention: the query goes to the latent cache, not the cache to the heads."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import mla_decode as cases
 from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
+from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.latent_inputs import (
     check_latent_sizes,
     check_lengths,
@@ -25,6 +27,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 from ejkernel.planning.precision import product_precision
 from ejkernel.types import MaskInfo
 
@@ -157,6 +160,12 @@ def validate(args: MLADecodeArguments) -> None:
     flash_attention.validate(flash_call(query=row, key=row, value=row, softmax_aux=args.softmax_aux))
 
 
+def conditions(args: MLADecodeArguments) -> Iterable[Condition]:
+    """No sequence is longer than the cache; the record has checked what can be read."""
+    if has_rank(args, latent_cache=3, lengths=1):
+        yield from between("lengths", args.lengths, 0, args.latent_cache.shape[1], "lengths", traced_only=True)
+
+
 def lower(args: MLADecodeArguments) -> TiledAttention:
     """The tiled-attention record of a call: absorbed queries, and the cache as one KV head."""
     size = args.w_kc.shape[2]
@@ -222,6 +231,7 @@ OP = Op(
     config=MLADecodeConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=cases.cases(MLADecodeArguments),
     tolerance=flash_attention.OP.tolerance,

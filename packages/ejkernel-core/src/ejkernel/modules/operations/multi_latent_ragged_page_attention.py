@@ -1,5 +1,6 @@
 """Latent attention of prompts and single tokens in one batch, over pages that the new tokens are first written into."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -35,6 +37,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_cache import LANES, packing
 
@@ -207,6 +210,22 @@ def columns(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
     return -(-latent // LANES) * LANES, -(-rotary // LANES) * LANES
 
 
+def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condition]:
+    """Lengths, starts, tables and the numbers of sequences fit each other."""
+    if not has_rank(args, queries_nope=3, kv_cache=4):
+        return
+    yield from packed(
+        Packed(
+            lengths=("kv_lens", args.kv_lens),
+            starts=("query_start_loc", args.query_start_loc),
+            tables=("block_tables", args.block_tables),
+            rows=args.queries_nope.shape[0],
+            page_size=args.kv_cache.shape[1] * args.kv_cache.shape[2],
+            live=("distribution", args.distribution),
+        )
+    )
+
+
 def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     pages, *_, lanes = args.kv_cache.shape
@@ -267,6 +286,7 @@ OP = Op(
     config=MultiLatentRaggedPageAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=cases.cases(MultiLatentRaggedPageAttentionArguments),
     tolerance=TOLERANCE,

@@ -108,6 +108,7 @@ OP = Op(
     config=MultiLatentRaggedPageAttentionV2Config,
     validate=first.validate,
     lower=first.lower,
+    conditions=first.conditions,
     reference=first.reference,
     cases=cases.cases_v2(MultiLatentRaggedPageAttentionV2Arguments),
     tolerance=TOLERANCE,

@@ -12,6 +12,7 @@ from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
 from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
+from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import settle
 from ejkernel.modules.operations.shared.native_sparse_blocks import (
     Blocks,
@@ -280,6 +281,7 @@ OP = Op(
     config=NativeSparseAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(NativeSparseAttentionArguments),
     tolerance=flash_attention.OP.tolerance,

@@ -1,5 +1,6 @@
 """Decoding over a cache of pages: one query token a sequence."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -10,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
+from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -33,6 +35,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -168,6 +171,17 @@ def validate(args: PageAttentionArguments) -> None:
     check_sinks(args.softmax_aux, sizes["H"])
 
 
+def conditions(args: PageAttentionArguments) -> Iterable[Condition]:
+    """No sequence is longer than its table, nor than `max_context_len` promises."""
+    if not has_rank(args, key_cache=4, context_lens=1, block_tables=2):
+        return
+    capacity = args.block_tables.shape[1] * args.key_cache.shape[args.kv_layout.index("s")]
+    yield from between("context_lens", args.context_lens, 0, capacity, "lengths that block_tables has pages for,")
+    if args.max_context_len is not None and args.max_context_len < capacity:
+        what = "lengths that max_context_len promises,"
+        yield from between("context_lens", args.context_lens, 0, args.max_context_len, what)
+
+
 def lower(args: PageAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     query, tables = args.query.reshape(args.query.shape[0], *args.query.shape[-2:]), args.block_tables
@@ -224,6 +238,7 @@ OP = Op(
     config=PageAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.page_cases(PageAttentionArguments),
     tolerance=TOLERANCE,

@@ -1,5 +1,6 @@
 """Prefill of one sequence's chunk over a cache of pages that holds the chunk already."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -11,6 +12,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
+from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -31,6 +33,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -141,6 +144,13 @@ def validate(args: PrefillPageAttentionArguments) -> None:
     check_sinks(args.softmax_aux, sizes["H"])
 
 
+def conditions(args: PrefillPageAttentionArguments) -> Iterable[Condition]:
+    """The sequence is not longer than its pages."""
+    if has_rank(args, key_cache=4, context_len=1, page_indices=1):
+        capacity = args.page_indices.shape[0] * args.key_cache.shape[args.kv_layout.index("s")]
+        yield from between("context_len", args.context_len, 0, capacity, "a length that page_indices has pages for,")
+
+
 def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     chunk, _, size = args.query.shape
@@ -182,6 +192,7 @@ OP = Op(
     config=PrefillPageAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.prefill_cases(PrefillPageAttentionArguments),
     tolerance=TOLERANCE,

@@ -1,5 +1,6 @@
 """Decoding over a dense cache: one query token a batch row, which attends to a range of the row's keys."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedDecodeAttentionConfig
+from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -26,6 +28,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -135,6 +138,14 @@ def validate(args: RaggedDecodeAttentionArguments) -> None:
     check_sinks(args.softmax_aux, sizes["H"])
 
 
+def conditions(args: RaggedDecodeAttentionArguments) -> Iterable[Condition]:
+    """Ranges of keys lie within the rows."""
+    if has_rank(args, key=4, sequence_start=1, sequence_end=1):
+        keys = args.key.shape[1]
+        yield from between("sequence_start", args.sequence_start, 0, keys, "first keys")
+        yield from between("sequence_end", args.sequence_end, 0, keys, "ends")
+
+
 def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     query = args.query.reshape(args.query.shape[0], *args.query.shape[-2:])
@@ -178,6 +189,7 @@ OP = Op(
     config=RaggedDecodeAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.dense_cases(RaggedDecodeAttentionArguments),
     tolerance=TOLERANCE,

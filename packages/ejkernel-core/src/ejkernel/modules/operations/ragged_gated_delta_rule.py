@@ -13,6 +13,7 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RaggedGatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
@@ -164,6 +165,7 @@ OP = Op(
     config=RaggedGatedDeltaRuleConfig,
     validate=validate,
     lower=lower,
+    conditions=of_states("query", 0, "query_start_loc", "recurrent_state"),
     reference=reference,
     cases=delta_cases.ragged_delta(RaggedGatedDeltaRuleArguments),
     tolerance=TOLERANCE,

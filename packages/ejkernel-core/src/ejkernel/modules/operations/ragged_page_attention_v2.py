@@ -1,5 +1,6 @@
 """Prefill and decoding mixed in one batch, over pages that hold keys and values together and are only read."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -38,6 +40,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 from ejkernel.planning import paged_cache
 
 
@@ -187,6 +190,22 @@ def check_num_seqs(name: str, value: Any) -> None:
     check_dtype(name, value, jnp.integer, wants)
 
 
+def conditions(args: RaggedPageAttentionv2Arguments) -> Iterable[Condition]:
+    """Lengths, starts, tables and the number of sequences fit each other."""
+    if not has_rank(args, queries=3, kv_pages=4, block_tables=2):
+        return
+    yield from packed(
+        Packed(
+            lengths=("context_lens", args.context_lens),
+            starts=("query_start_loc", args.query_start_loc),
+            tables=("block_tables", args.block_tables),
+            rows=args.queries.shape[0],
+            page_size=args.kv_pages.shape[1],
+            live=("num_seqs", args.num_seqs),
+        )
+    )
+
+
 def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
     """The paged-attention record of a call."""
     pages, slots, rows, size = args.kv_pages.shape
@@ -239,6 +258,7 @@ OP = Op(
     config=RaggedPageAttentionv2Config,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.v2_cases(RaggedPageAttentionv2Arguments),
     tolerance=TOLERANCE,

@@ -1,5 +1,6 @@
 """Prefill and decoding mixed in one batch, over a cache that the new tokens are first written into."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -11,6 +12,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -41,6 +43,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 from ejkernel.planning import paged_cache
 from ejkernel.planning.paged_cache import LANES, packing
 
@@ -231,6 +234,22 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
     )
 
 
+def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
+    """Lengths, starts, tables and the numbers of sequences fit each other."""
+    if not has_rank(args, queries=3, kv_cache=5):
+        return
+    yield from packed(
+        Packed(
+            lengths=("kv_lens", args.kv_lens),
+            starts=("query_start_loc", args.query_start_loc),
+            tables=("block_tables", args.block_tables),
+            rows=args.queries.shape[0],
+            page_size=args.kv_cache.shape[1],
+            live=("distribution", args.distribution),
+        )
+    )
+
+
 def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
     """The paged-attention record of a call."""
     (pages, slots, *_), (_, kv_heads, size), sequences = args.kv_cache.shape, args.keys.shape, args.kv_lens.shape[0]
@@ -286,6 +305,7 @@ OP = Op(
     config=RaggedPageAttentionv3Config,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.v3_cases(RaggedPageAttentionv3Arguments),
     tolerance=TOLERANCE,

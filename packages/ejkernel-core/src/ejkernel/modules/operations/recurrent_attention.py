@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.families import linear_recurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, finish, lower, validate
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
 from ejkernel.ops.execution.kernel import Kernel
@@ -109,6 +110,7 @@ OP = Op(
     config=RecurrentAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=of_states("query", -3),
     reference=reference,
     cases=recurrence_cases.recurrent(RecurrentAttentionArguments),
     tolerance=TOLERANCE,

@@ -10,6 +10,7 @@ from ejkernel.families.recurrent_network import RecurrentNetwork
 from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import RNNConfig
 from ejkernel.modules.operations.shared import recurrent_networks
+from ejkernel.modules.operations.shared.conditions import of_rows
 from ejkernel.modules.operations.shared.paged_arguments import as_choice
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -125,6 +126,7 @@ OP = Op(
     config=RNNConfig,
     validate=validate,
     lower=lower,
+    conditions=of_rows,
     reference=reference,
     cases=cases.cases(RNNArguments, "tanh"),
     tolerance=recurrent_networks.TOLERANCE,

@@ -180,6 +180,7 @@ OP = Op(
     config=ScaledDotProductAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=lambda args: flash_attention.conditions(_as_flash(args)),
     reference=reference,
     cases=cases.cases(ScaledDotProductAttentionArguments),
     tolerance=flash_attention.OP.tolerance,

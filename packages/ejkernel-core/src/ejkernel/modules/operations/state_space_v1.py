@@ -11,6 +11,7 @@ from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.modules.operations.cases import state_space_v1 as cases
 from ejkernel.modules.operations.configs import StateSpaceV1Config
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import check_cumulative, check_dtype, check_not_empty, check_shape, got
 from ejkernel.ops.arguments import arguments, static
@@ -192,6 +193,7 @@ OP = Op(
     config=StateSpaceV1Config,
     validate=validate,
     lower=lower,
+    conditions=of_states("hidden_states"),
     reference=reference,
     cases=cases.cases(StateSpaceV1Arguments),
     tolerance={

@@ -13,6 +13,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.cases import state_space as state_space_cases
 from ejkernel.modules.operations.configs import StateSpaceV2Config
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_packing, check_states, wide
 from ejkernel.modules.operations.shared.repeated import check_repeated
 from ejkernel.modules.operations.shared.shapes import (
@@ -241,6 +242,7 @@ OP = Op(
     config=StateSpaceV2Config,
     validate=validate,
     lower=lower,
+    conditions=of_states("x"),
     reference=reference,
     cases=state_space_cases.cases(StateSpaceV2Arguments),
     tolerance=TOLERANCE,

@@ -1,5 +1,6 @@
 """Prefill and decoding mixed in one batch, over separate key and value caches that are only read."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed, shared_prefix
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -33,6 +35,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.ops.values import Condition
 
 
 @arguments
@@ -172,6 +175,25 @@ def validate(args: UnifiedAttentionArguments) -> None:
         check_dtype("qq_bias", args.qq_bias, jnp.floating, "a floating dtype")
 
 
+def conditions(args: UnifiedAttentionArguments) -> Iterable[Condition]:
+    """Lengths, starts and tables fit each other."""
+    if not has_rank(args, queries=3, key_cache=4, block_tables=2):
+        return
+    yield from packed(
+        Packed(
+            lengths=("kv_lens", args.kv_lens),
+            starts=("query_start_loc", args.query_start_loc),
+            tables=("block_tables", args.block_tables),
+            rows=args.queries.shape[0],
+            page_size=args.key_cache.shape[1],
+        )
+    )
+    if args.shared_prefix is not None:
+        capacity = args.block_tables.shape[1] * args.key_cache.shape[1]
+        lengths, starts = ("kv_lens", args.kv_lens), ("query_start_loc", args.query_start_loc)
+        yield from shared_prefix(args.shared_prefix, lengths, starts, capacity)
+
+
 def lower(args: UnifiedAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     return PagedAttention(
@@ -222,6 +244,7 @@ OP = Op(
     config=UnifiedAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=conditions,
     reference=reference,
     cases=paged_cases.unified_cases(UnifiedAttentionArguments),
     tolerance=TOLERANCE,

@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
 from ejkernel.modules.operations.shared.lse import beside_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
 from ejkernel.ops.model import Op
+from ejkernel.ops.values import Condition, integers
 
+_INT32 = 2**31 - 1
 _UNMEANT = ("bias", "mask_info", "dropout_seed", "precision")
 
 
@@ -47,6 +51,31 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
         **given,
     )
     return _with_rows(batch, tokens), record, options
+
+
+def of_pages(args: Any) -> Iterable[Condition]:
+    """Cumulative lengths of a call over pages fit the query rows and the tables."""
+    (batch, tokens), tables, ends = args.query.shape[:2], args.block_tables, args.cum_seqlens_k
+    starts = args.cum_seqlens_q
+    for name, bounds, most in (("cum_seqlens_q", starts, batch * tokens), ("cum_seqlens_k", ends, _INT32)):
+        if bounds is not None:
+            now = (dataclasses.replace(one, traced_only=False) for one in cumulative(name, bounds, 1, most))
+            yield from now
+    if not has_rank(args, block_tables=2) or not integers(ends) or ends.shape != (tables.shape[0] + 1,):
+        return
+    capacity, rows = tables.shape[1] * args.key.shape[1], () if starts is None else (starts,)
+    if rows and (not integers(*rows) or rows[0].shape != ends.shape):
+        return
+
+    def holds(xp: Any, keys: Any, *queries: Any) -> Any:
+        steps = keys[1:] - keys[:-1]
+        least = queries[0][1:] - queries[0][:-1] if queries else tokens
+        return xp.all((steps >= least) & (steps <= capacity))
+
+    wants = (
+        f"steps of at least each sequence's queries and at most the {capacity} tokens that block_tables has pages for"
+    )
+    yield Condition(name="cum_seqlens_k", reads=(ends, *rows), holds=holds, wants=wants)
 
 
 def _check(args: Any, options: dict[str, Any]) -> None:

@@ -1,0 +1,223 @@
+"""What lengths, starts, counts, tables and slots of a call have to satisfy, as `ejkernel.ops.values.Condition`s.
+
+Each function yields conditions for arrays of the right shapes alone: `validate` refuses the others.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ejkernel.ops.values import Condition, integers
+
+
+def has_rank(args: Any, **ranks: int) -> bool:
+    """Whether arguments, by name, are arrays of so many axes."""
+    return all(len(getattr(getattr(args, name), "shape", ())) == rank for name, rank in ranks.items())
+
+
+def cumulative(name: str, lengths: Any, rows: int, size: int) -> Iterable[Condition]:
+    """Cumulative lengths start at 0, never decrease, and end within `size` tokens (each within it where rows > 1).
+
+    The argument record checks values that can be read, by `shapes.check_cumulative`.
+    """
+    if not integers(lengths) or len(lengths.shape) != 1 or not lengths.shape[0]:
+        return
+
+    def holds(xp: Any, bounds: Any) -> Any:
+        steps = bounds[1:] - bounds[:-1]
+        last = bounds[-1] if rows == 1 else steps
+        return (bounds[0] == 0) & xp.all(steps >= 0) & xp.all(last <= size)
+
+    within = f"end within {size} tokens" if rows == 1 else f"have steps of at most {size} tokens"
+    wants = f"lengths that start at 0, never decrease and {within}"
+    yield Condition(name=name, reads=(lengths,), holds=holds, wants=wants, traced_only=True)
+
+
+def of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
+    """The conditions of an operation with one array of cumulative lengths.
+
+    Args:
+        name: The argument that holds them.
+        array: An argument with a row or rows of tokens, [B, T, ...] or [T, ...].
+        tokens_axis: Its axis of tokens.
+    """
+
+    def conditions(args: Any) -> Iterable[Condition]:
+        bounds: Any = getattr(args, name)
+        shape: Any = getattr(getattr(args, array), "shape", ())
+        axis = tokens_axis % max(len(shape), 1)
+        if bounds is not None and len(shape) > axis:
+            yield from cumulative(name, bounds, shape[0] if axis else 1, shape[axis])
+
+    return conditions
+
+
+def of_states(array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", states: str = "initial_state") -> Any:
+    """The conditions of a recurrence: its cumulative lengths, and slots of its states where it has `state_indices`.
+
+    Args:
+        array: An argument with the tokens.
+        tokens_axis: Its axis of tokens.
+        bounds: The argument with the cumulative lengths.
+        states: The argument with the slots.
+    """
+    of_tokens = of_bounds(bounds, array, tokens_axis)
+
+    def conditions(args: Any) -> Iterable[Condition]:
+        yield from of_tokens(args)
+        yield from slots(args.state_indices, getattr(args, bounds), getattr(args, states))
+
+    return conditions
+
+
+def of_rows(args: Any) -> Iterable[Condition]:
+    """The conditions of a recurrent network: no row has more tokens than x."""
+    if has_rank(args, x=3, seq_lengths=1):
+        yield from between("seq_lengths", args.seq_lengths, 0, args.x.shape[1], "lengths")
+
+
+def between(name: str, values: Any, least: int, most: int, what: str, traced_only: bool = False) -> Iterable[Condition]:
+    """All of some integers are from `least` to `most`."""
+    if integers(values):
+        wants = f"{what} from {least} to {most}"
+        yield Condition(
+            name=name,
+            reads=(values,),
+            holds=lambda xp, x: xp.all((x >= least) & (x <= most)),
+            wants=wants,
+            traced_only=traced_only,
+        )
+
+
+class Packed(NamedTuple):
+    """The arguments of packed sequences over a cache of pages, by name and value.
+
+    Attributes:
+        lengths: Tokens of each sequence, [N].
+        starts: First query row of each, [N + 1].
+        tables: Pages, [N, K] or [N * K].
+        rows: Query rows.
+        page_size: Slots of a page.
+        live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
+    """
+
+    lengths: tuple[str, Any]
+    starts: tuple[str, Any]
+    tables: tuple[str, Any]
+    rows: int
+    page_size: int
+    live: tuple[str, Any] | None = None
+
+
+def packed(given: Packed) -> Iterable[Condition]:
+    """Starts, lengths, the number of live sequences and tables fit each other, the query rows and the cache."""
+    (length_name, lengths), (start_name, starts), (table_name, tables) = given.lengths, given.starts, given.tables
+    live = () if given.live is None else (given.live[1],)
+    if not integers(lengths, starts, tables, *live) or len(lengths.shape) != 1:
+        return
+    sequences = lengths.shape[0]
+    if starts.shape != (sequences + 1,) or (len(tables.shape) == 2 and tables.shape[0] != sequences):
+        return
+    entries = tables.shape[1] if len(tables.shape) == 2 else tables.shape[0] // max(sequences, 1)
+    capacity = entries * given.page_size
+    if given.live is not None:
+        yield from _live(given.live, sequences)
+
+    def ordered(xp: Any, bounds: Any, *counts: Any) -> Any:
+        first, last, rest = bounds[:-1], bounds[1:], _rest(xp, sequences, counts)
+        return xp.all(rest | ((first >= 0) & (first <= last) & (last <= given.rows)))
+
+    def long_enough(xp: Any, tokens: Any, bounds: Any, *counts: Any) -> Any:
+        return xp.all(_rest(xp, sequences, counts) | (tokens >= xp.maximum(bounds[1:] - bounds[:-1], 0)))
+
+    def short_enough(xp: Any, tokens: Any, *counts: Any) -> Any:
+        return xp.all(_rest(xp, sequences, counts) | (tokens <= capacity))
+
+    up_to = f" up to the live sequences of {given.live[0]}" if given.live else ""
+    wants = f"starts from 0 to the {given.rows} query rows that never decrease{up_to}"
+    yield Condition(name=start_name, reads=(starts, *live), holds=ordered, wants=wants)
+    wants = f"at least the query rows that {start_name} gives each sequence: they are its newest tokens"
+    yield Condition(name=length_name, reads=(lengths, starts, *live), holds=long_enough, wants=wants)
+    wants = f"at most {capacity} tokens: {entries} pages of {given.page_size} are all that {table_name} lists"
+    yield Condition(name=length_name, reads=(lengths, *live), holds=short_enough, wants=wants)
+
+
+def _rest(xp: Any, sequences: int, counts: tuple[Any, ...]) -> Any:
+    """Which sequences are not live, bool [N]; `counts` is empty where all are."""
+    if not counts:
+        return xp.zeros(sequences, bool)
+    return xp.arange(sequences) >= xp.reshape(counts[0], (-1,))[-1]
+
+
+def _live(given: tuple[str, Any], sequences: int) -> Iterable[Condition]:
+    name, counts = given
+
+    def holds(xp: Any, values: Any) -> Any:
+        values = xp.reshape(values, (-1,))
+        return (values[0] >= 0) & xp.all(values[1:] >= values[:-1]) & (values[-1] <= sequences)
+
+    ascending = "numbers that never decrease" if len(counts.shape) == 1 and counts.shape[0] > 1 else "a number"
+    wants = f"{ascending} from 0 to the {sequences} sequences"
+    yield Condition(name=name, reads=(counts,), holds=holds, wants=wants)
+
+
+def shared_prefix(prefix: Any, lengths: tuple[str, Any], starts: tuple[str, Any], capacity: int) -> Iterable[Condition]:
+    """All sequences with query rows begin with the prefix, and none of their queries is in it."""
+    if not integers(prefix, lengths[1], starts[1]) or starts[1].shape != (lengths[1].shape[0] + 1,):
+        return
+
+    def holds(xp: Any, count: Any, tokens: Any, bounds: Any) -> Any:
+        rows = bounds[1:] - bounds[:-1]
+        return (count >= 0) & (count <= capacity) & xp.all((rows <= 0) | (count <= tokens - rows))
+
+    wants = (
+        f"a number of tokens from 0 to the {capacity} of a table, and at most the {lengths[0]} of every sequence less "
+        "its query rows"
+    )
+    yield Condition(name="shared_prefix", reads=(prefix, lengths[1], starts[1]), holds=holds, wants=wants)
+
+
+def slots(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -> Iterable[Condition]:
+    """Sequences with tokens have different slots; an index that is no slot may be repeated."""
+    if not integers(indices, bounds) or not getattr(states, "shape", ()) or bounds.shape != (indices.shape[0] + 1,):
+        return
+    count = states.shape[0]
+
+    def holds(xp: Any, index: Any, ends: Any) -> Any:
+        stored = (ends[1:] > ends[:-1]) & (index >= 0) & (index < count)
+        ordered = xp.sort(xp.where(stored, index, -1))
+        return xp.all((ordered[1:] != ordered[:-1]) | (ordered[1:] < 0))
+
+    wants = "different slots for sequences that have tokens"
+    yield Condition(name=name, reads=(indices, bounds), holds=holds, wants=wants)
+
+
+def groups(sizes: Any, rows: int) -> Iterable[Condition]:
+    """Sizes of groups are not negative, and there are rows for all of them."""
+    if not integers(sizes) or len(sizes.shape) != 1:
+        return
+    yield from _not_negative("group_sizes", sizes)
+    wants = f"a sum of at most the {rows} rows"
+    yield Condition(name="group_sizes", reads=(sizes,), holds=lambda xp, x: xp.sum(x) <= rows, wants=wants)
+
+
+def _not_negative(name: str, values: Any) -> Iterable[Condition]:
+    yield Condition(name=name, reads=(values,), holds=lambda xp, x: xp.all(x >= 0), wants="sizes of at least 0")
+
+
+def same_pairs(indices: Any, inverse: Any) -> Iterable[Condition]:
+    """The rows of `inverse` list each pair of `indices` that names them, once. The record checks what can be read."""
+    if not integers(indices, inverse):
+        return
+    rows, count = inverse.shape[0], indices.shape[0] * indices.shape[1]
+
+    def holds(xp: Any, pairs: Any, named: Any) -> Any:
+        named, owner = named.reshape(-1), xp.broadcast_to(xp.arange(rows)[:, None], pairs.shape).reshape(-1)
+        pairs = pairs.reshape(-1)
+        listed = (pairs >= 0) & (pairs < count)
+        right = xp.where(listed, named[xp.where(listed, pairs, 0)] == owner, True) if count else ~listed
+        ordered = xp.sort(xp.where(listed, pairs, -1))
+        once = (ordered[1:] != ordered[:-1]) | (ordered[1:] < 0)
+        return xp.all(right) & xp.all(once) & (xp.sum(listed) == xp.sum((named >= 0) & (named < rows)))
+
+    wants = "every pair of indices that names a row, once, in that row"
+    yield Condition(name="inverse", reads=(inverse, indices), holds=holds, wants=wants, traced_only=True)

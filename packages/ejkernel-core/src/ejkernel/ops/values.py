@@ -1,0 +1,147 @@
+"""What the values of a call's integer arguments have to satisfy: lengths, starts, counts and tables fit each other.
+
+Values that lie on the host or on a device are checked before the call runs; a mistake is a ValueError that names the
+argument. Values that are traced cannot be read. In a `check_values()` block the call puts the same conditions into the
+traced program, as `jax.experimental.checkify.check`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import _compat
+from ejkernel.types.integers import as_int32
+
+# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
+_wanted: Any = jax.make_user_context(False)
+_WIDE = (np.dtype(np.int32), np.dtype(np.int64))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Condition:
+    """One condition on the values of integer arguments.
+
+    Attributes:
+        name: The argument that is wrong where the condition does not hold.
+        reads: The arrays it is about, that argument's first.
+        holds: (`numpy` or `jax.numpy`, the arrays) -> bool scalar. The arrays are int32 or int64.
+        wants: The rest of the message after "wants".
+        traced_only: Whether the argument record has checked values that can be read.
+    """
+
+    name: str
+    reads: tuple[Any, ...]
+    holds: Callable[..., Any]
+    wants: str
+    traced_only: bool = False
+
+
+Conditions = Callable[[Any], Iterable[Condition]]
+
+
+@contextlib.contextmanager
+def check_values() -> Generator[None]:
+    """Lets the calls traced inside of the block check the values of their lengths, starts, counts and tables.
+
+    The checks are those of calls whose values can be read, as `jax.experimental.checkify.check`: transform the function
+    with `checkify.checkify`, which returns the error beside the result, or JAX refuses to compile it. Outside of the
+    block a traced call has no checks, and costs nothing for them.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from jax.experimental import checkify
+        from ejkernel.modules import flash_attention
+        from ejkernel.ops import check_values
+
+        x = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
+
+        def step(bounds):
+            return flash_attention(x, x, x, cum_seqlens_q=bounds)
+
+        with check_values():
+            error, output = jax.jit(checkify.checkify(step))(jnp.array([0, 5, 9]))
+        assert "cum_seqlens_q: got [0 5 9]" in error.get()
+        ```
+    """
+    with _wanted(True):
+        yield
+
+
+def check(conditions: Conditions | None, args: Any) -> None:
+    """Checks the values of an argument record that can be read and, in a `check_values` block, those that are traced.
+
+    Raises:
+        ValueError: A condition does not hold; or an argument is of 64-bit integers that JAX would wrap around.
+    """
+    _check_width(args)
+    stated = () if conditions is None else tuple(conditions(args))
+    arrays = {id(array): array for condition in stated for array in condition.reads}
+    readable = {key: array for key, array in arrays.items() if _readable(array)}
+    for array in readable.values():
+        if isinstance(array, jax.Array):
+            array.copy_to_host_async()  # all copies are under way before the first is waited for
+    host: dict[int, Any] = {}
+    for condition in stated:
+        if readable.keys() >= set(map(id, condition.reads)):
+            if not condition.traced_only:
+                _check_now(condition, [_on_host(host, array) for array in condition.reads])
+        elif _wanted.value and any(map(_compat.is_tracer, condition.reads)):
+            _check_later(condition)
+
+
+def integers(*arrays: Any) -> bool:
+    """Whether all are arrays of integers, so that conditions on them can be stated."""
+    return all(x is not None and hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
+
+
+def _readable(array: Any) -> bool:
+    if isinstance(array, jax.Array):
+        return not _compat.is_tracer(array) and array.is_fully_addressable
+    return isinstance(array, np.ndarray | np.generic)
+
+
+def _on_host(host: dict[int, Any], array: Any) -> np.ndarray:
+    """The numbers of an array, in 32 bits with a sign or more; `host` has those that were fetched before."""
+    found = host.get(id(array))
+    if found is None:
+        found = np.asarray(array)
+        found = host[id(array)] = found if found.dtype in _WIDE else found.astype(np.int64)
+    return found
+
+
+def _check_now(condition: Condition, values: list[np.ndarray]) -> None:
+    if not condition.holds(np, *values):
+        shown = np.array2string(values[0], threshold=16, separator=", ")
+        raise ValueError(f"{condition.name}: got {shown}, wants {condition.wants}")
+
+
+def _check_later(condition: Condition) -> None:
+    from jax.experimental import checkify
+
+    arrays = [jnp.asarray(as_int32(x)) for x in condition.reads]
+    wants = condition.wants.replace("{", "{{").replace("}", "}}")
+    message = f"{condition.name}: got {{values}}, wants {wants}"
+    checkify.check(jnp.all(condition.holds(jnp, *arrays)), message, values=arrays[0])
+
+
+def _check_width(args: Any) -> None:
+    """Checks NumPy's 64-bit integers, which JAX takes for 32 bits of them unless it has 64.
+
+    Raises:
+        ValueError: One would become another number.
+    """
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.dtype.itemsize == 8 and value.size:
+            narrow = np.iinfo(jax.dtypes.canonicalize_dtype(value.dtype))
+            if value.min() < narrow.min or value.max() > narrow.max:
+                raise ValueError(
+                    f"{field.name}: got NumPy's {value.dtype} from {value.min()} to {value.max()}, wants values from "
+                    f"{narrow.min} to {narrow.max}, or jax_enable_x64: JAX would wrap others around"
+                )
