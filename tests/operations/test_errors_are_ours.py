@@ -79,7 +79,7 @@ def test_symbolic_sizes_are_refused_by_name_where_they_do_not_serve():
 def test_groups_of_more_rows_than_there_are_are_refused():
     lhs, rhs = jnp.ones((8, 16)), jnp.ones((2, 16, 4))
     for sizes in (jnp.array([3, 15]), [3, 15]):
-        with pytest.raises(ValueError, match="group_sizes: got a sum of 18, wants at most the 8 rows of lhs"):
+        with pytest.raises(ValueError, match=r"group_sizes: got \[ 3, 15\], wants a sum of at most the 8 rows of lhs"):
             grouped_matmul(lhs, rhs, jnp.asarray(sizes))
     assert grouped_matmul(lhs, rhs, jnp.array([3, 4])).shape == (8, 4)
     assert jax.jit(grouped_matmul)(lhs, rhs, jnp.array([3, 4])).shape == (8, 4)

@@ -70,7 +70,7 @@ def call(
         NoImplementationError: No implementation serves it.
     """
     chain = default_chain() if chain is None else chain
-    values.check(op.conditions, args)
+    values.check(op.conditions, args, op.validate if op.route is None else None)
     if op.route is not None:
         given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
         op, args, given = op.route(args, given)

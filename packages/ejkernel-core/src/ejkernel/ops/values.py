@@ -73,8 +73,14 @@ def check_values() -> Generator[None]:
         yield
 
 
-def check(conditions: Conditions | None, args: Any) -> None:
+def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], None] | None = None) -> None:
     """Checks the values of an argument record that can be read and, in a `check_values` block, those that are traced.
+
+    Args:
+        conditions: What they have to satisfy.
+        args: The record.
+        validate: Checks the record's shapes. It is called where a condition does not hold: shapes that are wrong, too,
+            are the better error.
 
     Raises:
         ValueError: A condition does not hold; or an argument is of 64-bit integers that JAX would wrap around.
@@ -90,7 +96,7 @@ def check(conditions: Conditions | None, args: Any) -> None:
     for condition in stated:
         if readable.keys() >= set(map(id, condition.reads)):
             if not condition.traced_only:
-                _check_now(condition, [_on_host(host, array) for array in condition.reads])
+                _check_now(condition, [_on_host(host, array) for array in condition.reads], args, validate)
         elif _wanted.value and any(map(_compat.is_tracer, condition.reads)):
             _check_later(condition)
 
@@ -115,8 +121,10 @@ def _on_host(host: dict[int, Any], array: Any) -> np.ndarray:
     return found
 
 
-def _check_now(condition: Condition, values: list[np.ndarray]) -> None:
+def _check_now(condition: Condition, values: list[np.ndarray], args: Any, validate: Any) -> None:
     if not condition.holds(np, *values):
+        if validate is not None:
+            validate(args)
         shown = np.array2string(values[0], threshold=16, separator=", ")
         raise ValueError(f"{condition.name}: got {shown}, wants {condition.wants}")
 

@@ -114,9 +114,9 @@ def validate(args: GatedGroupedMatmulArguments) -> None:
 
 def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
     """There are rows for all groups."""
-    rows = args.lhs if args.indices is None else args.indices
-    if has_rank(args, lhs=2, group_sizes=1) and getattr(rows, "shape", ()):
-        yield from groups(args.group_sizes, rows.shape[0])
+    name = "lhs" if args.indices is None else "indices"
+    if has_rank(args, group_sizes=1) and getattr(getattr(args, name), "shape", ()):
+        yield from groups(args.group_sizes, getattr(args, name).shape[0], name)
 
 
 def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:

@@ -191,12 +191,12 @@ def slots(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -
     yield Condition(name=name, reads=(indices, bounds), holds=holds, wants=wants)
 
 
-def groups(sizes: Any, rows: int) -> Iterable[Condition]:
+def groups(sizes: Any, rows: int, array: str) -> Iterable[Condition]:
     """Sizes of groups are not negative, and there are rows for all of them."""
     if not integers(sizes) or len(sizes.shape) != 1:
         return
     yield from _not_negative("group_sizes", sizes)
-    wants = f"a sum of at most the {rows} rows"
+    wants = f"a sum of at most the {rows} rows of {array}"
     yield Condition(name="group_sizes", reads=(sizes,), holds=lambda xp, x: xp.sum(x) <= rows, wants=wants)
 
 
