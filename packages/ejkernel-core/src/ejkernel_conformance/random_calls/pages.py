@@ -135,7 +135,8 @@ def page(rng: Rng, op: str = "page_attention") -> Drawn:
         return {"query": query, **caches, **more}
 
     if plain:
-        return Drawn(values, _options(rng, "attn_logits_soft_cap", **_lse(rng)))
+        # Sizes are drawn, so the caches' shapes may fit several layouts.
+        return Drawn(values, _options(rng, "attn_logits_soft_cap", kv_layout="pshd", **_lse(rng)))
     return Drawn(values, _options(rng, page_size=z.slots))
 
 
