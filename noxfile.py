@@ -112,7 +112,7 @@ def bench(session: nox.Session) -> None:
 
 
 PROCESSES = ("-n", "auto", "--maxprocesses", "4")
-REPORTS = ("--plan", "--durations-by-kind", "--record-costs")
+REPORTS = ("--plan", "--durations-by-kind", "--record-costs", "--shuffle")
 """What may follow `--` without selecting tests."""
 
 
@@ -130,7 +130,8 @@ def examples(session: nox.Session) -> None:
 
 def selects(session: nox.Session) -> bool:
     """Whether something after `--` selects tests."""
-    return not set(session.posargs) <= set(REPORTS)
+    given = (argument for argument in session.posargs if not argument.isdigit())
+    return not set(given) <= set(REPORTS)
 
 
 @nox.session

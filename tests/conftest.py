@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ejkernel")
     group.addoption("--plan", action="store_true", help="print which tests a command runs, and run none")
     group.addoption("--durations-by-kind", action="store_true", help="print per file what tracing, compiling ... took")
+    group.addoption("--shuffle", metavar="SEED", type=int, help="run files, and the tests in them, in another order")
     group.addoption("--only", metavar="FILE", help="run only tests whose ids are in this JSON file")
     group.addoption("--needs", metavar="NAME", help="run only tests that are marked to need this")
     group.addoption("--record-costs", action="store_true", help="write what tests cost to tests/support/suite/")
@@ -39,19 +40,25 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what cannot run here, and what belongs to the other command."""
-    from ejkernel_conformance.plugin import parameter_of
-
     if path := config.getoption("--only"):
         ids = set(json.loads(Path(str(path)).read_text(encoding="utf-8")))
         items[:] = [item for item in items if item.nodeid in ids]
     config.stash[_notes] = needs.leave_out(items, config.getoption("--needs"))
     command = config.getoption("--ejk-cover")
-    if command == "all":
-        return
+    if command != "all":
+        _select(config, items, str(command))
+    if (seed := config.getoption("--shuffle")) is not None:
+        selection.shuffle(items, seed)
+
+
+def _select(config: pytest.Config, items: list[pytest.Item], command: str) -> None:
+    """Leave out the tests of the other command."""
+    from ejkernel_conformance.plugin import parameter_of
+
     # The suite's own tests have been selected by its plugin.
     suite = [item for item in items if parameter_of(item) is not None]
     others = [item for item in items if parameter_of(item) is None]
-    left = selection.leave_out(others, str(command))
+    left = selection.leave_out(others, command)
     kept = {*suite, *others}
     items[:] = [item for item in items if item in kept]
     config.stash[_left_out] = len(left)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from ejkernel.ops.plugins import registry
 from ejkernel_pallas.tpu.interpret import VARIABLE
 
 # The numbers of every field are in `test_tpu_attention.py`; here is what only the suite asks, on few cases. All of it
@@ -23,12 +24,23 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
     ops, tests = PARTS[part]
-    command += ["--ejk-impl", "pallas_tpu", "-k", tests]
-    command += [f"--ejk-op={op}" for op in ops]
+    run_suite("--ejk-impl=pallas_tpu", "-k", tests, *(f"--ejk-op={op}" for op in ops))
+
+
+@pytest.mark.design
+def test_covering_design():
+    """Each operation, and each argument that a kernel handles, in some value."""
+    every = {i.name for listed in registry().implementations.values() for i in listed if "tpu" in i.requires.devices}
+    names = sorted(every - {"xla"})
+    run_suite("--ejk-cover=first", "--ejk-transform=test_value", *(f"--ejk-impl={name}" for name in names))
+
+
+def run_suite(*options):
+    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += options
     environment = {**os.environ, VARIABLE: "1", "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout

@@ -18,7 +18,7 @@ TESTS = f"({VALUES}) or (test_vmap_shared and gated_delta_rule and step)"
 
 
 def test_conformance():
-    assert_conforms((), TESTS, "triton_decode")
+    assert_conforms((), TESTS, "triton_decode", serves_all=False)
 
 
 def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32, slots=0, transposed=False):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.plugins import registry
 from ejkernel_triton import ahead, chips
 
 CHIPS = {
@@ -36,13 +37,14 @@ def assert_fits_and_spills_nothing(calls, chip):
         assert not ahead.mixed_lanes(took.assembly), took.kernel
 
 
-def assert_conforms(operations, selection, implementation="triton"):
-    """The conformance suite passes for operations, and nothing is refused, where kernels are interpreted.
+def assert_conforms(operations, selection, implementation="triton", *, serves_all=True):
+    """The conformance suite passes for operations where kernels are interpreted.
 
     Args:
         operations: Names; none for all that the implementation serves.
         selection: Which tests, as pytest's `-k` takes it.
         implementation: Name.
+        serves_all: Whether a selected test that dispatch refuses to serve fails; else it is left out.
     """
     command = ["-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
     command += [
@@ -59,6 +61,21 @@ def assert_conforms(operations, selection, implementation="triton"):
     return ran.stdout
 
 
+def assert_covers(*transforms):
+    """The covering design of the suite passes for some transforms of all Triton kernels, interpreted in one process."""
+    every = {i for listed in registry().implementations.values() for i in map(_name_and_platform, listed)}
+    names = sorted(name for name, platform in every if platform == "triton")
+    command = ["-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
+    command += ["--ejk-cover=first", *(f"--ejk-impl={name}" for name in names)]
+    ran = _run([*command, *(f"--ejk-transform={transform}" for transform in transforms)])
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert " passed" in ran.stdout
+
+
+def _name_and_platform(implementation):
+    return implementation.name, implementation.platform
+
+
 def run_interpreted(script, **variables):
     """What a script beside this one prints where kernels are interpreted."""
     ran = _run([Path(__file__).with_name(script)], **variables)
@@ -71,4 +88,4 @@ def _run(command, **variables):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", **variables}
     environment.pop("PYTEST_ADDOPTS", None)
     command = [sys.executable, *command]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)

@@ -1,7 +1,8 @@
 """Where the time of a run goes: `--durations-by-kind` prints it per file, `--record-costs` writes what tests cost.
 
 Seconds are those of a processor, the test's process and those that it started and awaited. JAX reports how long it
-traced, lowered and compiled; their shares of a test's time are those of its seconds, and the rest is `run`.
+traced, lowered and compiled; their shares of a test's time are those of its seconds, and the rest is `run`. What a
+process takes before its first test, to import and to collect, is in the line of the file that it begins with.
 """
 
 import json
@@ -21,7 +22,7 @@ KINDS = {
     "jaxpr_to_mlir_module_duration": "lower",
     "backend_compile_duration": "compile",
 }
-COLUMNS = ("trace", "lower", "compile", "run", "processes")
+COLUMNS = ("import", "trace", "lower", "compile", "run", "processes")
 PROPERTY = "seconds by kind"
 
 
@@ -36,6 +37,7 @@ class Clock:
     def __init__(self) -> None:
         self.events = defaultdict[str, float](float)
         self.tests: dict[str, dict[str, float]] = {}
+        self.began = False
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -61,6 +63,8 @@ class Clock:
         seconds = {kind: spent * busy for kind, spent in self.events.items()}
         seconds["run"] = max(0.0, own_after - own - sum(seconds.values()))
         seconds["processes"] = children_after - children
+        if not self.began:
+            self.began, seconds["import"] = True, own
         item.user_properties.append((PROPERTY, seconds))
         return result
 
@@ -98,7 +102,7 @@ class Clock:
         """Writes the mean cost of each function that ran; those of functions that did not run stay."""
         spent = defaultdict[str, list[float]](list)
         for test, seconds in self.tests.items():
-            spent[test.partition("[")[0]].append(sum(seconds.values()))
+            spent[test.partition("[")[0]].append(sum(seconds[kind] for kind in COLUMNS if kind != "import"))
         costs = json.loads(COSTS.read_text(encoding="utf-8")) if COSTS.exists() else {}
         means = {function: sum(each) / len(each) for function, each in spent.items()}
         kept = {function: cost for function, cost in costs.items() if function not in means}

@@ -4,14 +4,16 @@ The conformance suite has a covering design of its own (`ejkernel_conformance.de
 `--ejk-cover=first`, `--ejk-cover=rest`. Of the other tests the first command runs, in this order:
 
 1. every test of a function whose tests cost at most `CHEAP` seconds each. A new test has no known cost: it is here;
-2. of each module without such a function, a test of the cheapest one;
-3. of the others, what adds most per second: each function, each value of each of its parameters, each pair of values;
+2. tests marked `design`, which run that covering design in a process of its own, where kernels are interpreted;
+3. of each module without such a test, one of the cheapest function;
+4. of the others, what adds most per second: each function, each value of each of its parameters, each pair of values;
    until the tests cost `BUDGET` seconds of a processor.
 
 `costs.json` holds the mean seconds of the functions that cost more than `CHEAP`; `pytest --record-costs` writes it.
 """
 
 import json
+import random
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,8 +40,8 @@ def known_costs() -> dict[str, float]:
 
 def first(items: Sequence[pytest.Item], costs: Mapping[str, float], budget: float = BUDGET) -> set[int]:
     """The indices of the tests of the first command."""
-    chosen = {index for index, item in enumerate(items) if function_of(item) not in costs}
-    spent = CHEAP / 4 * len(chosen)
+    chosen = {index for index, item in enumerate(items) if function_of(item) not in costs or _is_design(item)}
+    spent = sum(costs.get(function_of(items[index]), CHEAP / 4) for index in chosen)
     by_module = defaultdict[Path, list[int]](list)
     for index, item in enumerate(items):
         by_module[item.path].append(index)
@@ -52,6 +54,10 @@ def first(items: Sequence[pytest.Item], costs: Mapping[str, float], budget: floa
     rest = [index for index in range(len(items)) if index not in chosen]
     candidates = [Candidate(frozenset(features(items[index])), costs[function_of(items[index])]) for index in rest]
     return chosen | {rest[index] for index in cover(candidates, covered, budget - spent)}
+
+
+def _is_design(item: pytest.Item) -> bool:
+    return item.get_closest_marker("design") is not None
 
 
 def features(item: pytest.Item) -> Iterator[Hashable]:
@@ -71,6 +77,16 @@ def leave_out(items: list[pytest.Item], command: str) -> list[pytest.Item]:
     gone = set(left)
     items[:] = [item for item in items if item not in gone]
     return left
+
+
+def shuffle(items: list[pytest.Item], seed: int) -> None:
+    """Puts files in a random order, and the tests of each; the same in every process, whatever its seed of hashes."""
+    generator = random.Random(seed)
+    files = sorted({str(item.path) for item in items})
+    generator.shuffle(files)
+    place = {file: index for index, file in enumerate(files)}
+    generator.shuffle(items)
+    items.sort(key=lambda item: place[str(item.path)])
 
 
 def plan(items: Sequence[pytest.Item], left_out: int) -> Iterator[str]:

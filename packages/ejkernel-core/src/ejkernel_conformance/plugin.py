@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ejk-tag", default="ci", metavar="TAG", help="which cases to run: ci, awkward, bench, bench_cpu (ci)"
     )
+    group.addoption("--ejk-transform", action="append", default=[], metavar="TEST", help="test functions to run (all)")
     group.addoption(
         "--ejk-cover",
         default="all",
@@ -60,8 +61,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     selection, refusal = _selection(metafunc.config), refusal_of(metafunc.function)
     keeps_refused = metafunc.config.getoption("--ejk-refused") == "fail"
+    transforms = metafunc.config.getoption("--ejk-transform")
+    runs = not transforms or metafunc.function.__name__ in transforms
     for name in names:
-        every = selection.of(name)
+        every = selection.of(name) if runs else []
         metafunc.config.stash.setdefault(_tests, []).extend((metafunc.function, item) for item in every)
         found = [item for item in every if keeps_refused or not refusal(item)]
         # The scope puts the tests of a case next to each other, where they share what was compiled.

@@ -1,0 +1,20 @@
+"""The covering design of the conformance suite on all Triton kernels, interpreted on a CPU.
+
+Each operation, each kernel and each argument that a kernel handles appears. The files of the families have what is of
+one family alone.
+"""
+
+import pytest
+from triton_chips import assert_covers
+
+TRANSFORMS = {
+    "values": ("test_value",),
+    "gradients": ("test_gradients", "test_gives_gradient"),
+    "padding": ("test_padding", "test_padding_gradients"),
+}
+
+
+@pytest.mark.design
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_covering_design(what):
+    assert_covers(*TRANSFORMS[what])
