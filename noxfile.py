@@ -186,7 +186,7 @@ def random(session: nox.Session) -> None:
     """
     if not session.posargs:
         install_all(session, "test")
-        pytest(session, "tests/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
+        pytest(session, "tests/core/modules/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
         return
     install_for_gpu(session)
     session.run("python", "-m", "ejkernel_conformance.random_calls", "run", "--out", ".confirm", *session.posargs)
@@ -233,7 +233,7 @@ def compile_for_tpus(session: nox.Session) -> None:
         return
     session.install("-e", f"{part('pallas')}[aot]")
     session.run("python", "-c", "import libtpu")  # without it the tests are not collected
-    folders = ("tests/pallas_tpu", "tests/pallas_tpu_profile")
+    folders = ("tests/pallas/tpu", "tests/pallas/tpu/profile")
     pytest(session, "--needs=libtpu", *folders, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 

@@ -1,0 +1,109 @@
+"""`ejkernel ops` and the page made of it: nothing that is registered is missing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ejkernel.cli.ops import support_matrix
+from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.dispatch import made_for
+from ejkernel.ops.plugins import registry
+from ejkernel_conformance.subjects import abstract_record
+
+ROOT = Path(__file__).parents[3]
+PLUGIN = """
+import dataclasses
+from ejkernel.ops import Requires, hookimpl
+
+@hookimpl
+def ejkernel_implementations():
+    from ejkernel_xla import ejkernel_implementations as others
+    model = next(one for one in others() if one.family == "tiled_attention")
+    requires = Requires(
+        devices=frozenset({"nvidia"}), dtypes=frozenset({"bfloat16"}), handles=frozenset({"causal", "bias"}),
+        modules=("acme",), min_compute_capability=9.0, head_dims=range(16, 257, 16),
+    )
+    backward = dataclasses.replace(requires, dtypes=frozenset({"float16"}), head_dims=frozenset({64}))
+    gradients = frozenset({"query", "key", "value"})
+    yield dataclasses.replace(
+        model, name="acme", platform="acme", requires=requires, backward_requires=backward, gradients=gradients
+    )
+    yield dataclasses.replace(model, name="forward_only", requires=requires, backward=None, gradients=frozenset())
+"""
+
+
+def section(page: str, op: str) -> dict[str, list[str]]:
+    """The rows of an operation's table by their first cell."""
+    text = re.search(rf"^## {op}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    assert text, op
+    cells = [line[2:-2].split(" | ") for line in text[1].splitlines() if line.startswith("| ")]
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return support_matrix(registry())
+
+
+@pytest.mark.parametrize("name", sorted(registry().ops))
+def test_every_operation_is_there_with_everything_it_declares(page, name):
+    op = registry().ops[name]
+    records = [abstract_record(op, case) for case in op.cases]
+    fields = {field for record in records for field in (*given_fields(record), *op.family.differentiable)}
+    rows = section(page, name)
+    listed = rows.pop("")
+    implementations = [one for one in registry().implementations[name] if one.name in listed]
+    assert listed == [one.name for one in implementations]
+    assert rows["platform"] == [one.platform for one in implementations]
+    for column, one in enumerate(implementations):
+        told = {field: cells[column] for field, cells in rows.items()}
+        assert set(one.requires.devices) == set(told["devices"].split(", "))
+        assert set(one.requires.dtypes) == set(told["dtypes"].split(", "))
+        assert {field for field, cell in told.items() if cell == "with gradient"} == one.gradients & told.keys()
+        served = {field for field, cell in told.items() if cell in ("yes", "with gradient", "no gradient")}
+        optional = fields - set(op.family.differentiable)
+        assert served & optional == one.requires.handles & optional
+    for argument, letters in op.axes.items():
+        assert f"`{argument}[{letters}]`" in page
+    overview = re.search(rf"^\| \[{name}\]\(#{name}\) \| (?P<names>[^|]*) \| (?P<gradient>\w+) \|", page, re.M)
+    assert overview
+    assert overview["names"] == ", ".join(one.name for one in implementations)
+    assert overview["gradient"] == ("yes" if any(one.backward for one in implementations) else "no")
+
+
+@pytest.mark.parametrize("name", sorted(registry().ops))
+def test_an_operation_lists_those_that_serve_one_of_its_cases(page, name):
+    op = registry().ops[name]
+    listed = section(page, name)[""]
+    for one in registry().implementations[name]:
+        cases = (*op.cases, *one.cases_of(op))
+        serves = any(made_for(op.family, one, abstract_record(op, case), "forward") for case in cases)
+        assert serves == (one.name in listed)
+
+
+def test_the_command_prints_the_page(run, page):
+    assert run("ops").output == f"{page}\n"
+
+
+def test_backends_of_others_have_a_column(run, install):
+    install("ejkernel_acme_ops", PLUGIN)
+    rows = section(run("ops").output, "flash_attention")
+    columns = [n for n, name in enumerate(rows[""]) if name in ("acme", "forward_only", "xla")]
+    rows = {field: [cells[n] for n in columns] for field, cells in rows.items()}
+    assert rows["platform"] == ["acme", "xla", "xla"]
+    assert rows["modules"][0] == "acme"
+    assert rows["compute capability"][0] == "9.0"
+    assert rows["dtypes"][0] == "bfloat16; backward float16"
+    assert rows["head sizes"][0] == "16 to 256 in steps of 16; backward 64"
+    assert rows["backward"] == ["own", "that of another implementation, if there is one", "own"]
+    assert rows["causal"] == ["yes", "yes", "yes"]
+    assert rows["query"] == ["with gradient", "no gradient", "with gradient"]
+    assert rows["mask"] == ["no", "no", "yes"]
+
+
+def test_the_site_makes_the_page():
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    assert "support_matrix.md" in configuration
+    assert "- .ci/docs_hooks.py" in configuration
+    assert not (ROOT / "docs" / "support_matrix.md").exists()
