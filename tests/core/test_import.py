@@ -25,7 +25,7 @@ print(json.dumps({
 
 def test_importing_has_no_side_effects(tmp_path: Path):
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environment.pop("EJKERNEL_PERSISTENT_CACHE_DIR")
+    environment.pop("EJKERNEL_PERSISTENT_CACHE_DIR", None)
 
     done = subprocess.run(
         [sys.executable, "-B", "-c", PROBE], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
