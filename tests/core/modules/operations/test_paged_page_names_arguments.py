@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ejkernel.ops.plugins import registry
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations" / "paged_attention.md"
+PAGE = Path(__file__).parents[4] / "docs" / "operations" / "paged_attention.md"
 LATENT = {"multi_latent_ragged_page_attention", "multi_latent_ragged_page_attention_v2"}
 OPERATIONS = {
     op.name: set(op.signature.parameters) for op in registry().ops.values() if op.family.name == "paged_attention"
