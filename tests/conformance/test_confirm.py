@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ejkernel.ops.plugins import registry
 from ejkernel_conformance.confirm.listing import SuiteTest, functions, list_tests, make_units, resolve
 from ejkernel_conformance.confirm.runner import Pool, Queue, Settings, plan_passes
 from ejkernel_conformance.confirm.state import Result, Run, Writer, known_results, read
@@ -122,3 +123,11 @@ def test_a_listed_test_is_the_suites():
     function, parameter = resolve(test)
     assert function is functions()["test_shapes"][1]
     function(parameter)
+
+
+def test_cases_of_an_implementation_have_names_of_their_own():
+    found = registry()
+    for op, implementations in found.implementations.items():
+        for implementation in implementations:
+            names = [case.name for case in (*found.ops[op].cases, *implementation.cases_of(found.ops[op]))]
+            assert len(set(names)) == len(names), f"{op}, {implementation.name}: {sorted(names)}"

@@ -1,8 +1,16 @@
-"""The README's table of operations by backend, from what the installed backends declare: `python readme_table.py`."""
+"""The README's table of operations by backend, from what the installed backends declare and the evidence they ship.
+
+python tests/project/readme_table.py          # prints it
+python tests/project/readme_table.py --write  # puts it into the README
+"""
 
 import re
+import sys
+from pathlib import Path
 
 from ejkernel.cli.ops import support_matrix
+from ejkernel.ops import evidence
+from ejkernel.ops.model import Implementation
 from ejkernel.ops.plugins import registry
 
 COLUMNS = {
@@ -17,20 +25,29 @@ CHOSEN, ASKED = "●", "○"
 
 
 def support() -> dict[str, tuple[str, ...]]:
-    """For every operation a mark for each column: chosen by dispatch, only where `platform=` asks, or none."""
+    """For every operation a mark for each column: chosen by dispatch somewhere, only with `platform=`, or none."""
     found = registry()
     marks: dict[str, tuple[str, ...]] = {}
     for name, served in ROW.findall(support_matrix(found)):
-        ranks = {i.name: i.priority for i in found.implementations[name] if i.name in served.split(", ")}
-        marks[name] = tuple(
-            _mark([rank for served, rank in ranks.items() if re.match(pattern, served)]) for pattern in COLUMNS.values()
-        )
+        listed = [i for i in found.implementations[name] if i.name in served.split(", ")]
+        columns = ([i for i in listed if re.match(pattern, i.name)] for pattern in COLUMNS.values())
+        marks[name] = tuple(_mark(name, column) for column in columns)
     return marks
 
 
-def _mark(priorities: list[int]) -> str:
-    """The mark of a column whose implementations have these priorities: below XLA's 0, dispatch does not choose one."""
-    return "" if not priorities else CHOSEN if max(priorities) >= 0 else ASKED
+def _mark(op: str, column: list[Implementation]) -> str:
+    """The mark of a column with these implementations."""
+    return "" if not column else CHOSEN if any(_is_chosen(op, one) for one in column) else ASKED
+
+
+def _is_chosen(op: str, one: Implementation) -> bool:
+    """Whether dispatch chooses it somewhere: not below XLA's 0, and confirmed on some chip where that is asked for.
+
+    Stale evidence counts here: no release has any.
+    """
+    needed = one.evidence is not None and "tpu" not in one.requires.devices
+    confirmed = any(not found.problem or found.stale for found in evidence.summaries(one, op))
+    return one.priority >= 0 and (confirmed or not needed)
 
 
 def table() -> str:
@@ -44,4 +61,9 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    if "--write" in sys.argv:
+        readme = Path(__file__).parents[2] / "README.md"
+        text = re.sub(r"^\| operation \|.*?\n\n", lambda _: f"{table()}\n", readme.read_text(), flags=re.M | re.S)
+        readme.write_text(text)
+    else:
+        print(table(), end="")

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from readme_table import ASKED, CHOSEN, COLUMNS, support
 
 ROOT = Path(__file__).parents[2]
-RENEW = "the README's table of operations is out of date (`python tests/project/readme_table.py` prints it)"
+RENEW = "the README's table of operations is out of date (`python tests/project/readme_table.py --write` renews it)"
 
 
 def sessions() -> set[str]:

@@ -144,3 +144,17 @@ def test_a_variable_lets_priority_decide(ship, monkeypatch):
     monkeypatch.setenv(evidence.VARIABLE, "allow")
     forget()
     assert confirmed()
+
+
+def test_summaries_say_what_is_known(ship):
+    from ejkernel.ops.plugins import registry
+
+    fast, xla = registry().implementations["toy"]
+    assert (evidence.in_words(fast, "toy"), evidence.in_words(xla, "toy")) == ("none", "none needed")
+    bad = Tally(passed=9, failed={"test_value[a]": "wrong"})
+    ship(confirmation(jax="0.11.2"), confirmation(bad, jax="0.12.0"), confirmation(jax="0.13.0", stale=True))
+    assert evidence.in_words(fast, "toy") == (
+        "sm_90, jax 0.11.2; sm_90, jax 0.12.0 (1 of 10 tests of toy fail); "
+        "sm_90, jax 0.13.0 (the sources have changed since)"
+    )
+    assert [found.stale for found in evidence.summaries(fast, "toy")] == [False, False, True]

@@ -5,9 +5,11 @@ from typing import Any
 
 import click
 import jax
+import msgspec
 
 from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.cli.devices import find_devices
+from ejkernel.ops import evidence
 from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.dispatch import made_for
 from ejkernel.ops.model import Case, Family, Implementation, Op, Requires
@@ -29,6 +31,9 @@ The last rows of a table are the arguments, under the names that the operation's
   runs the backward pass.
 - *yes*: it supports the argument, which has no gradient.
 - *no*: a call with this argument runs on another implementation.
+
+*Evidence* names the chips and toolchains on which every test of the operation has passed, and what is missing
+elsewhere. Where it is missing, the kernel comes after all that are confirmed.
 """
 
 
@@ -63,6 +68,7 @@ def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[
             {
                 "name": one.name,
                 **{label: tell(one) for label, tell in FACTS.items()},
+                "evidence": [msgspec.to_builtins(found) for found in evidence.summaries(one, op.name)],
                 "priority": one.priority,
                 "backward": one.backward is not None,
                 "fields": {name: _field(op.family, one, name) for name in names},
@@ -120,6 +126,7 @@ def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[st
     yield from (f"Note: {note}.\n" for note in notes)
     rows = [(label, *map(tell, implementations)) for label, tell in FACTS.items()]
     rows = [row for row in rows if any(row[1:])]
+    rows.append(("evidence", *(evidence.in_words(one, op.name) for one in implementations)))
     rows += [
         (f"`{name}`", *(_field(op.family, one, name) for one in implementations))
         for name in fields(op, implementations)

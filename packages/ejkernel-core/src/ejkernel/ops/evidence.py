@@ -226,6 +226,54 @@ def trouble(found: FamilyEvidence, op: str) -> str:
     return "" if tally.passed else f"no test of {op} has run"
 
 
+class Summary(msgspec.Struct, frozen=True):
+    """What one run found about an operation of an implementation.
+
+    Attributes:
+        chip: The chip.
+        device: The kind of device, or what interpreted the kernels.
+        toolchain: The toolchain in words.
+        problem: What keeps it from confirming the operation; empty where it does.
+        stale: Whether that is only that the sources have changed since.
+    """
+
+    chip: str
+    device: str
+    toolchain: str
+    problem: str
+    stale: bool
+
+    def __str__(self) -> str:
+        return f"{self.chip}, {self.toolchain}" + (f" ({self.problem})" if self.problem else "")
+
+
+def summaries(implementation: Implementation, op: str) -> list[Summary]:
+    """What is known of an operation of an implementation, of every chip and toolchain."""
+    if implementation.evidence is None:
+        return []
+    return [
+        Summary(file.chip, one.device, one.toolchain, trouble(found, op), found.stale and not trouble(renewed, op))
+        for file in shipped(implementation.evidence, implementation.name)
+        for one in file.confirmations
+        if (found := one.families.get(implementation.family)) is not None and op in found.operations
+        for renewed in [msgspec.structs.replace(found, stale=False)]
+    ]
+
+
+def in_words(implementation: Implementation, op: str) -> str:
+    """What is known of an operation of an implementation, in words."""
+    if implementation.evidence is None:
+        return "none needed"
+    found = "; ".join(map(str, summaries(implementation, op)))
+    if "tpu" in implementation.requires.devices:
+        return "; ".join(filter(None, (found, NO_TPU)))
+    return found or "none"
+
+
+NO_TPU = "interpreted on a CPU and compiled for TPUs in CI: no TPU has run it"
+"""The evidence of all TPU kernels."""
+
+
 def installed_versions(modules: Iterable[str]) -> dict[str, str]:
     """The installed versions of what an implementation needs, and of JAX, by module."""
     names = dict.fromkeys(["jax", *(split_requirement(needed)[0] for needed in modules)])
