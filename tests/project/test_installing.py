@@ -12,6 +12,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import gpu_versions
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -125,3 +126,9 @@ def test_every_extra_resolves_to_our_wheels_and_keeps_jax(resolve, python, jax, 
     parts["all"] = parts["gpu"]
     assert ours.keys() >= {f"ejkernel-{part}" for part in parts.get(extra, ())}
     assert found["jax"].startswith(f"{jax}.")
+
+
+@pytest.mark.needs("wheels")
+def test_doctor_shows_the_versions_that_are_installed_today():
+    shown = json.loads(gpu_versions.FILE.read_text())["pythons"]
+    assert shown == gpu_versions.resolve_all(), "python tests/project/gpu_versions.py --write renews what doctor shows"

@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from ejkernel._version import __version__
+from ejkernel.cli import toolchains
 from ejkernel.cli.as_json import AS_JSON, plain_plugin, print_json
 from ejkernel.cli.devices import find_devices
 from ejkernel.cli.tables import console, print_plain, print_table
@@ -57,6 +58,9 @@ def _print(out: Console, found: Registry, wrong: Wrong, devices: collections.Cou
     _print_devices(out, devices, trouble)
     _print_plugins(out, found, wrong)
     _print_operations(out, found, set(devices))
+    for line in toolchains.lines(toolchains.standings(found, devices), toolchains.resolved().date):
+        print_plain(out, line)
+    print_plain(out, "")
     _print_store(out)
 
 
@@ -75,6 +79,7 @@ def _plain(found: Registry, wrong: Wrong, devices: collections.Counter[DeviceInf
             op: [_plain_implementation(one, set(devices)) for one in found.implementations[op]]
             for op in sorted(found.ops)
         },
+        "toolchains": toolchains.plain(toolchains.standings(found, devices)),
         "store": {"path": str(store.path), "entries": len(store.entries()), "writable": _writable(store.path)},
     }
 

@@ -185,8 +185,7 @@ def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> 
         return ""
     if not implementation.requires.devices & device.names:  # it is refused there
         return ""
-    known = (implementation.evidence, implementation.name, implementation.family, implementation.requires.modules)
-    return _unconfirmed(*known, op, chip_of(device), device.kind)
+    return _unconfirmed(implementation, op, device)
 
 
 @functools.cache
@@ -195,17 +194,24 @@ def _is_allowed() -> bool:
 
 
 @functools.cache
-def _unconfirmed(folder: str, name: str, family: str, modules: tuple[str, ...], op: str, chip: str, kind: str) -> str:
-    on_chip = [x for file in shipped(folder, name) if file.chip == chip for x in file.confirmations]
-    on_chip = [confirmation for confirmation in on_chip if family in confirmation.families]
+def _unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
+    return unconfirmed_with(implementation, op, device, installed_versions(implementation.requires.modules))
+
+
+def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo, versions: Mapping[str, str]) -> str:
+    """The same for a toolchain with the given versions of modules."""
+    family, chip = implementation.family, chip_of(device)
+    files = shipped(implementation.evidence or "", implementation.name)
+    on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
     if not on_chip:
         return f"not confirmed on {chip}: no run of its tests there is known"
-    installed = installed_versions(modules)
-    matching = [x for x in on_chip if _minor(x.versions, installed) == _minor(installed, installed)]
+    needed = {"jax", *(split_requirement(module)[0] for module in implementation.requires.modules)}
+    versions = {name: version for name, version in versions.items() if name in needed}
+    matching = [x for x in on_chip if _minor(x.versions, versions) == _minor(versions, versions)]
     if not matching:
-        others = "; ".join(dict.fromkeys(_in_words(x.versions, 2, installed) for x in on_chip))
-        return f"not confirmed with {_in_words(installed, 2)} on {chip}, but with {others}"
-    same_kind = [x for x in matching if x.device == kind]
+        others = "; ".join(dict.fromkeys(_in_words(x.versions, 2, versions) for x in on_chip))
+        return f"not confirmed with {_in_words(versions, 2)} on {chip}, but with {others}"
+    same_kind = [x for x in matching if x.device == device.kind]
     latest = max(same_kind or matching, key=lambda x: x.at)
     problem = trouble(latest.families[family], op)
     return f"not confirmed on {latest.device} with {latest.toolchain}: {problem}" if problem else ""

@@ -1,0 +1,145 @@
+"""Which kernels of GPUs are confirmed with a toolchain: the installed one, and those that pip installs."""
+
+import collections
+import importlib.resources
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from ejkernel.ops import evidence
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.model import Implementation
+from ejkernel.ops.plugins import Registry
+from ejkernel.ops.toolchain import split_requirement
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """What installers chose from the package index on a day, by version of Python."""
+
+    date: str
+    pythons: Mapping[str, Mapping[str, str]]
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How the kernels of GPUs stand with a toolchain on a chip.
+
+    Attributes:
+        what: The toolchain: `"installed"`, or a version of Python.
+        chip: The chip.
+        versions: The toolchain's versions, in words.
+        confirmed: Implementation -> how many operations are confirmed.
+        others: Why implementations come after those that are confirmed, or are refused -> their names and how many
+            operations.
+    """
+
+    what: str
+    chip: str
+    versions: str
+    confirmed: dict[str, int]
+    others: dict[str, dict[str, int]]
+
+
+def resolved() -> Resolved:
+    """What `pip install "ejkernel[gpu]"` installs, as `tests/project/gpu_versions.py` wrote it down."""
+    file = importlib.resources.files("ejkernel.cli").joinpath("gpu_versions.json")
+    return msgspec.json.decode(file.read_bytes(), type=Resolved)
+
+
+def standings(found: Registry, devices: Iterable[DeviceInfo]) -> list[Standing]:
+    """How kernels stand with the toolchain that is installed, and with those that pip installs for each Python.
+
+    Args:
+        found: What the plugins declared.
+        devices: The devices that are here; without a GPU, the chips are those that some evidence is about.
+    """
+    kernels = list(_kernels(found))
+    gpus = {evidence.chip_of(device): device for device in devices if device.platform == "gpu"}
+    if not gpus:
+        chips = {file.chip for one, _ in kernels for file in evidence.shipped(str(one.evidence), one.name)}
+        gpus = {chip: _device(chip) for chip in sorted(chips) or ["sm_90"]}
+    modules = sorted({needed for one, _ in kernels for needed in one.requires.modules})
+    toolchains = {"installed": evidence.installed_versions(modules)}
+    toolchains |= {f"Python {python}": dict(versions) for python, versions in resolved().pythons.items()}
+    return [
+        _standing(what, chip, device, versions, kernels)
+        for chip, device in gpus.items()
+        for what, versions in toolchains.items()
+    ]
+
+
+def _device(chip: str) -> DeviceInfo:
+    """A device of a chip; any kind of it."""
+    capability = int(chip[3:]) / 10 if chip.startswith("sm_") else None
+    return DeviceInfo(platform="gpu", vendor="nvidia" if capability else "", compute_capability=capability)
+
+
+def _kernels(found: Registry) -> Iterator[tuple[Implementation, str]]:
+    """The implementations for GPUs that need evidence, with each operation that evidence or none is about."""
+    for op, implementations in found.implementations.items():
+        for one in implementations:
+            if one.evidence is not None and one.requires.devices & {"gpu", "nvidia", "amd"}:
+                yield one, op
+
+
+def _standing(
+    what: str,
+    chip: str,
+    device: DeviceInfo,
+    versions: Mapping[str, str],
+    kernels: Iterable[tuple[Implementation, str]],
+) -> Standing:
+    confirmed = collections.Counter[str]()
+    others: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for one, op in kernels:
+        reason = _refusal(one, versions) or evidence.unconfirmed_with(one, op, device, versions)
+        if reason:
+            others[_without_counts(reason)][one.name] += 1
+        else:
+            confirmed[one.name] += 1
+    words = ", ".join(f"{name} {versions[name]}" for name in evidence.SHOWN if name in versions)
+    return Standing(what, chip, words, dict(confirmed), {reason: dict(names) for reason, names in others.items()})
+
+
+def _refusal(one: Implementation, versions: Mapping[str, str]) -> str:
+    """Why an implementation is refused with these versions; empty if it is not."""
+    from packaging.specifiers import SpecifierSet
+
+    for needed in one.requires.modules:
+        module, accepted = split_requirement(needed)
+        version = versions.get(module)
+        if version is None and module in evidence.SHOWN:
+            return f"module {module} is not installed"
+        if version is not None and not SpecifierSet(accepted).contains(version, prereleases=True):
+            return f"{module} {version} is refused, needs {accepted}"
+    return ""
+
+
+def _without_counts(reason: str) -> str:
+    """A reason that is the same for all operations that fail or lack tests: which and how many `ejkernel ops` says."""
+    head, separator, problem = reason.partition(": ")
+    for said, short in (
+        (" fail", "some of its tests fail"),
+        ("have not run", "some of its tests have not run"),
+        ("has run", "no test has run"),
+    ):
+        if separator and problem.endswith(said):
+            return f"{head}: {short}"
+    return reason
+
+
+def plain(found: Iterable[Standing]) -> list[dict[str, Any]]:
+    """Standings as plain data."""
+    return [msgspec.to_builtins(one) for one in found]
+
+
+def lines(found: Iterable[Standing], date: str) -> Iterator[str]:
+    """Standings as lines of text."""
+    yield f'Kernels for GPUs, by toolchain; versions that `pip install "ejkernel[gpu]"` installed on {date}'
+    for one in found:
+        yield f"  {one.what}, {one.chip}: {one.versions or 'no toolchain'}"
+        confirmed = ", ".join(f"{name} ({count})" for name, count in sorted(one.confirmed.items()))
+        yield f"    confirmed, with operations: {confirmed or 'none'}"
+        for reason, names in sorted(one.others.items()):
+            listed = ", ".join(f"{name} ({count})" for name, count in sorted(names.items()))
+            yield f"    come after XLA, or are refused: {listed}: {reason}"

@@ -1,0 +1,83 @@
+"""`ejkernel doctor` on toolchains: which kernels of GPUs are confirmed with the installed one and with those of pip."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from ejkernel.cli import main, toolchains
+from ejkernel.ops import NO_CHOICE, DeviceInfo, Implementation, Requires, evidence
+from ejkernel.ops.evidence import Confirmation, EvidenceFile, FamilyEvidence, Tally
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+NEW, OLD = {"jax": "0.12.0.1", "jax_triton": "0.4.1", "triton": "3.9.0"}, {"jax": "0.11.2", "triton": "3.6.0"}
+
+
+def kernel(name, modules, evidence="package:evidence"):
+    requires = Requires(
+        devices=frozenset({"nvidia"}), dtypes=frozenset({"float32"}), handles=frozenset(), modules=modules
+    )
+    return Implementation(
+        family="toy", name=name, platform=name, backend="gpu", forward="m:f", requires=requires, config=NO_CHOICE,
+        evidence=evidence,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def found(monkeypatch):
+    kernels = (kernel("triton", ("triton", "jax_triton>=0.3.1,<0.5", "jax<0.13")), kernel("cuda", ()))
+    operations = {"one": Tally(passed=3), "two": Tally(passed=3, failed={"test_value[a]": "wrong"})}
+    families = {"toy": FamilyEvidence(digest="0", operations=operations)}
+    confirmations = {
+        "triton": Confirmation(device="NVIDIA H200", versions=NEW, at="1", families=families),
+        "cuda": Confirmation(device="NVIDIA H200", versions=OLD, at="1", families=families),
+    }
+    files = {
+        name: (EvidenceFile(implementation=name, chip="sm_90", confirmations=(one,)),)
+        for name, one in confirmations.items()
+    }
+    monkeypatch.setattr(evidence, "shipped", lambda folder, name: files[name])
+    monkeypatch.setattr(evidence, "installed_versions", lambda modules: {"jax": "0.13.1", "triton": "4.0"})
+    resolved = toolchains.Resolved(date="2026-11-26", pythons={"3.11": {"jax": "0.10.2"}, "3.12": NEW})
+    monkeypatch.setattr(toolchains, "resolved", lambda: resolved)
+    return SimpleNamespace(implementations={"one": (*kernels, kernel("xla", (), None)), "two": kernels})
+
+
+@pytest.mark.parametrize("devices", [[H200], [DeviceInfo(platform="cpu")]], ids=["on a GPU", "without a GPU"])
+def test_kernels_by_toolchain(found, devices):
+    installed, old, new = toolchains.standings(found, devices)
+    assert (installed.what, installed.chip, installed.versions) == ("installed", "sm_90", "jax 0.13.1, triton 4.0")
+    assert installed.others == {
+        "module jax_triton is not installed": {"triton": 2},
+        "not confirmed with jax 0.13 on sm_90, but with jax 0.11": {"cuda": 2},
+    }
+    assert (old.what, old.others["module triton is not installed"]) == ("Python 3.11", {"triton": 2})
+    assert (new.what, new.confirmed) == ("Python 3.12", {"triton": 1})
+    failing = "not confirmed on NVIDIA H200 with jax 0.12.0, jax_triton 0.4.1, triton 3.9.0: some of its tests fail"
+    assert new.others[failing] == {"triton": 1}
+
+
+def test_versions_that_are_refused(found, monkeypatch):
+    versions = {"jax": "0.14.0", "jax_triton": "0.4.1", "triton": "3.9.0"}
+    monkeypatch.setattr(evidence, "installed_versions", lambda modules: versions)
+    installed = toolchains.standings(found, [H200])[0]
+    assert installed.others["jax 0.14.0 is refused, needs <0.13"] == {"triton": 2}
+
+
+def test_lines(found):
+    text = "\n".join(toolchains.lines(toolchains.standings(found, [H200]), "2026-11-26"))
+    assert (
+        "  Python 3.12, sm_90: jax 0.12.0.1, jax_triton 0.4.1, triton 3.9.0\n    confirmed, with operations: triton (1)"
+        in text
+    )
+    assert "cuda (2): not confirmed with jax 0.12 on sm_90, but with jax 0.11" in text
+
+
+def test_the_command_prints_what_pip_installs():
+    runner, versions = CliRunner(), toolchains.resolved()
+    printed = runner.invoke(main, ["doctor"]).output
+    for python, modules in versions.pythons.items():
+        assert f"Python {python}, sm_90: jax {modules['jax']}" in printed
+    shown = json.loads(runner.invoke(main, ["doctor", "--json"]).output)["toolchains"]
+    assert [one["what"] for one in shown][:2] == ["installed", "Python 3.11"]
