@@ -7,9 +7,6 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from shared_memory_grid import DEVICES, every_paged_call, latent, paged
 from triton_chips import H200
 

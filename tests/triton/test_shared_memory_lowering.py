@@ -6,10 +6,6 @@ It runs where programs are lowered for GPUs (`nox -s triton_lowering`), since co
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("triton")
-pytest.importorskip("jax_cuda13_plugin")
-
 from shared_memory_grid import DEVICES, latent, paged
 
 from ejkernel.ops.device import target_device
