@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
     piece, pieces = map(int, options.get("--piece", "1/1").split("/"))
     chosen = faults[piece - 1 :: pieces]
     if "--numbers" in options:
-        chosen = [fault for fault in faults if str(fault.number) in options["--numbers"].split(",")]
+        chosen = [faults[int(number) - 1] for number in options["--numbers"].split(",")]
     out = Path(options.get("--out", "")) if "--out" in options else None
     outcomes = read_outcomes(out)
     known = {outcome.fault for outcome in outcomes}
