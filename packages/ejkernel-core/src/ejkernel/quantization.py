@@ -20,6 +20,7 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.planning.quantized_formats import MODES, Format, Mode, affine_steps, decode, encode, make_format, pack
+from ejkernel.promotion import promoting
 
 __all__ = ["MODES", "Mode", "dequantize", "prepack_quantized_weights", "quantize"]
 
@@ -27,6 +28,7 @@ Quantized = tuple[jax.Array, ...]
 """Words and scales; with affine codes their zeros, with nvfp4 and nvfp8 the tensor scale."""
 
 
+@promoting
 def quantize(
     w: jax.Array,
     group_size: int | None = None,
@@ -118,6 +120,7 @@ def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Arr
     return jnp.isfinite(values).all(), largest
 
 
+@promoting
 def dequantize(
     packed: jax.Array,
     scales: jax.Array,

@@ -32,6 +32,7 @@ from ejkernel.ops.model import Family
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import rounded
+from ejkernel.promotion import promoting
 from ejkernel.types.integers import NO_LIMIT
 from ejkernel.types.sparse_masks import Mask
 
@@ -247,6 +248,7 @@ def coarse(dtype: Any, scores: jax.Array) -> jax.Array:
 
 
 @coarse.defjvp
+@promoting
 def _coarse_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return coarse(dtype, *primals), tangents[0]
 

@@ -23,6 +23,7 @@ from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, taking,
 from ejkernel.ops.model import Op
 from ejkernel.ops.pullback import Pullback, Results, differentiating
 from ejkernel.ops.second import backward_pass, forward_pass, refusing
+from ejkernel.promotion import promoting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,11 +139,13 @@ class _Saved:
     config: Any = static(None)
 
 
+@promoting
 def _forward_only(plan: CallPlan, record: Any) -> Any:
     made = plan.forward(record)
     return (made.output, made.residuals.lse) if plan.returns_lse else made.output
 
 
+@promoting
 def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
     wanted = _wanted(plan.op, marked)
@@ -181,6 +184,7 @@ def _named_residual(path: Any, value: Any) -> Any:
     return checkpoint_name(value, LSE if path and getattr(path[-1], "name", None) == "lse" else STATE)
 
 
+@promoting
 def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
     saved, lse_cotangent = kept.pullback, None
     if plan.returns_lse:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from ejkernel.ops.call import call
 from ejkernel.ops.model import CALL_OPTIONS, Op
+from ejkernel.promotion import standard_promotion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -83,9 +84,10 @@ def _binding(function: Callable[..., Any], op: Callable[[], Op]) -> Any:
     source = (
         f"def run({', '.join([*names[:positional], '*', *names[positional:]])}):\n"
         f"    op = declared()\n"
-        f"    return call(op, op.arguments({fields}), {options})\n"
+        f"    with standard_promotion():\n"
+        f"        return call(op, op.arguments({fields}), {options})\n"
     )
-    scope: dict[str, Any] = {"declared": op, "call": call}
+    scope: dict[str, Any] = {"declared": op, "call": call, "standard_promotion": standard_promotion}
     exec(compile(source, f"<call of {function.__name__}>", "exec"), scope)
     run = scope["run"]
     run.__defaults__, run.__kwdefaults__ = function.__defaults__, function.__kwdefaults__

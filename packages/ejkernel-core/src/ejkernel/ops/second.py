@@ -20,6 +20,7 @@ import numpy as np
 
 from ejkernel.ops.model import Family, Implementation
 from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.promotion import promoting
 
 Run = Callable[[Any], Any]
 
@@ -133,6 +134,7 @@ def forward_pass(family: Family, run: Run, record: Any) -> Results:
 
 
 @forward_pass.defjvp
+@promoting
 def _forward_tangent(family: Family, run: Run, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Results, Results]:
     made = forward_pass(family, run, *primals)
     _, (output, residuals) = jax.jvp(family.reference, primals, tangents)
@@ -152,6 +154,7 @@ def backward_pass(family: Family, run: Run, pullback: Pullback) -> dict[str, Any
 
 
 @backward_pass.defjvp
+@promoting
 def _backward_tangent(
     family: Family, run: Run, primals: tuple[Pullback], tangents: tuple[Pullback]
 ) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.promotion import promoting
 from ejkernel_xla.linear_recurrence.decay_weights import DecaySpans, corners, decay_spans, triangle
 from ejkernel_xla.linear_recurrence.products import (
     decay_rows,
@@ -129,11 +130,13 @@ def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
     return between, levels[-1].since[..., 0, :, 0]
 
 
+@promoting
 def _weights_saved(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     weights = _weights(gates)
     return weights, weights
 
 
+@promoting
 def _weights_gradient(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
     """Gate k is a factor in the weights of all pairs of a token from k on with a token before k."""
     between, since = (x * y for x, y in zip(weights, cotangent, strict=True))

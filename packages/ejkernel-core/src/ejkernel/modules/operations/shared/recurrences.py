@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_same_dtype, check_shape
 from ejkernel.ops.model import Op, Tolerance
+from ejkernel.promotion import promoting
 
 TOLERANCE = {
     "float64": Tolerance(rtol=1e-9, atol=1e-9),
@@ -162,6 +163,7 @@ def _inverse_length(x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
+@promoting
 def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     """By hand for the sum of products of two arrays, which XLA's CPU backend takes fast only as a matrix product."""
     inverse = _inverse_length(x)
@@ -170,7 +172,7 @@ def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]
 
 
 # Written out in the forward rule, which forward-mode derivatives of gradients go through.
-_normalised.defvjp(lambda x: (x * _inverse_length(x), x), _normalised_gradient)
+_normalised.defvjp(promoting(lambda x: (x * _inverse_length(x), x)), _normalised_gradient)
 
 
 def wide(x: jax.Array) -> jax.Array:
