@@ -136,7 +136,7 @@ X = jnp.zeros((2, 8, 3))
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
-        ((jnp.zeros((8,)),), {}, r"x: got a traced array float32\[8\], wants \[B, T, C\]"),
+        ((jnp.zeros((8,)),), {}, r"x: got an array float32\[8\], wants \[B, T, C\]"),
         ((jnp.zeros((8, 3)),), {}, r"cu_seqlens: got None with x of shape \(8, 3\)"),
         ((jnp.zeros((2, 0, 3)),), {}, r"x: got shape \(2, 0, 3\), wants T of at least 1"),
         ((jnp.zeros((2, 8, 3), int),), {}, "x: got dtype int32, wants a floating dtype"),

@@ -261,7 +261,7 @@ NONE = (None, None)
             {},
             r"block_counts: got shape \(2, 8, 2, 1\), wants \[B=2, T=8, Hk=2\]",
         ),
-        ((X, K, K, G, None, None, LISTED[..., 0]), {}, "block_counts: got a traced array .* wants an int"),
+        ((X, K, K, G, None, None, LISTED[..., 0]), {}, "block_counts: got an array .* wants an int"),
         ((X, K, K, G, None, None, 0), {}, "block_counts: got int 0, wants an int of at least 1"),
         ((X, K, K, G, None, None, 1, jnp.array([0, 8])), {}, r"cu_seqlens: got shape \(2,\), wants \[B\+1=3\]"),
         ((X[:1], K[:1], K[:1], G[:1], None, None, 1, jnp.array([0, 9])), {}, r"cu_seqlens: got \[0, 9\], wants"),

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 
@@ -86,5 +87,6 @@ FAMILY = Family(
     shardable="",
     aligned=(),
     localise=localise,
+    unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
 )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families import grouped_matmul
-from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES, GroupedMatmul
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 
@@ -115,5 +115,6 @@ FAMILY = Family(
     aligned=(),
     permissions=frozenset({"left_over"}),
     localise=localise,
+    unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
 )

@@ -190,6 +190,11 @@ def axes(record: GroupedMatmul) -> dict[str, str]:
     }
 
 
+EXPERTS_OVER_DEVICES = (
+    "give each device its own experts inside jax.shard_map, as examples/moe.py does: "
+    "docs/operations/grouped_matmul.md, 'A whole expert layer'"
+)
+
 FAMILY = Family(
     name="grouped_matmul",
     record=GroupedMatmul,
@@ -201,5 +206,6 @@ FAMILY = Family(
     aligned=(),
     permissions=frozenset({"left_over"}),
     localise=localise,
+    unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
 )

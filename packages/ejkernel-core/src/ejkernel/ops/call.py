@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ejkernel import _compat
 from ejkernel.ops import recording, values
 from ejkernel.ops.arguments import array_fields
+from ejkernel.ops.callers import callers
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import BaseOperationConfig, Platform
 from ejkernel.ops.config.persistent import PersistentCache
@@ -20,6 +21,7 @@ from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_wanted
 from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
+from ejkernel.ops.suspicions import suspicions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +85,13 @@ def call(
 
         tune_missing(plan, args)
     options = Options(plan, mesh, specs, out_specs, chain.cache.generation)
+    outer = callers.set(args)
     try:
         return _compiled(options, args)
     except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
         raise _explained(op, args, error) from error
+    finally:
+        callers.reset(outer)
 
 
 def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSelectorChain) -> CallPlan:
@@ -131,6 +136,7 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
     def note(record: Any) -> Any:
         wanted = frozenset(op.family.differentiable) & set(array_fields(record))
         forward = plan.choose(record, "forward")
+        forward = dataclasses.replace(forward, notes=(*forward.notes, *suspicions(op, args)))
         first, backward = plan.pick_both(record, wanted)
         other = first.implementation not in (None, forward.implementation)
         decisions.append(
@@ -149,7 +155,11 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
             return record_on_shard(op, args, placed, _as_specs(specs), out_specs, note)
         return note(op.lower(args))
 
-    jax.eval_shape(trace, args)
+    outer = callers.set(args)
+    try:
+        jax.eval_shape(trace, args)
+    finally:
+        callers.reset(outer)
     return decisions[0]
 
 

@@ -48,6 +48,7 @@ class Family:
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
         lse: Axis letters of the residuals' lse, which operations with `return_lse` return beside the output; None
             where the residuals have none, or the output has it already.
+        unsplit: What to do instead, for letters that cannot be split; the message of a call that splits them ends so.
         permissions: Optional record fields that allow something and ask for nothing. An implementation need not handle
             them: what it does without them serves the call too.
         requests: Record -> how its arrays belong to the requests that the call serves, in one or several ways, each as
@@ -69,6 +70,7 @@ class Family:
     reference: Callable[[Any], tuple[Any, Any]]
     lse: str | None = None
     permissions: frozenset[str] = frozenset()
+    unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
     isolate: Isolation | None = None
 

@@ -160,13 +160,15 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
     # As with arguments, trailing specs may be left out: which results a call returns can depend on its arguments.
     if len(specs) > len(outputs):
         raise ValueError(f"out_specs: got {len(specs)} specs, {letters.op.name} returns at most {len(outputs)} arrays")
-    for axis_letters, spec in zip(outputs, specs, strict=False):
+    for index, (axis_letters, spec) in enumerate(zip(outputs, specs, strict=False)):
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
         wanted = [split.get(letter, ()) for letter in axis_letters.split()]
         given = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
         if given + [()] * (len(wanted) - len(given)) != wanted:
-            raise ValueError(f"out_specs: the inputs' specs make the output {_spec(axis_letters, split)}, got {spec}")
+            of = f" {index} of {letters.op.name}, with axes {axis_letters!r}," if len(outputs) > 1 else ""
+            made = _spec(axis_letters, split)
+            raise ValueError(f"out_specs: the inputs' specs make the output{of} {made}, got {spec}")
 
 
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
@@ -292,7 +294,11 @@ def _splitting(axes: MeshAxes, mesh: Any) -> MeshAxes:
 
 def _check_shardable(letters: Letters, argument: str, letter: str, axes: MeshAxes) -> None:
     if axes and letter not in letters.shardable:
-        raise ValueError(f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {letters.op.name}")
+        instead = letters.op.family.unsplit.get(letter)
+        raise ValueError(
+            f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {letters.op.name}"
+            f"{f'; {instead}' if instead else ''}"
+        )
 
 
 def _spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from ejkernel.promotion import promoting
 from ejkernel.types.checks import check_choice, check_number, check_static_size, checked_integers, per_row
 from ejkernel.types.integers import NO_LIMIT, as_int32, bounded, clamp_positions, exact_segment_ids
 from ejkernel.types.segments import segment_rule
@@ -128,6 +129,7 @@ def apply_chunked(
     )
 
 
+@promoting
 def apply_kv_lengths(
     info: "ejkernel.types.mask.MaskInfo",
     kv_lengths: ArrayLike,

@@ -11,9 +11,11 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, check_dtype, got
 from ejkernel.planning.packing import packed_ids
+from ejkernel.promotion import promoting
 from ejkernel.xla_utils.packed import as_lengths
 
 
+@promoting
 def chunk_local_cumsum(
     g: Float[Array, "b t h"] | Float[Array, "b t h k"],
     chunk_size: int,
@@ -55,6 +57,7 @@ def chunk_local_cumsum(
     return _cumsum("g", g, size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype)
 
 
+@promoting
 def chunk_global_cumsum(
     s: Float[Array, "b t h"] | Float[Array, "b t h k"],
     reverse: bool = False,

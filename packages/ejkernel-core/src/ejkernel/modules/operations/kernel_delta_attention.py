@@ -18,6 +18,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.promotion import promoting
 
 
 @arguments
@@ -113,20 +114,24 @@ def kernel_delta_attention(
 kda_attention = kernel_delta_attention
 
 
+@promoting
 def kda_decay(
     gate: Float[Array, "*tokens h"] | Float[Array, "*tokens h k"],
-    A_log: Float[Array, " h"],
-    dt_bias: Float[Array, " h"] | Float[Array, "h k"],
+    A_log: Float[Array, " h"] | Float[Array, "1 1 h 1"],
+    dt_bias: Float[Array, " h"] | Float[Array, "h k"] | Float[Array, " h*k"],
 ) -> Float[Array, "*tokens h"] | Float[Array, "*tokens h k"]:
     """Log decay from a gate, `-exp(A_log) * softplus(gate + dt_bias)`, in at least float32.
 
     Args:
         gate: [..., H], or [..., H, K] for a decay of each key channel.
-        A_log: [H].
-        dt_bias: [H], or [H, K] with a gate of each key channel.
+        A_log: [H], or [1, 1, H, 1] as checkpoints store it.
+        dt_bias: [H]; with a gate of each key channel [H, K], or [H * K] as checkpoints store it.
 
     Returns:
         gate's shape, at most 0.
+
+    Raises:
+        ValueError: The shapes do not fit together.
 
     Example:
         ```python
@@ -136,10 +141,29 @@ def kda_decay(
         assert kda_decay(jnp.zeros((1, 8, 2)), jnp.zeros(2), jnp.zeros(2)).shape == (1, 8, 2)
         ```
     """
-    dtype = jnp.promote_types(gate.dtype, jnp.float32)
-    rate = jnp.exp(A_log.astype(dtype))
-    rate = rate if dt_bias.ndim == 1 else rate[:, None]
-    return -rate * jax.nn.softplus(gate.astype(dtype) + dt_bias.astype(dtype))
+    dtype, heads = jnp.promote_types(gate.dtype, jnp.float32), A_log.size
+    channels = _channels(gate, A_log, dt_bias)
+    rate = jnp.exp(A_log.reshape(heads, *([1] if channels else [])).astype(dtype))
+    bias = dt_bias.reshape(heads, *([gate.shape[-1]] if channels else [])).astype(dtype)
+    return -rate * jax.nn.softplus(gate.astype(dtype) + bias)
+
+
+def _channels(gate: Any, A_log: Any, dt_bias: Any) -> bool:
+    """Whether a gate has an entry for each key channel; refuses shapes that fit neither kind."""
+    heads, biases = A_log.size, dt_bias.size
+    if A_log.shape not in ((heads,), (1, 1, heads, 1)):
+        raise ValueError(f"A_log: got shape {tuple(A_log.shape)}, wants [H], or [1, 1, H, 1] as checkpoints store it")
+    if gate.shape[-1:] == (heads,) and dt_bias.shape == (heads,):
+        return False
+    per_channel = gate.shape[-2:-1] == (heads,) and biases == heads * gate.shape[-1]
+    if per_channel and dt_bias.shape in ((biases,), (heads, gate.shape[-1])):
+        return True
+    flat = gate.ndim > 0 and biases == gate.shape[-1] and biases % heads == 0
+    instead = f"; reshape a gate [..., H * K] to [..., {heads}, {biases // heads}]" if flat else ""
+    raise ValueError(
+        f"gate: got shape {tuple(gate.shape)} with A_log of {heads} heads and dt_bias {tuple(dt_bias.shape)}, wants "
+        f"[..., H={heads}] with dt_bias [H], or [..., H={heads}, K] with dt_bias [H, K] or [H * K]{instead}"
+    )
 
 
 def validate(args: KernelDeltaAttentionArguments) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _compat
+from ejkernel.ops.callers import passed_tracer
 from ejkernel.types.integers import bounded
 
 
@@ -249,7 +250,7 @@ _warned: set[str] = set()
 def got(value: Any) -> str:
     """What a caller passed, in words."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        kind = "a traced array" if _compat.is_tracer(value) else "an array"
+        kind = "a traced array" if passed_tracer(value) else "an array"
         return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
     return f"{type(value).__name__} {value!r}"
 

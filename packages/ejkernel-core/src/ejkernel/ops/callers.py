@@ -1,0 +1,19 @@
+"""What a caller passed to an operation. Its validation sees tracers alone, since it runs while JAX traces the call."""
+
+import contextvars
+from typing import Any
+
+import jax
+
+from ejkernel import _compat
+
+callers: contextvars.ContextVar[Any] = contextvars.ContextVar("ejkernel_callers", default=None)
+"""The argument record of the call that is being carried out; None outside of calls."""
+
+
+def passed_tracer(value: Any) -> bool:
+    """Whether `value` was a tracer for the caller, too: every array of an eager call is one for its validation."""
+    if not _compat.is_tracer(value):
+        return False
+    args = callers.get()
+    return args is None or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(args))
