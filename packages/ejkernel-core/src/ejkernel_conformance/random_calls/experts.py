@@ -19,7 +19,7 @@ from ejkernel_conformance.random_calls.draws import (
     tokens,
 )
 
-WIDTHS = (16, 32, 60, 64, 96, 128, 256)
+WIDTHS = (16, 60, 64, 96, 128, 256, 256, 512)
 
 
 def _groups(rng: Rng, groups: int, rows: int) -> np.ndarray:

@@ -157,7 +157,7 @@ def prefill(rng: Rng) -> Drawn:
         query = normal(rng, (rows, z.h, z.d), z.kind)
         return {"query": query, "key_cache": keys, "value_cache": held, **lens, **_sinks(rng, sinks, z)}
 
-    return Drawn(values, _options(rng, "attn_logits_soft_cap", **_lse(rng)))
+    return Drawn(values, _options(rng, "attn_logits_soft_cap", kv_layout="hpsd", **_lse(rng)))
 
 
 def unified(rng: Rng, writes: bool = False) -> Drawn:

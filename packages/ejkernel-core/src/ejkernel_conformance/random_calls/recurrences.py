@@ -25,7 +25,7 @@ from ejkernel_conformance.random_calls.draws import (
     uniform,
 )
 
-CHANNELS = (8, 16, 32, 64, 64, 128)
+CHANNELS = (8, 16, 32, 64, 64, 128, 128, 128)
 SLOTS = 6
 FORMS = ("rows", "rows", "packed", "slots")
 
