@@ -39,7 +39,7 @@ def test_a_sharding_keeps_what_fits(mesh, shape, spec, want):
 
 
 def test_a_sharding_has_no_more_entries_than_dimensions(mesh):
-    with pytest.raises(ValueError, match=r"spec: got .* for shape \(4,\), wants at most 1 entries"):
+    with pytest.raises(ValueError, match=r"partition_spec: got .* for shape \(4,\), wants at most 1 entries"):
         get_corrected_named_sharding((4,), PartitionSpec("dp", "tp"), mesh)
 
 
@@ -73,7 +73,7 @@ def test_a_gradient_is_dealt_back():
 
 def test_what_cannot_be_dealt_is_refused():
     x = jnp.ones((1, 6))
-    with pytest.raises(ValueError, match=r"x: got shape \(1, 6\), wants a multiple of 2 \* cp_size = 4"):
+    with pytest.raises(ValueError, match=r"tensor: got shape \(1, 6\), wants a multiple of 2 \* cp_size = 4"):
         reorder_sequence(x, 2)
     with pytest.raises(ValueError, match=r"seq_dim: got int 2, wants a dimension of x"):
         reorder_sequence(x, 3, seq_dim=2)

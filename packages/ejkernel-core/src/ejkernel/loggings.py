@@ -131,7 +131,7 @@ class ProgressLogger:
 
     Args:
         name: Of what goes on.
-        logger: Where the end is logged; None means `get_logger(name)`.
+        logger_instance: Where the end is logged; None means `get_logger(name)`.
 
     Example:
         ```python
@@ -144,47 +144,66 @@ class ProgressLogger:
         ```
     """
 
-    def __init__(self, name: str = "progress", logger: LazyLogger | None = None) -> None:
+    def __init__(self, name: str = "progress", logger_instance: LazyLogger | None = None) -> None:
         self._name = name
-        self._logger = get_logger(name) if logger is None else logger
+        self._logger = get_logger(name) if logger_instance is None else logger_instance
         self._start = time.monotonic()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
-    def update(self, current: int, total: int, message: str = "") -> None:
+    def update(
+        self,
+        current: int,
+        total: int,
+        message: str = "",
+        bar_width: int | None = None,
+        show_eta: bool = True,
+        extra_info: str = "",
+    ) -> None:
         """Shows how far it is.
 
         Args:
             current: Steps done.
             total: Steps in all.
             message: What is being done.
+            bar_width: Columns of the bar, before anything is drawn; None for rich's own.
+            show_eta: Whether the time that is left is shown, before anything is drawn.
+            extra_info: Follows the message.
 
         Raises:
             ValueError: `current` is not within 0 and `total`.
         """
         if not 0 <= current <= total:
             raise ValueError(f"current: got {current}, wants a number of steps from 0 to total={total}")
-        self._show(f"{self._name} {message}".rstrip(), current, total)
+        text = " ".join(filter(None, (self._name, message, extra_info)))
+        self._show(text, current, total, bar_width, show_eta)
 
     def update_simple(self, message: str) -> None:
         """Shows what is being done, where the amount of work is unknown."""
         self._show(f"{self._name} {message}", None, None)
 
-    def complete(self, message: str = "done") -> None:
-        """Takes the line away and logs a message with the time since the object was made."""
+    def complete(self, message: str | None = None, show_time: bool = True) -> None:
+        """Takes the line away and logs a message, `"done"` without one, with the time since the object was made."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = self._task = None
-        self._logger.info("%s (%.1f s)", message, time.monotonic() - self._start)
+        if show_time:
+            self._logger.info("%s (%.1f s)", message or "done", time.monotonic() - self._start)
+        else:
+            self._logger.info("%s", message or "done")
 
-    def _show(self, text: str, current: int | None, total: int | None) -> None:
+    def _show(
+        self, text: str, current: int | None, total: int | None, bar_width: int | None = None, show_eta: bool = True
+    ) -> None:
         if self._progress is None or self._task is None:
             from rich.console import Console
-            from rich.progress import Progress
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+            columns = [TextColumn("{task.description}"), BarColumn(bar_width or 40), TaskProgressColumn()]
+            columns += [TimeRemainingColumn()] if show_eta else []
             console = Console(stderr=True)
             disable = not console.is_terminal or _compat.process_index() != 0
-            self._progress = Progress(console=console, transient=True, disable=disable)
+            self._progress = Progress(*columns, console=console, transient=True, disable=disable)
             self._task = self._progress.add_task(text, total=None)
             self._progress.start()
         from rich.markup import escape

@@ -21,6 +21,7 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.planning.quantized_formats import MODES, Format, Mode, affine_steps, decode, encode, make_format, pack
 from ejkernel.promotion import promoting
+from ejkernel.xla_utils.old_names import also_called
 
 __all__ = ["MODES", "Mode", "dequantize", "prepack_quantized_weights", "quantize"]
 
@@ -120,6 +121,7 @@ def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Arr
     return jnp.isfinite(values).all(), largest
 
 
+@also_called(w_q="packed")
 @promoting
 def dequantize(
     packed: jax.Array,

@@ -20,6 +20,7 @@ from jaxtyping import Array, Int32
 from ejkernel.modules.operations.shared.shapes import as_count, as_float_dtype, got
 from ejkernel.planning.precision import rounded
 from ejkernel.sample_inputs import random_blocks, varlen_input_helper
+from ejkernel.xla_utils.old_names import also_called
 
 __all__ = [
     "cdiv",
@@ -47,8 +48,8 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n; 1 for n below 1.
+def next_power_of_2(x: int) -> int:
+    """The smallest power of two that is at least x; 1 for x below 1.
 
     Example:
         ```python
@@ -57,7 +58,7 @@ def next_power_of_2(n: int) -> int:
         assert [next_power_of_2(n) for n in (0, 1, 5, 64)] == [1, 1, 8, 64]
         ```
     """
-    return 1 << max(0, n - 1).bit_length()
+    return 1 << max(0, x - 1).bit_length()
 
 
 def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -169,6 +170,7 @@ def generate_block_indices(
     return jnp.repeat(jnp.where(blocks == num_query_blocks, -1, blocks), size, axis=1)
 
 
+@also_called(mesh_axis="axis_dims")
 def make_mesh(
     axis_dims: Sequence[int] = (1, -1, 1, 1),
     axis_names: Sequence[str] = ("dp", "fsdp", "tp", "sp"),

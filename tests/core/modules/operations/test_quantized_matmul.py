@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel
 from ejkernel.modules import grouped_matmul, quantized_matmul
 from ejkernel.planning.quantized_formats import MODES, pack, unpack
 from ejkernel.quantization import dequantize, prepack_quantized_weights, quantize
@@ -117,18 +118,24 @@ def test_what_is_wrong_is_said_by_name(change, said):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "choice",
     [
-        ({"strict_fuse": True}, "strict_fuse: got True; platform='triton'"),
-        ({"revsplit_k_parts": 4}, "cfg=QuantizedMatmulConfig(splits=...)"),
-        ({"gemv_mode": "on"}, "gemv_mode: got 'on'; dispatch chooses"),
+        {"fuse": False},
+        {"strict_fuse": True},
+        {"tpu_path": "predecode"},
+        {"allow_dense_fallback": False},
+        {"gemv_mode": "on"},
+        {"revsplit_k": "off", "revsplit_k_parts": 4},
     ],
+    ids=str,
 )
-def test_choices_of_a_kernel_are_refused_with_what_replaces_them(change, said):
+def test_choices_of_a_kernel_have_no_effect_and_explain_names_them(choice):
     made = quantize(WEIGHTS, 32)
-    with pytest.raises(NotImplementedError) as caught:
-        quantized_matmul(jnp.ones((3, 64)), *made, group_size=32, **change)
-    assert said in str(caught.value)
+    given = (jnp.ones((3, 64)), *made)
+    want = quantized_matmul(*given, group_size=32, platform="xla")
+    np.testing.assert_array_equal(quantized_matmul(*given, group_size=32, platform="xla", **choice), want)
+    said = str(ejkernel.explain(quantized_matmul, *given, group_size=32, platform="xla", **choice).forward)
+    assert f"{', '.join(sorted(choice))}: no effect, xla does not read" in said
 
 
 @pytest.mark.parametrize(

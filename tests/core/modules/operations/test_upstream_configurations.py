@@ -15,7 +15,7 @@ ORDER = {
     configs.RecurrentAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
     configs.GLAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
     configs.LightningAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
-    configs.NativeSparseAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages", "block_size"),
+    configs.NativeSparseAttentionConfig: ("block_q", "block_k", "block_d", "block_size", "num_warps", "num_stages"),
     configs.PageAttentionConfig: ("num_splits", "pages_per_compute_block", "num_warps", "num_stages"),
     configs.UnifiedAttentionConfig: (
         "seq_threshold_3d",
@@ -51,11 +51,37 @@ ORDER = {
         "num_stages",
     ),
     configs.RaggedPageAttentionv3Config: (
+        "chunk_prefill_size",
         "num_kv_pages_per_block",
         "num_queries_per_block",
         "num_warps",
         "num_stages",
+    ),
+    configs.MultiLatentRaggedPageAttentionConfig: (
         "chunk_prefill_size",
+        "num_kv_pages_per_block",
+        "num_queries_per_block",
+        "vmem_limit_bytes",
+        "num_warps",
+        "num_stages",
+    ),
+    configs.MultiLatentRaggedPageAttentionV2Config: (
+        "chunk_prefill_size",
+        "num_kv_pages_per_block",
+        "num_queries_per_block",
+        "vmem_limit_bytes",
+        "num_warps",
+        "num_stages",
+    ),
+    configs.QuantizedMatmulConfig: (
+        "block_m",
+        "block_n",
+        "block_k",
+        "num_warps",
+        "num_stages",
+        "use_bf16",
+        "split_k",
+        "tpu_path",
     ),
     configs.KernelDeltaAttentionConfig: ("chunk_size",),
     configs.GatedDeltaRuleConfig: ("chunk_size",),
@@ -64,6 +90,14 @@ ORDER = {
     configs.FlashAttentionConfig: ("fwd_params", "bwd_params"),
     configs.RingAttentionConfig: ("fwd_params", "bwd_params"),
 }
+
+
+def _value(name, number):
+    if "params" in name:
+        return None
+    return "predecode" if name == "tpu_path" else True if "use_" in name or "bypass" in name else number
+
+
 TILES = ("blocksize_m", "blocksize_k", "blocksize_n", "q_blocksize", "kv_blocksize")
 FORWARD = (*TILES, "blocksize_heads", "blocksize_keys", "num_key_splits", "num_warps", "num_stages")
 ORDER_OF_PARTS = {configs.FwdParams: FORWARD, configs.BwdParams: (*TILES, "num_warps", "num_stages")}
@@ -71,10 +105,7 @@ ORDER_OF_PARTS = {configs.FwdParams: FORWARD, configs.BwdParams: (*TILES, "num_w
 
 @pytest.mark.parametrize("kind", ORDER, ids=lambda kind: kind.__name__)
 def test_fields_stand_in_upstreams_order_behind_platform_and_backend(kind):
-    values = [
-        None if "params" in name else True if "use_" in name or "bypass" in name else n
-        for n, name in enumerate(ORDER[kind], 1)
-    ]
+    values = [_value(name, n) for n, name in enumerate(ORDER[kind], 1)]
     made = kind(*PLACE, *values)
     assert made == kind(platform="xla", backend="any", **dict(zip(ORDER[kind], values, strict=True)))
     assert kind.from_json(made.to_json()) == made

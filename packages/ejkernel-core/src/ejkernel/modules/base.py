@@ -9,12 +9,26 @@ from ejkernel.ops.plugins import registry
 __all__ = ["Kernel", "create_default_executor", "detect_platform"]
 
 
-def detect_platform(algorithm: str, platform: str = "auto") -> str:
+def detect_platform(
+    algorithm: str,
+    platform: str = "auto",
+    prefer_pallas: bool = False,
+    prefer_cuda: bool = False,
+    prefer_triton: bool = False,
+    prefer_cute: bool = False,
+    prefer_tilelang: bool = False,
+) -> str:
     """The toolchain that dispatch would try first for an operation on this machine, whatever the call.
 
     Args:
         algorithm: Name of the operation.
         platform: A toolchain is returned as it is; `"auto"` asks.
+        prefer_pallas: Whether Pallas comes first where it runs here; likewise the other four, in this order. There are
+            no kernels in CuTe and TileLang.
+        prefer_cuda: As `prefer_pallas`.
+        prefer_triton: As `prefer_pallas`.
+        prefer_cute: As `prefer_pallas`.
+        prefer_tilelang: As `prefer_pallas`.
 
     Raises:
         ValueError: There is no such operation, or no implementation of it runs on this machine.
@@ -22,7 +36,14 @@ def detect_platform(algorithm: str, platform: str = "auto") -> str:
     if platform != "auto":
         return str(platform)
     op, device = registry().op(algorithm), current_device()
-    for implementation, _ in in_order(op, device):
-        if not hardware_refusals(implementation, device):
-            return implementation.platform
-    raise ValueError(f"algorithm: no implementation of {algorithm!r} runs on {device}")
+    found = [i.platform for i, _ in in_order(op, device) if not hardware_refusals(i, device)]
+    if not found:
+        raise ValueError(f"algorithm: no implementation of {algorithm!r} runs on {device}")
+    preferred = {
+        "pallas": prefer_pallas,
+        "cuda": prefer_cuda,
+        "triton": prefer_triton,
+        "cute": prefer_cute,
+        "tilelang": prefer_tilelang,
+    }
+    return next((name for name, wanted in preferred.items() if wanted and name in found), found[0])

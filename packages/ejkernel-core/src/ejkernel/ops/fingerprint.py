@@ -18,29 +18,29 @@ def device_kind(device: Any = None) -> str:
     return (device or _compat.default_device()).device_kind
 
 
-def device_fingerprint(device: Any = None) -> str:
+def device_fingerprint(dev: Any = None) -> str:
     """`"kind|version of the platform"` of a device; of the default device without one."""
-    device = device or _compat.default_device()
+    device = dev or _compat.default_device()
     return f"{device.device_kind}|{getattr(device.client, 'platform_version', '') or device.platform}"
 
 
-def get_device_platform(device: Any = None) -> str:
+def get_device_platform(dev: Any = None) -> str:
     """`"gpu"`, `"tpu"`, `"cpu"` or `"unknown"`."""
-    platform = device_info(device or _compat.default_device()).platform
+    platform = device_info(dev or _compat.default_device()).platform
     return platform if platform in ("gpu", "tpu", "cpu") else "unknown"
 
 
-def stable_json(value: Any) -> str:
+def stable_json(obj: Any) -> str:
     """JSON text that is equal for equal values: keys are sorted, arrays are their shapes and dtypes.
 
     Dataclasses are objects, dtypes their names; what JSON has no word for is its `repr`.
     """
-    return msgspec.json.encode(value, enc_hook=_described, order="sorted").decode()
+    return msgspec.json.encode(obj, enc_hook=_described, order="sorted").decode()
 
 
-def short_hash(value: Any) -> str:
+def short_hash(obj: Any) -> str:
     """The first 16 hexadecimal digits of the SHA-256 of a text, or of `stable_json` of any other value."""
-    text = value if isinstance(value, str) else stable_json(value)
+    text = obj if isinstance(obj, str) else stable_json(obj)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

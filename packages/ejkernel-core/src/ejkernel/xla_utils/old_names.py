@@ -23,6 +23,7 @@ def also_called(**names: str) -> Callable[[Function], Function]:
                 kwargs[names[old]] = kwargs.pop(old)
             return function(*args, **kwargs)
 
+        run.__dict__["also_called"] = names
         return cast(Function, run)
 
     return known

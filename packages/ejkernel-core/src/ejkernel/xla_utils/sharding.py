@@ -12,18 +12,18 @@ from ejkernel.modules.operations.shared.shapes import as_count, as_flag, got
 from ejkernel.xla_utils.old_names import also_called
 
 
-@also_called(partition_spec="spec")
-def get_corrected_named_sharding(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
+@also_called(spec="partition_spec")
+def get_corrected_named_sharding(shape: Sequence[int], partition_spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """The sharding that a mesh can give an array of this shape: what does not fit is replicated instead.
 
     Args:
         shape: Of the array.
-        spec: What is wished for, one entry for each leading dimension at most. Of several axes of one dimension, those
-            are kept, from the left, whose sizes together divide it. Also called `partition_spec`.
+        partition_spec: What is wished for, one entry for each leading dimension at most. Of several axes of one
+            dimension, those are kept, from the left, whose sizes together divide it.
         mesh: Axes that it does not have are left out.
 
     Raises:
-        ValueError: `spec` has more entries than `shape`.
+        ValueError: `partition_spec` has more entries than `shape`.
 
     Example:
         ```python
@@ -36,9 +36,11 @@ def get_corrected_named_sharding(shape: Sequence[int], spec: PartitionSpec, mesh
         assert get_corrected_named_sharding((3, 3), P("dp"), mesh).spec == P(None)
         ```
     """
-    if len(spec) > len(shape):
-        raise ValueError(f"spec: got {spec} for shape {tuple(shape)}, wants at most {len(shape)} entries")
-    entries = [_entry(size, entry, mesh) for size, entry in zip(shape, spec, strict=False)]
+    if len(partition_spec) > len(shape):
+        raise ValueError(
+            f"partition_spec: got {partition_spec} for shape {tuple(shape)}, wants at most {len(shape)} entries"
+        )
+    entries = [_entry(size, entry, mesh) for size, entry in zip(shape, partition_spec, strict=False)]
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
@@ -54,8 +56,8 @@ def _entry(size: int, entry: Any, mesh: Mesh) -> Any:
     return tuple(kept)
 
 
-@also_called(tensor="x")
-def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> jax.Array:
+@also_called(x="tensor")
+def reorder_sequence(tensor: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> jax.Array:
     """Deals tokens out to devices so that causal attention gives each of them equally much to do. Differentiable.
 
     The sequence is cut into `2 * cp_size` pieces; device i gets the pieces i and `2 * cp_size - 1 - i`, the first of
@@ -63,13 +65,13 @@ def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous
     do not follow by themselves: reorder `jnp.arange(T)` likewise and give it as `MaskInfo.q_positions`.
 
     Args:
-        x: Also called `tensor`. Array; its size along `seq_dim` is a multiple of `2 * cp_size`.
+        tensor: Array; its size along `seq_dim` is a multiple of `2 * cp_size`.
         cp_size: Devices along the sequence, an int >= 1.
         seq_dim: Dimension of the sequence; may be negative.
         to_contiguous: Go back from the zig-zag order to the natural one.
 
     Returns:
-        x with its tokens reordered along `seq_dim`.
+        `tensor` with its tokens reordered along `seq_dim`.
 
     Raises:
         ValueError: A size or an argument does not fit.
@@ -86,12 +88,14 @@ def reorder_sequence(x: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous
         ```
     """
     pieces = 2 * as_count("cp_size", cp_size, least=1)
-    if seq_dim not in range(-x.ndim, x.ndim):
-        raise ValueError(f"seq_dim: got {got(seq_dim)}, wants a dimension of x, which has shape {x.shape}")
-    axis = seq_dim % x.ndim
-    if x.shape[axis] % pieces:
-        raise ValueError(f"x: got shape {x.shape}, wants a multiple of 2 * cp_size = {pieces} along dimension {axis}")
+    if seq_dim not in range(-tensor.ndim, tensor.ndim):
+        raise ValueError(f"seq_dim: got {got(seq_dim)}, wants a dimension of tensor, which has shape {tensor.shape}")
+    axis = seq_dim % tensor.ndim
+    if tensor.shape[axis] % pieces:
+        raise ValueError(
+            f"tensor: got shape {tensor.shape}, wants a multiple of 2 * cp_size = {pieces} along dimension {axis}"
+        )
     zigzag = [piece for device in range(pieces // 2) for piece in (device, pieces - 1 - device)]
     order = [zigzag.index(n) for n in range(pieces)] if as_flag("to_contiguous", to_contiguous) else zigzag
-    cut = x.reshape(*x.shape[:axis], pieces, x.shape[axis] // pieces, *x.shape[axis + 1 :])
-    return jnp.take(cut, jnp.array(order), axis=axis).reshape(x.shape)
+    cut = tensor.reshape(*tensor.shape[:axis], pieces, tensor.shape[axis] // pieces, *tensor.shape[axis + 1 :])
+    return jnp.take(cut, jnp.array(order), axis=axis).reshape(tensor.shape)

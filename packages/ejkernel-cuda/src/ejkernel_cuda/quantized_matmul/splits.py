@@ -47,7 +47,7 @@ class QuantizedSplits:
     splits: int
 
 
-FACES = {"splits": "splits"}
+FACES = {"splits": "splits", "split_k": "splits"}
 """Fields of the public configuration and what they set here."""
 
 

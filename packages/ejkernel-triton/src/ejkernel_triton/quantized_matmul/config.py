@@ -31,7 +31,7 @@ class QuantizedTiles:
     num_stages: int
 
 
-FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)}
+FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)} | {"split_k": "splits"}
 """Fields of the public configuration and what they set here."""
 
 OVER_ROWS = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))

@@ -11,7 +11,7 @@ from ejkernel.families import quantized_matmul as family
 from ejkernel.families.quantized_matmul import QuantizedMatmul as Record
 from ejkernel.modules.operations.cases import quantized_matmul as cases
 from ejkernel.modules.operations.configs import QuantizedMatmulConfig
-from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
 from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
@@ -51,7 +51,6 @@ class QuantizedMatmulArguments:
         if self.axis not in (None, "col" if transpose else "row"):
             wants = "'col' or None with transpose=True, 'row' or None without"
             raise ValueError(f"axis: got {self.axis!r} with transpose={transpose}, wants {wants}")
-        _refuse(self)
         zeros, tensor_scale = split_third(self.zeros, self.tensor_scale, form)
         settle(
             self,
@@ -67,16 +66,22 @@ class QuantizedMatmulArguments:
         )
 
 
-def _refuse(args: QuantizedMatmulArguments) -> None:
-    """Refuses upstream's choices of a kernel by name."""
-    usual = {"gemv_mode": "auto", "revsplit_k": "auto", "revsplit_k_parts": None, "fuse": True, "tpu_path": None}
-    for name, value in usual.items():
-        if getattr(args, name) != value:
-            instead = "cfg=QuantizedMatmulConfig(splits=...)" if "split" in name else "platform="
-            raise NotImplementedError(f"{name}: got {getattr(args, name)!r}; dispatch chooses the kernel, or {instead}")
-    for name, value in (("strict_fuse", True), ("allow_dense_fallback", False)):
-        if getattr(args, name) is value:
-            raise NotImplementedError(f"{name}: got {value}; platform='triton' takes the fused kernel or raises")
+# The arguments that choose a kernel elsewhere, with what leaves the choice open. They are fields of the configuration.
+_CHOICES = {
+    "gemv_mode": "auto",
+    "revsplit_k": "auto",
+    "revsplit_k_parts": None,
+    "fuse": True,
+    "strict_fuse": None,
+    "tpu_path": None,
+    "allow_dense_fallback": None,
+}
+
+
+def _configure(args: QuantizedMatmulArguments, cfg: Any) -> Any:
+    """The configuration with the arguments that chose a kernel: they only tune, and dispatch chooses it here."""
+    chosen = {name: getattr(args, name) for name, default in _CHOICES.items() if getattr(args, name) != default}
+    return tuned(QuantizedMatmulConfig, cfg, **chosen)
 
 
 @operation(lambda: OP)
@@ -130,13 +135,14 @@ def quantized_matmul(
         axis: None, or "row", with `transpose` "col": what `transpose` says already.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
-        gemv_mode: Only "auto"; dispatch chooses the kernel.
-        revsplit_k: Only "auto"; `cfg=QuantizedMatmulConfig(splits=...)` splits the contracted elements.
-        revsplit_k_parts: Only None, likewise.
-        fuse: Only True.
-        strict_fuse: None or False; `platform="triton"` takes the fused kernel or raises.
-        tpu_path: Only None.
-        allow_dense_fallback: None or True, as `strict_fuse`.
+        gemv_mode: Tunes elsewhere. This and the next six arguments have no effect where the chosen kernel does not read
+            the field of this name of `QuantizedMatmulConfig`; `explain` names them then. `platform=` chooses.
+        revsplit_k: As `gemv_mode`.
+        revsplit_k_parts: As `gemv_mode`.
+        fuse: As `gemv_mode`.
+        strict_fuse: As `gemv_mode`.
+        tpu_path: As `gemv_mode`.
+        allow_dense_fallback: As `gemv_mode`.
         use_best_config: Either value; tuned configurations are always taken.
 
     Returns:
@@ -224,5 +230,6 @@ OP = Op(
     make_inputs=cases.make_inputs,
     axes={"x": "m k", "w": "k w", "scales": "k q", "zeros": "k q"},
     axes_of=axes_of,
+    configure=_configure,
 )
 QuantizedMatmul.op = OP

@@ -77,7 +77,6 @@ class ConfigSelectorChain:
         policy: AutotunePolicy | None = None,
         tuner: Measures | None = None,
         persistent: PersistentCache | None = None,
-        *,
         persist_autotune: bool = True,
         on_event: Callable[..., None] | None = None,
         forbid_reautotune: bool = False,

@@ -19,18 +19,23 @@ class Measurement:
     """One candidate: its configuration part and its median time, or why it did not run.
 
     Attributes:
-        part: The configuration part.
+        cfg: The configuration part.
         seconds: Median time of a call; None where it did not run.
         error: Why it did not.
         spread: Interquartile range of the samples, in seconds; 0 where there is one sample or a prediction.
         samples: How many there are.
     """
 
-    part: Any
+    cfg: Any
     seconds: float | None
     error: str | None = None
     spread: float = 0.0
     samples: int = 0
+
+    @property
+    def part(self) -> Any:
+        """The configuration part."""
+        return self.cfg
 
 
 @dataclasses.dataclass(frozen=True)

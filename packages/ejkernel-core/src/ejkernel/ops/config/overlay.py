@@ -17,23 +17,23 @@ _stack: Any = jax.make_user_context(())
 
 
 @contextlib.contextmanager
-def overlay_cache(overlay: Mapping[ConfigKey | str, Any]) -> Generator[None]:
+def overlay_cache(mapping: Mapping[ConfigKey | str, Any]) -> Generator[None]:
     """Uses the given configurations for the calls traced inside the block, before any cache is asked.
 
     Args:
-        overlay: Maps an operation's name to its configuration, or a `ConfigKey` to a configuration part.
+        mapping: Maps an operation's name to its configuration, or a `ConfigKey` to a configuration part.
             Inner blocks win over outer ones; a `ConfigKey` wins over a name. A configuration made for one platform
             or backend does not apply to another's implementation.
 
     Raises:
         ValueError: A name is no operation's, or is mapped to something that is not that operation's configuration.
     """
-    for key, config in overlay.items():
+    for key, config in mapping.items():
         if isinstance(key, str):
             wanted = registry().op(key).config
             if not isinstance(config, wanted):
-                raise ValueError(f"overlay[{key!r}]: got {type(config).__name__}, wants {wanted.__name__}")
-    with _stack((tuple(overlay.items()), *overlays())):
+                raise ValueError(f"mapping[{key!r}]: got {type(config).__name__}, wants {wanted.__name__}")
+    with _stack((tuple(mapping.items()), *overlays())):
         yield
 
 

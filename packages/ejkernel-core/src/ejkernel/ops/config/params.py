@@ -149,9 +149,9 @@ class BaseOperationConfig:
         return config
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, s: str) -> Self:
         """The inverse of `to_json`; errors as `from_dict`."""
-        return cls.from_dict(msgspec.json.decode(text))
+        return cls.from_dict(msgspec.json.decode(s))
 
 
 def piece(direction: Direction) -> Direction:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import jax
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class AutotunePolicy:
     """What happens when no tier knows a call.
 

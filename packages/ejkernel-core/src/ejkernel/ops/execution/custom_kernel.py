@@ -161,6 +161,7 @@ def _with(kernel: Any, cfg: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
 
 def _key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKey:
     leaves, structure = jax.tree.flatten((args, kwargs))
+    builder = kernel.key_builder
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves]
     return ConfigKey(
         op=f"{kernel.op_id}@{kernel.version}",
@@ -168,7 +169,7 @@ def _key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKe
         direction="forward",
         device=device_label(current_device(next(iter(leaves), None))),
         schema="own",
-        call=short_hash(f"{structure} {shapes}"),
+        call=short_hash(f"{structure} {shapes}") if builder is None else builder(kernel.invocation(args, kwargs)),
     )
 
 

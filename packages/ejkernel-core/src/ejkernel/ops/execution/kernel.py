@@ -36,19 +36,27 @@ class Invocation:
         op_id: The operation's name.
         args: Positional arguments of the public function.
         kwargs: Keyword arguments; call options among them count where the fields below are None.
+        batch_axes: Axes of a batch of calls, of `vmap_with_config`.
         override_cfg: The call's own configuration.
+        stamp: Whether an executor's `stamp_prefix` counts.
+        method: `"shard_map"` of a call under a mesh.
         mesh: With the two specs: run under `shard_map`.
         in_specs: Partition specs of the first arguments.
         out_specs: Partition spec of the output.
+        check_vma: As of `jax.shard_map`.
     """
 
     op_id: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    batch_axes: Any = None
     override_cfg: BaseOperationConfig | None = None
+    stamp: bool = True
+    method: str | None = None
     mesh: Any = None
     in_specs: Any = None
     out_specs: Any = None
+    check_vma: bool = False
 
     def arguments(self) -> Any:
         """The argument record of the call."""
@@ -74,6 +82,10 @@ class Invocation:
         placed = "" if mesh is None else f" mesh={dict(mesh.shape)} in={specs[0]} out={specs[1]}"
         return f"{signature(self.arguments())} platform={platform}{placed}"
 
+    def make_key(self, key_builder: Callable[["Invocation"], str] | None = None) -> str:
+        """`call_key`, or what `key_builder` makes of the call."""
+        return self.call_key if key_builder is None else key_builder(self)
+
     @functools.cached_property
     def _bound(self) -> tuple[Any, dict[str, Any]]:
         return registry().op(self.op_id).bind(self.args, self.kwargs)
@@ -84,9 +96,12 @@ class Kernel(Generic[Cfg, Out]):
 
     Attributes:
         op: The operation's declaration.
+        key_builder: Makes the key under which a configuration of a kernel of the caller's own is kept, in the place of
+            the shapes of the call.
     """
 
     op: ClassVar[Op]
+    key_builder: Callable[[Invocation], str] | None = None
 
     def __init__(self, op_id: str | None = None) -> None:
         """Makes a kernel.

@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -115,7 +115,7 @@ def spread(times: Sequence[float]) -> float:
     return third - first
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Tuner:
     """Times candidates eagerly: all are compiled and warmed up, then they are timed interleaved, and medians count.
 
@@ -132,11 +132,11 @@ class Tuner:
         ValueError: A negative number of warm-ups, or nothing to time.
     """
 
-    warmup_iterations: int = 2
-    timing_iterations: int = 5
-    show_progress: bool = False
     warmup: dataclasses.InitVar[int | None] = None
     iters: dataclasses.InitVar[int | None] = None
+    warmup_iterations: int = dataclasses.field(default=2, kw_only=True)
+    timing_iterations: int = dataclasses.field(default=5, kw_only=True)
+    show_progress: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self, warmup: int | None, iters: int | None) -> None:
         for name, value in (("warmup_iterations", warmup), ("timing_iterations", iters)):
@@ -146,19 +146,46 @@ class Tuner:
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wants {least} or more")
 
-    def measure(self, function: Callable[..., Any], *args: Any) -> float:
-        """Median seconds of `function(*args)` on the device.
+    def measure(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
+        """Median seconds of `fn(*args, **kwargs)` on the device.
 
         Raises:
             TunerError: Something is being traced, so that the clock would show Python and not the device.
         """
-        if traced(args):
+        if traced((args, kwargs)):
             raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
-        alone = _contender(None, function, *args)
+        alone = _contender(None, functools.partial(fn, **kwargs), *args)
         alone.warm_up(1 + self.warmup_iterations)
         for _ in range(self.timing_iterations):
             alone.sample()
         return statistics.median(alone.times)
+
+    def autotune(
+        self, make_fn: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any, candidates: Iterable[Any]
+    ) -> Any:
+        """The candidate whose function `make_fn(candidate)` is fastest.
+
+        Args:
+            make_fn: Makes the function of a candidate.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            candidates: What to choose from.
+
+        Raises:
+            TunerError: As `measure`; or no candidate ran.
+        """
+        seconds: list[tuple[float, Any]] = []
+        errors: list[str] = []
+        for candidate in candidates:
+            try:
+                seconds.append((self.measure(make_fn(candidate), *args, **kwargs), candidate))
+            except TunerError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a candidate may exceed any limit of the device or its compiler
+                errors.append(f"{candidate}: {type(error).__name__}: {error}")
+        if not seconds:
+            raise TunerError("\n  ".join(["no candidate ran:", *errors]))
+        return min(seconds, key=lambda measured: measured[0])[1]
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
         """Measures every candidate of an implementation for one direction of a call, or for both passes of a pair.

@@ -35,6 +35,6 @@ class NativeSparseAttentionConfig(BaseOperationConfig):
     block_q: int | None = None
     block_k: int | None = None
     block_d: int | None = None
+    block_size: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
-    block_size: int | None = None

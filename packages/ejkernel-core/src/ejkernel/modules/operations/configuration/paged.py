@@ -127,41 +127,54 @@ class RaggedPageAttentionv2Config(PagedAttentionConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedPageAttentionv3Config(RaggedPageAttentionv2Config):
-    """Tiles of `ragged_page_attention_v3`; beside those of `RaggedPageAttentionv2Config`:
+class RaggedPageAttentionv3Config(PagedAttentionConfig):
+    """Tiles of `ragged_page_attention_v3`.
 
     Attributes:
         chunk_prefill_size: Query rows of a sequence in the uniform prefill part of `distribution`.
+        num_kv_pages_per_block: Pages per tile, for kernels that read whole pages.
+        num_queries_per_block: Query rows per tile, for kernels whose tiles span sequences.
+        num_warps: Warps per program.
+        num_stages: Software pipeline depth.
+        vmem_limit_bytes: Memory of a TPU core that a kernel may use.
     """
 
     chunk_prefill_size: int | None = None
+    num_kv_pages_per_block: int | None = None
+    num_queries_per_block: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    vmem_limit_bytes: int | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class MultiLatentRaggedPageAttentionConfig(RaggedPageAttentionv3Config):
+class MultiLatentRaggedPageAttentionConfig(PagedAttentionConfig):
     """Tiles of `multi_latent_ragged_page_attention`; fields as in `RaggedPageAttentionv3Config`."""
+
+    chunk_prefill_size: int | None = None
+    num_kv_pages_per_block: int | None = None
+    num_queries_per_block: int | None = None
+    vmem_limit_bytes: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class MultiLatentRaggedPageAttentionV2Config(PagedAttentionConfig):
-    """Tiles of `multi_latent_ragged_page_attention_v2`.
+    """Tiles of `multi_latent_ragged_page_attention_v2`; fields as in `RaggedPageAttentionv3Config`.
 
     Attributes:
-        num_kv_pages_per_block: Pages a tile, for kernels that read whole pages; or one for each part of
-            `distribution`: decoding, uniform prefill and the rest.
-        num_queries_per_block: Query rows a tile, for kernels whose tiles span sequences; or one for each part.
-        num_warps: Warps a program.
-        num_stages: Software pipeline depth.
-        chunk_prefill_size: Query rows of a sequence in the uniform prefill part of `distribution`.
-        vmem_limit_bytes: Memory of a TPU core that a kernel may use.
+        num_kv_pages_per_block: Pages per tile; or one number for each part of `distribution`: decoding, uniform prefill
+            and the rest.
+        num_queries_per_block: Query rows per tile; or one number for each part.
     """
 
+    chunk_prefill_size: int | None = None
     num_kv_pages_per_block: int | tuple[int, int, int] | None = None
     num_queries_per_block: int | tuple[int, int, int] | None = None
+    vmem_limit_bytes: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
-    chunk_prefill_size: int | None = None
-    vmem_limit_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,20 +65,37 @@ class QuantizedMatmulConfig(_SequenceConfig):
     """Tiles of `quantized_matmul`. `None` lets the heuristics decide.
 
     Attributes:
-        block_m: Rows a tile.
-        block_r: Rows of packed weights a tile.
-        block_w: Words of packed weights a tile.
-        splits: Parts of the contracted elements, which are summed at the end.
-        num_warps: Warps a program.
+        block_m: Rows per tile.
+        block_n: Columns of the output per tile.
+        block_k: Contracted elements per step.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
+        use_bf16: Whether products may be bfloat16.
+        split_k: As `splits`.
+        tpu_path: As the argument.
+        block_r: Rows of packed weights per tile.
+        block_w: Words of packed weights per tile.
+        splits: Independent sums over the contracted elements, which are added up at the end.
+        gemv_mode: As the argument, and so are the fields after it.
     """
 
     block_m: int | None = None
-    block_r: int | None = None
-    block_w: int | None = None
-    splits: int | None = None
+    block_n: int | None = None
+    block_k: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    use_bf16: bool | None = None
+    split_k: int | None = None
+    tpu_path: str | None = None
+    block_r: int | None = dataclasses.field(default=None, kw_only=True)
+    block_w: int | None = dataclasses.field(default=None, kw_only=True)
+    splits: int | None = dataclasses.field(default=None, kw_only=True)
+    gemv_mode: str | None = dataclasses.field(default=None, kw_only=True)
+    revsplit_k: str | None = dataclasses.field(default=None, kw_only=True)
+    revsplit_k_parts: int | None = dataclasses.field(default=None, kw_only=True)
+    fuse: bool | None = dataclasses.field(default=None, kw_only=True)
+    strict_fuse: bool | None = dataclasses.field(default=None, kw_only=True)
+    allow_dense_fallback: bool | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
