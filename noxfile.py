@@ -23,6 +23,7 @@ DIST = ROOT / "dist"
 DEVICE_BACKENDS = ("triton", "pallas", "cuda")
 PARTS = ("core", "xla", *DEVICE_BACKENDS)
 EXTRAS = ("gpu", "rocm", "tpu", "all")
+UPSTREAM = "0.0.80.3"
 TOOLCHAINS = ("triton", "jax_triton", "torch", "jax.experimental.pallas", "jax_cuda13_plugin", "libtpu")
 
 DEVICES = "--xla_force_host_platform_device_count=8"
@@ -290,6 +291,24 @@ def minimal(session: nox.Session) -> None:
 
 
 # --- reading it ------------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def upstream(session: nox.Session) -> None:
+    """Compare the list of the earlier library's public names with that library; `-- --write` writes the list anew."""
+    install(session, "beartype", "chex", "einops", "pydantic")
+    folder = Path(session.create_tmp())
+    session.install("--no-deps", "--target", str(folder / "upstream"), f"ejkernel=={UPSTREAM}")
+    sources = ROOT / part("core") / "src" / "ejkernel" / "compat"
+    listed, found = sources / "upstream_surface.json", folder / "surface.json"
+    # PYTHONPATH comes before the installed packages, so that its `ejkernel` is the earlier one.
+    earlier = {"PYTHONPATH": str(folder / "upstream"), "HOME": str(folder), "JAX_PLATFORMS": "cpu"}
+    session.run("python", str(sources / "surface.py"), str(found), env=earlier)
+    if "--write" in session.posargs:
+        shutil.copyfile(found, listed)
+    elif found.read_text(encoding="utf-8") != listed.read_text(encoding="utf-8"):
+        session.error(f"{listed.relative_to(ROOT)} is not what ejkernel {UPSTREAM} has: nox -s upstream -- --write")
+    session.run("python", "-m", "ejkernel.compat.upstream", "--strict")
 
 
 @nox.session

@@ -95,10 +95,10 @@ def test_arithmetic_of_shapes_is_where_it_was():
 def test_older_names_of_arguments_are_known():
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
     spec = jax.sharding.PartitionSpec("dp")
-    assert get_corrected_named_sharding((4,), partition_spec=spec, mesh=mesh).spec == spec
+    assert get_corrected_named_sharding((4,), spec=spec, mesh=mesh).spec == spec
     x = jnp.arange(8)[None]
-    np.testing.assert_array_equal(reorder_sequence(tensor=x, cp_size=2), reorder_sequence(x, cp_size=2))
-    with pytest.raises(TypeError, match="got 'tensor' and 'x', which are the same"):
+    np.testing.assert_array_equal(reorder_sequence(x=x, cp_size=2), reorder_sequence(x, cp_size=2))
+    with pytest.raises(TypeError, match="got 'x' and 'tensor', which are the same"):
         reorder_sequence(x=x, tensor=x, cp_size=2)
 
 

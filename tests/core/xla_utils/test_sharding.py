@@ -75,7 +75,7 @@ def test_what_cannot_be_dealt_is_refused():
     x = jnp.ones((1, 6))
     with pytest.raises(ValueError, match=r"tensor: got shape \(1, 6\), wants a multiple of 2 \* cp_size = 4"):
         reorder_sequence(x, 2)
-    with pytest.raises(ValueError, match=r"seq_dim: got int 2, wants a dimension of x"):
+    with pytest.raises(ValueError, match=r"seq_dim: got int 2, wants a dimension of tensor"):
         reorder_sequence(x, 3, seq_dim=2)
     with pytest.raises(ValueError, match=r"cp_size: got int 0"):
         reorder_sequence(x, 0)

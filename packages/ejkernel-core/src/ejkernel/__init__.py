@@ -49,6 +49,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("ejkernel.compat.version").reported()
     if name in _HOMES:
         return getattr(importlib.import_module(f"ejkernel.{_HOMES[name]}"), name)
-    if name in __all__:
+    if name in __all__ or f"ejkernel.{name}" in paths.OLD_PATHS:
         return importlib.import_module(f"ejkernel.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ mode is in `ejkernel.planning.quantized_formats`.
 """
 
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -21,9 +22,12 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.planning.quantized_formats import MODES, Format, Mode, affine_steps, decode, encode, make_format, pack
 from ejkernel.promotion import promoting
-from ejkernel.xla_utils.old_names import also_called
+from ejkernel.renamed import also_called
 
 __all__ = ["MODES", "Mode", "dequantize", "prepack_quantized_weights", "quantize"]
+
+# `ejkernel.quantization.quantized_array` is an old import path below this module, which therefore has to be a package.
+__path__: list[str] = []
 
 Quantized = tuple[jax.Array, ...]
 """Words and scales; with affine codes their zeros, with nvfp4 and nvfp8 the tensor scale."""
@@ -255,3 +259,7 @@ def _check_tensor_scale(tensor_scale: Any, shape: tuple[int, ...], form: Format,
 def _check_axis(axis: Any) -> None:
     if axis not in ("row", "col"):
         raise ValueError(f"axis: got {axis!r}, wants 'row' or 'col'")
+
+
+def __getattr__(name: str) -> Any:
+    return importlib.import_module("ejkernel.compat.names").old_name(__name__, name)

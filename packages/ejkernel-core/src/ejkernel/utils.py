@@ -5,6 +5,7 @@ What exists for Triton alone has no place in front of JAX and is not here: strid
 answers.
 """
 
+import importlib
 import inspect
 import math
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from jaxtyping import Array, Int32
 
 from ejkernel.modules.operations.shared.shapes import as_count, as_float_dtype, got
 from ejkernel.planning.precision import rounded
+from ejkernel.renamed import also_called
 from ejkernel.sample_inputs import random_blocks, varlen_input_helper
-from ejkernel.xla_utils.old_names import also_called
 
 __all__ = [
     "cdiv",
@@ -280,3 +281,7 @@ def _check_lengths(kv_lens: Sequence[int], q_lens: Sequence[int], num_q_heads: i
         raise ValueError(f"q_lens: got {tuple(q_lens)}, wants at most the kv_lens {tuple(kv_lens)}, and none negative")
     if num_q_heads % as_count("num_kv_heads", num_kv_heads, least=1):
         raise ValueError(f"num_q_heads: got {got(num_q_heads)}, wants a multiple of {num_kv_heads}")
+
+
+def __getattr__(name: str) -> Any:
+    return importlib.import_module("ejkernel.compat.names").old_name(__name__, name)

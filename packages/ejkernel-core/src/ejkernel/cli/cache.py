@@ -115,7 +115,7 @@ def cache() -> None:
 @STORE
 def path(store: Path | None) -> None:
     """Print the path of the store."""
-    click.echo(PersistentCache(store).path)
+    click.echo(PersistentCache(path=store).path)
 
 
 @cache.command(name="list")
@@ -123,7 +123,7 @@ def path(store: Path | None) -> None:
 @AS_JSON
 def list_entries(store: Path | None, as_json: bool) -> None:
     """List the stored configurations, measurements first."""
-    opened = PersistentCache(store)
+    opened = PersistentCache(path=store)
     entries = _all(opened)
     ordered = _ordered(entries)
     if as_json:
@@ -146,7 +146,7 @@ def export(file: Path, store: Path | None, **options: Any) -> None:
 
     Entries that FILE already has are kept.
     """
-    opened, chosen = PersistentCache(store), Filter(**options)
+    opened, chosen = PersistentCache(path=store), Filter(**options)
     entries = _all(opened)
     chosen.check_names(entries)
     selected = {key: entry for key, entry in entries.items() if chosen.fits(key, entry)}
@@ -164,7 +164,7 @@ def import_entries(files: tuple[Path, ...], store: Path | None) -> None:
 
     If there are two entries for one call, the later measurement is kept. A prediction never replaces a measurement.
     """
-    opened = PersistentCache(store)
+    opened = PersistentCache(path=store)
     there = _all(opened)
     found = newest(there, *map(read_table, files))
     changed = {key: entry for key, entry in found.items() if there.get(key) != entry}
@@ -197,7 +197,7 @@ def remove(store: Path | None, yes: bool, **options: Any) -> None:
     Lists the entries that fit all the options, and asks before it removes them. `ejkernel cache clear` removes every
     entry.
     """
-    opened, chosen = PersistentCache(store), Filter(**options)
+    opened, chosen = PersistentCache(path=store), Filter(**options)
     if chosen.is_empty:
         raise click.UsageError("give at least one of --op, --implementation, --device, --before and --predicted")
     entries = _all(opened)
@@ -224,7 +224,7 @@ def remove(store: Path | None, yes: bool, **options: Any) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def clear(store: Path | None, yes: bool) -> None:
     """Remove all stored configurations."""
-    opened = PersistentCache(store)
+    opened = PersistentCache(path=store)
     count = len(_all(opened))
     if not count:
         click.echo(f"no entries in {opened.path}")

@@ -97,7 +97,7 @@ def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Pa
     settings = Settings(**given)
     if settings.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--repeat has no effect with --target: a prediction needs one run")
-    calls, out, kept = _calls(spec, file), console(stderr=settings.as_json), PersistentCache(store)
+    calls, out, kept = _calls(spec, file), console(stderr=settings.as_json), PersistentCache(path=store)
     found = kept.predicted if settings.target else kept
     done: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []

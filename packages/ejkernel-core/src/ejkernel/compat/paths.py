@@ -11,13 +11,36 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+_ENGINE = "ejkernel.compat.engine"
+_DELTA_RULE = "ejkernel.compat.delta_rule"
+
 OLD_PATHS = {
+    "ejkernel.benchmarks": "ejkernel.compat.benchmarks",
     "ejkernel.callib": "ejkernel.compat.callib",
     "ejkernel.callib._ejit": "ejkernel.compat.callib",
     "ejkernel.kernel_registry": "ejkernel.compat.kernel_registry",
-    "ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface": "ejkernel.compat.delta_rule",
-    "ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd": "ejkernel.compat.delta_rule",
-    "ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd": "ejkernel.compat.delta_rule",
+    "ejkernel.kernels": "ejkernel.compat.kernels",
+    "ejkernel.kernels._registry": "ejkernel.compat.kernel_registry",
+    "ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface": _DELTA_RULE,
+    "ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd": _DELTA_RULE,
+    "ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd": _DELTA_RULE,
+    "ejkernel.modules.operations.multi_head_latent_attention": "ejkernel.modules.operations.flash_mla",
+    "ejkernel.modules.operations.pooling": "ejkernel.modules.operations.mean_pooling",
+    "ejkernel.modules.operations.recurrent": "ejkernel.modules.operations.recurrent_attention",
+    "ejkernel.ops.config.cache": _ENGINE,
+    "ejkernel.ops.core": _ENGINE,
+    "ejkernel.ops.core.kernel": _ENGINE,
+    "ejkernel.ops.core.types": _ENGINE,
+    "ejkernel.ops.execution.batch": _ENGINE,
+    "ejkernel.ops.execution.tuning": _ENGINE,
+    "ejkernel.ops.registry": _ENGINE,
+    "ejkernel.ops.utils": _ENGINE,
+    "ejkernel.ops.utils.datacarrier": _ENGINE,
+    "ejkernel.ops.utils.fingerprint": _ENGINE,
+    "ejkernel.ops.utils.serialize": _ENGINE,
+    "ejkernel.quantization.quantized_array": "ejkernel.compat.quantized_array",
+    "ejkernel.xla_utils.shardings": "ejkernel.xla_utils.sharding",
+    "ejkernel.xla_utils.utils": "ejkernel.xla_utils",
 }
 """Old path -> module that has its names."""
 

@@ -1,36 +1,139 @@
-"""The page "Coming from upstream", made from the list in `upstream.toml`."""
+"""The page "Coming from upstream", made from `upstream.toml` and the earlier library's names and signatures."""
 
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from ejkernel.compat.differences import differences, reason, upstream_surface
+from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.config.space import leaf_names
+from ejkernel.ops.plugins import Registry, registry
+
 INTRODUCTION = """# Coming from upstream
 
-Code written for the earlier library of this name keeps its imports where the first table has them. The second says what
-replaces the rest, the third what the same call means here.
+Code written for the earlier library of this name, 0.0.80.3, and for EasyDeL 0.3, runs unchanged where this page does
+not say otherwise. What exists for it alone is in `ejkernel.compat`.
+
+## EasyDeL 0.3
+
+EasyDeL 0.3.0 asks for `ejkernel==0.0.78` twice: in its metadata, and when it is imported. With uv, override the first
+in the project that has both:
+
+```toml
+[tool.uv]
+override-dependencies = ["ejkernel>=0.2"]
+find-links = ["wheels"] # where the wheels of this library are
+```
+
+pip has no overrides. Install EasyDeL first, remove the `ejkernel` that came with it, and install this one. The order
+matters: both libraries are a package of the same name, and removing the earlier one later takes files of this one away.
+
+```bash
+pip install easydel==0.3.0
+pip uninstall --yes ejkernel
+pip install --find-links wheels "ejkernel>=0.2"
+```
+
+pip then prints that EasyDeL asks for another version, and goes on. The second check is met by an environment variable,
+which decides what `ejkernel.__version__` says, and nothing else:
+
+```bash
+export EJKERNEL_UPSTREAM_VERSION=0.0.78
+export EASYDEL_AUTO=0 # otherwise EasyDeL sets flags of XLA that JAX 0.10 no longer has, and XLA ends the process
+```
+"""
+
+NAMES = """## Names and signatures
+
+All {total} public names of the earlier library's {modules} modules, and the methods of its classes, are compared with
+those here: {missing} are missing, and {changed} take other arguments. Each has its reason here.
+"""
+
+FIELDS = """## Fields of configurations that nothing reads
+
+Public fields only tune. These are read by no kernel that is installed, so that they have no effect; `ejkernel.explain`
+says so by name.
 """
 
 
-def names() -> dict[str, Any]:
-    """The list: `same`, `instead` and `difference`."""
+def listed() -> dict[str, Any]:
+    """The tables written by hand: `reason` and `difference`."""
     return tomllib.loads(Path(__file__).with_name("upstream.toml").read_text(encoding="utf-8"))
 
 
 def upstream_page() -> str:
     """The page, as Markdown."""
-    listed = names()
-    same = [(f"`{module}`", ", ".join(f"`{name}`" for name in found)) for module, found in listed["same"].items()]
-    instead = [(f"`{name}`", use) for name, use in listed["instead"].items()]
-    differences = [(entry["topic"], entry["upstream"], entry["here"]) for entry in listed["difference"]]
-    parts = [
-        INTRODUCTION,
-        _table("## The same names", ("from", "import"), same),
-        _table("## Other names", ("upstream", "instead"), instead),
-        _table("## Other meanings", ("of", "upstream", "here"), differences),
-    ]
-    return "\n".join(parts)
+    tables = listed()
+    other = [(entry["topic"], entry["upstream"], entry["here"]) for entry in tables["difference"]]
+    return "\n".join(
+        (
+            INTRODUCTION,
+            names_and_signatures(tables["reason"]),
+            FIELDS,
+            _table(("configuration", "fields"), unread_fields(registry())),
+            "## Other meanings\n",
+            _table(("topic", "upstream", "here"), other),
+        )
+    )
 
 
-def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [title, "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+def names_and_signatures(reasons: dict[str, str]) -> str:
+    """The comparison of names, those with one reason in one row."""
+    surface, found = upstream_surface(), differences()
+    rows: dict[tuple[str, str], dict[str, None]] = {}
+    for name, difference in found.items():
+        word = name.rpartition(".")[2] if difference == "missing" else ".".join(name.rsplit(".", 2)[-2:])
+        rows.setdefault((difference, reason(name, reasons) or ""), {})[f"`{word}`"] = None
+    missing = sum(difference == "missing" for difference in found.values())
+    counts = {
+        "total": sum(len(names) for names in surface.values()),
+        "modules": len(surface),
+        "missing": missing,
+        "changed": len(found) - missing,
+    }
+    lines = [(", ".join(words), difference, why) for (difference, why), words in rows.items()]
+    return "\n".join((NAMES.format(**counts), _table(("upstream", "here", "reason"), lines)))
+
+
+def unread_fields(found: Registry) -> list[tuple[str, str]]:
+    """Configuration class -> its public fields that no registered kernel reads."""
+    rows: list[tuple[str, str]] = []
+    for name, op in sorted(found.ops.items()):
+        spaces = [implementation.config for implementation in found.implementations.get(name, ())]
+        read = {field for space in spaces for role in ("forward", "backward", "both") for field in space.read(role)}
+        unread = sorted(_public_fields(op.config) - read)
+        if unread:
+            rows.append((f"`{op.config.__name__}`", ", ".join(f"`{field}`" for field in unread)))
+    return list(dict.fromkeys(rows))
+
+
+def _public_fields(config: type[BaseOperationConfig]) -> set[str]:
+    """The fields of a configuration, or of its two parts."""
+    parts = set(config.part_types.values()) or {config}
+    return {field for part in parts for field in leaf_names(part)} - set(config.about_call)
+
+
+def _table(head: tuple[str, ...], rows: list[Any]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+
+def unexplained() -> dict[str, str]:
+    """The differences without a reason."""
+    reasons = listed()["reason"]
+    return {name: text for name, text in differences().items() if reason(name, reasons) is None}
+
+
+def main(*options: str) -> int:
+    """Prints the page; with `--strict` the differences without a reason, and 1 if there are any."""
+    if "--strict" not in options:
+        print(upstream_page())
+        return 0
+    found = unexplained()
+    print("\n".join(f"{name}: {text}" for name, text in found.items()) or "Every difference has a reason.")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,5 +1,8 @@
 """The engine: how operations are declared, chosen, configured, differentiated and run."""
 
+import importlib
+from typing import Any
+
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.call import call, default_chain
 from ejkernel.ops.calls_file import read_calls, save_recorded
@@ -102,3 +105,7 @@ __all__ = [
     "tune_abstract",
     "vmap_with_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return importlib.import_module("ejkernel.compat.names").old_name(__name__, name)

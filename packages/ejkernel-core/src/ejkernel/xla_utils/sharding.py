@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, got
-from ejkernel.xla_utils.old_names import also_called
+from ejkernel.renamed import also_called
 
 
 @also_called(spec="partition_spec")

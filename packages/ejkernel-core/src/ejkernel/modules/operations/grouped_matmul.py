@@ -324,7 +324,16 @@ def reference(args: GroupedMatmulArguments) -> jax.Array:
 
 
 class GroupedMatmul(Kernel[GroupedMatmulConfig, Array]):
-    """`grouped_matmul` as an object."""
+    """`grouped_matmul` as an object.
+
+    Args:
+        version: 1, 2 or 3; all are the same here.
+    """
+
+    def __init__(self, version: int = 1) -> None:
+        if version not in (1, 2, 3):
+            raise ValueError(f"version: got {version!r}, wants 1, 2 or 3")
+        super().__init__()
 
 
 OP = Op(

@@ -38,16 +38,40 @@ def default_path() -> Path:
     return folder / FILE_NAME
 
 
+def _is_word(name: str | os.PathLike[str]) -> bool:
+    """Whether this names an operation and not a file: a text without a directory or an ending."""
+    return isinstance(name, str) and Path(name).name == name and not Path(name).suffix and not name.startswith("~")
+
+
 class PersistentCache:
     """The user's store. Opens nothing until it is asked.
 
     Where its directory cannot be used it says so in one `StoreWarning`, and then does nothing.
 
     Args:
+        opname: A word without a directory, such as `"flash-attn"`: the store is the file of this name in the directory
+            of the user's store. Anything else is `path`.
         path: A `.json` file, or a directory that holds `configs.json`; None for the user's store.
+        loader: None: the files have one format.
+        dumper: None, likewise.
+        cfg_type: Changes nothing: entries are read as the types of the kernels that they are of.
+
+    Raises:
+        NotImplementedError: `loader` or `dumper` is given.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        opname: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | None = None,
+        loader: None = None,
+        dumper: None = None,
+        cfg_type: type | None = None,
+    ) -> None:
+        if loader is not None or dumper is not None:
+            raise NotImplementedError("loader, dumper: got a function, wants None; the files have one format")
+        if path is None and opname is not None:
+            path = default_path().with_name(f"{opname}.json") if _is_word(opname) else opname
         self._path = Path(path).expanduser() if path is not None else None
         self._snapshot: tuple[_Stamp | None, Mapping[str, Entry]] = (None, {})
         self._readable = self._writable = True
@@ -55,7 +79,7 @@ class PersistentCache:
     @property
     def predicted(self) -> "PersistentCache":
         """The store beside this one that holds what was predicted and not measured."""
-        return PersistentCache(self.path.with_suffix(PREDICTED))
+        return PersistentCache(path=self.path.with_suffix(PREDICTED))
 
     @property
     def path(self) -> Path:

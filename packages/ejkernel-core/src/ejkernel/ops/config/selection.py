@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,7 @@ def foreign_part(op: Op, implementation: Implementation, part: Any, direction: D
     if isinstance(part, (face, implementation.config.kernel_type(direction))):
         return None
     return f"{type(part).__name__} is a configuration of another kernel"
+
+
+def __getattr__(name: str) -> Any:
+    return importlib.import_module("ejkernel.compat.names").old_name(__name__, name)

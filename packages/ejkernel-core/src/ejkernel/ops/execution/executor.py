@@ -150,4 +150,6 @@ def create_default_executor(
         allow_autotune=enable_autotuning, cache_miss_fallback="autotune" if enable_autotuning else "heuristics"
     )
     tuner = Tuner(warmup_iterations=warmup_iterations, timing_iterations=timing_iterations)
-    return Executor(ConfigSelectorChain(policy=policy, tuner=tuner, persistent=PersistentCache(persistent_cache_path)))
+    return Executor(
+        ConfigSelectorChain(policy=policy, tuner=tuner, persistent=PersistentCache(path=persistent_cache_path))
+    )

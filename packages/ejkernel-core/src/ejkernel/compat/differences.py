@@ -1,0 +1,78 @@
+"""What of the earlier library's public names and signatures is not here, and why."""
+
+import fnmatch
+import json
+from pathlib import Path
+from typing import Any
+
+from ejkernel.compat.surface import SAME, VALUE, Described, describe
+
+UPSTREAM = Path(__file__).with_name("upstream_surface.json")
+"""The names and signatures of upstream 0.0.80.3, which `nox -s upstream` compares with the library itself."""
+
+
+def upstream_surface() -> dict[str, dict[str, Described]]:
+    """Module -> public name -> what it is, in the earlier library."""
+    return json.loads(UPSTREAM.read_text(encoding="utf-8"))
+
+
+def differences() -> dict[str, str]:
+    """`module.name`, or `module.Class.member`, of the earlier library -> what is missing or different here."""
+    found: dict[str, str] = {}
+    for module, names in upstream_surface().items():
+        for name, there in names.items():
+            ours = _lookup(module, name)
+            found |= _compared(f"{module}.{name}", there, ours)
+    return found
+
+
+def reason(name: str, reasons: dict[str, str]) -> str | None:
+    """The reason of a difference: that of the first pattern that its name fits."""
+    return next((text for pattern, text in reasons.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _lookup(module: str, name: str) -> Described | None:
+    found = describe([module], lambda _: [name])
+    return found.get(module, {}).get(name)
+
+
+def _compared(name: str, there: Described, here: Described | None) -> dict[str, str]:
+    if here is None:
+        return {name: "missing"}
+    if isinstance(there, str) and there.startswith(SAME):
+        return {}
+    if isinstance(there, dict) and isinstance(here, str):
+        there = there[""]  # a class there, a function here
+    if isinstance(there, dict):
+        members: dict[str, Any] = here if isinstance(here, dict) else {}
+        found: dict[str, str] = {}
+        for member, described in there.items():
+            path = f"{name}.{member}" if member else name
+            found |= _compared(path, described, members.get(member))
+        return found
+    constructor = here[""] if isinstance(here, dict) else here
+    different = "" if VALUE in (there, constructor) else _signatures(there.split(), constructor.split())
+    return {name: different} if different else {}
+
+
+def _signatures(there: list[str], here: list[str]) -> str:
+    """The arguments that a call of the earlier library has and that are not taken here, or elsewhere."""
+    names = {name for parameter in here for name in _names(parameter)}
+    takes_any = any(parameter.endswith("**") for parameter in here)
+    wanted = [parameter for parameter in there if not parameter.endswith("*")]
+    missing = [p.rstrip("=") for p in wanted if not p.endswith("/") and p.rstrip("=") not in names and not takes_any]
+    positional = [parameter for parameter in here if not parameter.endswith(("=", "*"))]
+    moved: list[str] = []
+    if not any(parameter.endswith("*") and not parameter.endswith("**") for parameter in here):
+        for place, parameter in enumerate(p for p in wanted if not p.endswith("=")):
+            word = parameter.rstrip("/")
+            at = _names(positional[place]) if place < len(positional) else ()
+            if word not in missing and word not in at and not (parameter.endswith("/") and at):
+                moved.append(word)
+    parts = [f"no {', '.join(missing)}"] if missing else []
+    parts += [f"other position of {', '.join(moved)}"] if moved else []
+    return "; ".join(parts)
+
+
+def _names(parameter: str) -> tuple[str, ...]:
+    return tuple(parameter.rstrip("/=*").split("|"))

@@ -1,0 +1,154 @@
+"""Quantised weights as one object, and the product that makes the matrix first."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ejkernel.modules.operations.quantized_matmul import quantized_matmul
+from ejkernel.planning.quantized_formats import Mode, make_format
+from ejkernel.quantization import dequantize, prepack_quantized_weights, quantize
+
+__all__ = [
+    "QuantizationAxis",
+    "QuantizationMode",
+    "QuantizedArray",
+    "dense_quantized_matmul",
+    "prepack_quantized_array",
+    "quantize_array",
+]
+
+QuantizationMode = Mode
+QuantizationAxis = Literal["row", "col"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """Packed words, scales and zeros with their format: what `quantize` returns, as a pytree.
+
+    Attributes:
+        data: Packed codes.
+        scales: As `quantize` returns them.
+        zeros: Likewise: of affine codes; with nvfp4 and nvfp8 the tensor scale.
+        mode: Format.
+        group_size: Neighbours that share a scale.
+        bits: Of a code.
+        axis: `"row"` or `"col"`, as of `quantize`.
+
+    Example:
+        ```python
+        import jax
+        from ejkernel.quantization import quantize_array
+
+        w = jax.random.normal(jax.random.key(0), (64, 128))  # [N, K]
+        packed = quantize_array(w, group_size=32, bits=8)
+        assert packed.dequantize().shape == (64, 128)
+        assert packed.matmul(jax.numpy.ones((3, 128))).shape == (3, 64)
+        ```
+    """
+
+    data: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None
+    mode: Mode = dataclasses.field(metadata={"static": True})
+    group_size: int = dataclasses.field(metadata={"static": True})
+    bits: int = dataclasses.field(metadata={"static": True})
+    axis: QuantizationAxis = dataclasses.field(default="row", metadata={"static": True})
+
+    @classmethod
+    def from_quantized(
+        cls,
+        data: jax.Array,
+        scales: jax.Array,
+        zeros: jax.Array | None = None,
+        *,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: Mode = "affine",
+        axis: QuantizationAxis = "row",
+    ) -> "QuantizedArray":
+        """Holds what `quantize` returned; the arguments are those that it was given."""
+        form = make_format(mode, bits, group_size)
+        return cls(data, scales, zeros, mode, form.group_size, form.bits, axis)
+
+    def as_tuple(self) -> tuple[jax.Array, ...]:
+        """Words and scales and, where there are any, zeros."""
+        return (self.data, self.scales) if self.zeros is None else (self.data, self.scales, self.zeros)
+
+    def dequantize(self) -> jax.Array:
+        """The weights, as `ejkernel.quantization.dequantize`."""
+        return dequantize(*self.as_tuple(), group_size=self.group_size, bits=self.bits, mode=self.mode, axis=self.axis)
+
+    def matmul(self, x: Float[Array, "m k"], **options: Any) -> Float[Array, "m n"]:
+        """`quantized_matmul` of x; the options are its own."""
+        options.setdefault("transpose", self.axis == "col")
+        form: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        return quantized_matmul(x, self.data, self.scales, self.zeros, **form, **options)
+
+    @property
+    def logical_num_values(self) -> int:
+        """How many weights it holds."""
+        return self.scales.size * self.group_size
+
+    @property
+    def storage_bits(self) -> int:
+        """Bits of all its arrays."""
+        return 8 * self.storage_bytes
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(x.nbytes for x in self.as_tuple())
+
+    @property
+    def actual_bits_per_value(self) -> float:
+        """Bits of storage per weight, scales and zeros included."""
+        return self.storage_bits / self.logical_num_values
+
+
+def quantize_array(
+    w: jax.Array,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Mode = "affine",
+    axis: QuantizationAxis | None = None,
+) -> QuantizedArray:
+    """`quantize`, as one object; `axis` is `"row"` if it is None."""
+    side: QuantizationAxis = axis or "row"
+    arrays = quantize(w, group_size, bits, mode, side)
+    return QuantizedArray.from_quantized(*arrays, group_size=group_size, bits=bits, mode=mode, axis=side)
+
+
+def prepack_quantized_array(
+    w: jax.Array,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Mode = "affine",
+    transpose: bool = True,
+    axis: QuantizationAxis | None = None,
+) -> QuantizedArray:
+    """`prepack_quantized_weights`, as one object."""
+    side: QuantizationAxis = axis or ("row" if transpose else "col")
+    arrays = prepack_quantized_weights(w, group_size, bits, mode, transpose, axis)
+    return QuantizedArray.from_quantized(*arrays, group_size=group_size, bits=bits, mode=mode, axis=side)
+
+
+def dense_quantized_matmul(
+    x: Float[Array, "m k"],
+    w: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    transpose: bool = False,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Mode = "affine",
+    axis: QuantizationAxis | None = None,
+    align_multiple: int | None = None,
+) -> Float[Array, "m n"]:
+    """x times the dequantised matrix, which is made at x's width; `align_multiple` changes nothing."""
+    side = axis or ("col" if transpose else "row")
+    matrix = dequantize(w, scales, zeros, group_size, bits, mode, side, x.dtype)
+    return jnp.matmul(x, matrix.T, preferred_element_type=jnp.float32).astype(x.dtype)

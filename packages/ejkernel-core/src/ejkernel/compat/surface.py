@@ -1,0 +1,97 @@
+"""The public names and signatures of the installed `ejkernel`, as data: `python surface.py FILE.json` writes them.
+
+It runs by its path next to the earlier library too, and so it imports nothing but Python's own modules before that. A
+signature is text: its parameters, each with a mark of how it is given: `/` by position alone, nothing by position or
+keyword, `=` by keyword alone, `*` and `**` for the rest. `new|old` is a parameter with two names.
+"""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+Described = dict[str, str] | str
+"""A function's parameters; a class as name -> parameters, with those of its constructor under `""`; or `"value"`."""
+
+VALUE = "value"
+SAME = "="
+"""Begins what is said of a class that another module has too."""
+MARKS = {"POSITIONAL_ONLY": "/", "POSITIONAL_OR_KEYWORD": "", "KEYWORD_ONLY": "=", "VAR_POSITIONAL": "*"}
+
+
+def public_modules() -> Iterator[str]:
+    """The modules of `ejkernel` whose path has no underscore; command lines and generated builds are none of them."""
+    package = importlib.import_module("ejkernel")
+    yield "ejkernel"
+    for found in pkgutil.walk_packages(package.__path__, "ejkernel.", onerror=lambda name: None):
+        if not any(part.startswith("_") for part in found.name.split(".")[1:]):
+            yield found.name
+
+
+def describe(modules: Iterable[str], names: Callable[[ModuleType], Iterable[str]] | None = None) -> dict[str, Any]:
+    """Module -> public name -> what it is. Modules that cannot be imported are left out.
+
+    Args:
+        modules: Which.
+        names: Those to describe of a module; None for `__all__` or what is defined there.
+    """
+    found: dict[str, Any] = {}
+    seen: dict[Any, str] = {}
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        chosen = (names or _public)(module)
+        values = {each: getattr(module, each) for each in chosen if hasattr(module, each)}
+        found[name] = {}
+        for each, value in values.items():
+            known = seen.setdefault(value, f"{name}.{each}") if inspect.isclass(value) else f"{name}.{each}"
+            found[name][each] = _described(value) if known == f"{name}.{each}" else f"{SAME}{known}"
+    return found
+
+
+def _public(module: ModuleType) -> list[str]:
+    listed = getattr(module, "__all__", None)
+    defined = (n for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__)
+    return sorted(n for n in (defined if listed is None else listed) if not n.startswith("_"))
+
+
+def _described(value: Any) -> Described:
+    if inspect.isclass(value):
+        members = {"": _signature(value)}
+        owners = [kind for kind in value.__mro__ if kind.__module__.startswith("ejkernel")]
+        for member in sorted({name for owner in owners for name in vars(owner) if not name.startswith("_")}):
+            static = inspect.getattr_static(value, member)
+            bound = getattr(value, member, None)
+            simple = isinstance(static, property) or not callable(bound) or inspect.isclass(bound)
+            members[member] = VALUE if simple else _signature(bound, is_method=inspect.isfunction(static))
+        return members
+    return _signature(value) if callable(value) else VALUE
+
+
+def _signature(value: Any, is_method: bool = False) -> str:
+    try:
+        parameters = list(inspect.signature(value).parameters.values())
+    except (TypeError, ValueError):
+        return VALUE
+    older = {name: f"|{old}" for old, name in getattr(value, "also_called", {}).items()}
+    shown = parameters[1:] if is_method else parameters
+    return " ".join(f"{p.name}{older.get(p.name, '')}{MARKS.get(p.kind.name, '**')}" for p in shown)
+
+
+def main(path: str) -> None:
+    """Writes the names and signatures of the installed library."""
+    warnings.simplefilter("ignore")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(describe(public_modules()), file, indent=1, sort_keys=True)
+        file.write("\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,74 @@
+"""The page "Coming from upstream": every public name of the earlier library is here, or has a reason."""
+
+import fnmatch
+import importlib
+
+import pytest
+
+import ejkernel
+from ejkernel.compat.differences import differences, upstream_surface
+from ejkernel.compat.names import OLD_NAMES
+from ejkernel.compat.surface import describe
+from ejkernel.compat.upstream import listed, unexplained, upstream_page
+
+TABLES = listed()
+
+
+def test_every_missing_name_and_argument_has_a_reason():
+    assert unexplained() == {}
+
+
+def test_no_reason_is_left_over():
+    found = differences()
+    for pattern in TABLES["reason"]:
+        assert any(fnmatch.fnmatchcase(name, pattern) for name in found), pattern
+
+
+def test_the_functions_that_a_model_library_calls_are_here_with_all_their_arguments():
+    operations = {n for n in upstream_surface()["ejkernel.modules"] if n.islower()}
+    found = [n.rpartition(".")[2] for n in differences() if n.startswith("ejkernel.modules.") and n.count(".") == 2]
+    missing = operations & set(found)
+    assert missing == {
+        "all_gather_matmul",
+        "deepseek_attn",
+        "ragged_page_attention_v2_turboquant",
+        "ragged_page_attention_v3_turboquant",
+        "reduce_scatter_matmul",
+        "rwkv4",
+        "rwkv6",
+        "rwkv7",
+        "rwkv7_mul",
+    }
+
+
+def test_the_page_has_every_reason_and_every_difference():
+    page = upstream_page()
+    for reason in TABLES["reason"].values():
+        assert f"| {reason} |" in page
+    for entry in TABLES["difference"]:
+        assert set(entry) == {"topic", "upstream", "here"}
+        assert f"| {entry['topic']} | {entry['upstream']} | {entry['here']} |" in page
+    assert "override-dependencies" in page
+
+
+@pytest.mark.parametrize("module", OLD_NAMES)
+def test_old_names_in_newer_modules(module):
+    found = importlib.import_module(module)
+    for name, home in OLD_NAMES[module].items():
+        assert getattr(found, name) is getattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
+        _ = found.nothing
+
+
+def test_old_modules_are_attributes_too():
+    assert ejkernel.kernels.Platform is ejkernel.Platform
+    assert ejkernel.benchmarks.Benchmark
+
+
+def test_a_signature_tells_how_arguments_are_given():
+    described = describe(["ejkernel.utils"], lambda _: ["make_mesh", "next_power_of_2", "numeric_gen"])[
+        "ejkernel.utils"
+    ]
+    assert described["next_power_of_2"] == "x"
+    assert described["make_mesh"] == "axis_dims|mesh_axis axis_names devices"
+    assert described["numeric_gen"] == "shape* dtype= method= seed= key="
