@@ -7,13 +7,17 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from shared_memory_grid import DEVICES, every_paged_call, latent, paged
+from recurrence_grid import delta_launches, delta_record
+from shared_memory_grid import DEVICES, SHAPE, every_paged_call, latent, paged
 from triton_chips import H200
 
+from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.device import target_device
 from ejkernel_triton import chips, paged_attention
 from ejkernel_triton.chips import chip_of
+from ejkernel_triton.grouped_matmul import config as grouped
+from ejkernel_triton.linear_recurrence import config as recurrence
 from ejkernel_triton.paged_attention import cascade, config
 from ejkernel_triton.paged_attention.groups import group_of
 from ejkernel_triton.paged_attention.shared_memory import fitted, shared_memory
@@ -68,3 +72,39 @@ def test_what_no_tile_fits_is_refused_with_the_sizes():
     with target_device(H200):
         assert not list(paged_attention._reasons(record))
     assert isinstance(record, PagedAttention)
+
+
+def test_the_delta_rule_copies_fewer_chunks_ahead_where_memory_is_short():
+    """Heads of 256 asked for 254,472 bytes with three stages, of 232,448 that an H200 has."""
+    calls = delta_launches(delta_record("heads", jnp.bfloat16), H200)
+    assert {call.num_stages for call in calls if call.kernel.__name__ == "states_kernel"} == {2}
+    calls = delta_launches(delta_record("heads", jnp.bfloat16, size=128), H200)
+    assert {call.num_stages for call in calls if call.kernel.__name__ == "states_kernel"} == {3}
+    calls = delta_launches(delta_record("heads", jnp.float32), DEVICES["sm_120"])
+    assert {call.num_stages for call in calls if call.kernel.__name__ == "states_kernel"} == {1}
+
+
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_candidates_of_the_delta_rule_hold_a_state_and_a_chunk(target, dtype):
+    record, memory = delta_record("heads", dtype), chips.named(target).shared_memory
+    size, parts = dtype.dtype.itemsize, 2 if dtype == jnp.float32 and target != "gfx942" else 1
+    for choice in recurrence.delta_candidates(record, DEVICES[target], "forward"):
+        columns = max(choice.state_block_v, choice.reverse_block_v)
+        assert 256 * (parts * columns + choice.chunk) * size <= memory, choice
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
+def test_a_flat_loop_has_room_for_operands_and_output(out_dtype):
+    """Of a float32 output three stages asked for 278,528 bytes of 232,448; of bfloat16 they fit."""
+    record = GroupedMatmul(
+        lhs=SHAPE((32768, 2048), jnp.bfloat16),
+        rhs=SHAPE((64, 2048, 1408), jnp.bfloat16),
+        group_sizes=SHAPE((64,), jnp.int32),
+        out_dtype=jnp.dtype(out_dtype),
+    )
+    flat = [x for x in grouped.candidates(record, H200, "forward") if x.flatten]
+    assert bool(flat) == (out_dtype == jnp.bfloat16)
+    for x in flat:
+        copied = x.num_stages * (x.block_m + x.block_n) * x.block_k * 2
+        assert copied + x.block_m * x.block_n * record.out_dtype.itemsize <= chip_of(H200).shared_memory

@@ -6,6 +6,7 @@ It runs where programs are lowered for GPUs (`nox -s triton_lowering`), since co
 import jax
 import jax.numpy as jnp
 import pytest
+from recurrence_grid import GATES, delta_launches, delta_record
 from shared_memory_grid import DEVICES, latent, paged
 
 from ejkernel.ops.device import target_device
@@ -43,3 +44,14 @@ def test_paged_attention_takes_what_its_bound_says(name, target):
     (call,) = (call for call in calls if call.kernel.__name__ == "paged_kernel")
     took, bound = ahead.shared_memory(call, target), shared_memory(record, chosen, chip)
     assert took <= bound <= chip.shared_memory
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("gates", GATES)
+def test_the_delta_rule_fits_with_heads_of_256(gates, dtype, target):
+    calls = delta_launches(delta_record(gates, dtype), DEVICES[target])
+    took = {call.kernel.__name__: ahead.shared_memory(call, target) for call in calls}
+    assert "states_kernel" in took
+    assert "state_gradients_kernel" in took
+    assert max(took.values()) <= chips.named(target).shared_memory, took

@@ -148,6 +148,9 @@ def mend_interpreter() -> None:
 
     Its scalars are arrays of one element, which are no loop bounds for that NumPy. It looks for overflow in every sum,
     and patches what a module sees of `triton.language` in every call of the module's functions; once a run is enough.
+
+    It computes with bfloat16 as with the integers that hold its bits, so a kernel that does not compute in float32 gets
+    an error instead of wrong numbers.
     """
     interpreter = _interpreter()
     _patched.clear()
@@ -164,6 +167,22 @@ def mend_interpreter() -> None:
     interpreter._patch_lang_tensor = mended
     interpreter.InterpretedFunction.__call__ = _call
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    builder = type(interpreter.interpreter_builder)
+    builder.unary_op, builder.binary_op = _without_bfloat16(builder.unary_op), _without_bfloat16(builder.binary_op)
+
+
+def _without_bfloat16(compute: Any) -> Any:
+    """An operation of the interpreter that refuses bfloat16."""
+
+    @functools.wraps(compute)
+    def checked(builder: Any, operand: Any, *rest: Any) -> Any:
+        if operand.dtype.scalar.is_bf16():
+            raise TypeError(
+                f"{rest[-1].__name__} of bfloat16: got a 16-bit tile, wants float32 in Triton's interpreter"
+            )
+        return compute(builder, operand, *rest)
+
+    return checked
 
 
 _patched: set[str] = set()

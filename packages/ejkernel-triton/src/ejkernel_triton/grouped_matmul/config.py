@@ -173,7 +173,8 @@ def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple
         tiles = (TileChoice(128, 128, 32, 8 if adds else 4, 4), TileChoice(128, 128, 64, 8, 3))
     else:
         tiles = LHS_GRADIENT_TILES if direction == "backward" else EPILOGUE_TILES if adds else LARGE_TILES
-    shrunk = tuple(_shrunk(tile, chip) for tile in tiles)
+    stored = jnp.dtype(record.out_dtype if direction == "forward" else record.lhs.dtype).itemsize
+    shrunk = tuple(_shrunk(tile, chip, stored=stored) for tile in tiles)
     return tuple(tile for tile in shrunk if tile.stages > 2) or shrunk
 
 
@@ -186,7 +187,8 @@ def _float8_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[TileCho
         tiles = FAST_FLOAT8_TILES if record.precision == lax.Precision.DEFAULT else FLOAT8_TILES
         if max(blocks_of_scales(record)) > 1:
             tiles = FLOAT8_TILES if chip.architecture == "hopper" else BLOCK_SCALE_TILES
-    return tuple(dict.fromkeys(_shrunk(tile._replace(k=min(tile.k, step)), chip, 1) for tile in tiles))
+    stored = jnp.dtype(record.out_dtype).itemsize
+    return tuple(dict.fromkeys(_shrunk(tile._replace(k=min(tile.k, step)), chip, 1, stored) for tile in tiles))
 
 
 def _height(record: GroupedMatmul) -> int:
@@ -222,11 +224,22 @@ def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
     return tuple(_shrunk(tile, chip) for tile in tiles)
 
 
-def _shrunk(tile: TileChoice, chip: Chip, size: int = 2) -> TileChoice:
-    """A tile with as few stages as the chip's shared memory holds, at `size` bytes an element; AMD's have two."""
+def _shrunk(tile: TileChoice, chip: Chip, size: int = 2, stored: int = 2) -> TileChoice:
+    """A tile with as few stages as the chip's shared memory holds; AMD's have two.
+
+    Args:
+        tile: What is wanted.
+        chip: Where.
+        size: Bytes of an element of the operands.
+        stored: Bytes of an element of the output.
+    """
+    room = chip.shared_memory - 2 * KIBI
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     # Operands that are converted before the product take one more tile of columns in shared memory.
-    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > chip.shared_memory - 2 * KIBI:
+    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > room:
+        stages -= 1
+    # In a flat loop the next tile's operands are copied while this one's output passes through.
+    while tile.flatten and stages > 1 and stages * (tile.m + tile.n) * tile.k * size + tile.m * tile.n * stored > room:
         stages -= 1
     return tile._replace(stages=stages)
 

@@ -29,7 +29,8 @@ class ChunkPasses:
         state_block_k: Key channels of a tile of the state that a program passes from chunk to chunk.
         state_block_v: Value channels of it.
         state_warps: Warps of such a program.
-        state_stages: Pipeline stages: chunks whose copies are in flight, plus one.
+        state_stages: Pipeline stages: chunks whose copies are in flight, plus one; in the delta rule fewer where shared
+            memory has no room for as many.
         score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
         score_warps: Warps of a program there.
         score_stages: Its pipeline stages.
@@ -326,12 +327,21 @@ def delta_candidates(record: LinearRecurrence, device: DeviceInfo, direction: Di
         return (default, dataclasses.replace(default, keep_states=False, walk=not default.walk, splits=1))
     made = [dataclasses.replace(default, walk=False, keep_states=keep) for keep in (True, False)]
     made += [dataclasses.replace(default, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
-    made += [dataclasses.replace(made[0], state_block_v=n) for n in (16, 32, 64)]
+    columns = [n for n in (16, 32, 64) if _holds_state(record, device, n)]
+    made += [dataclasses.replace(made[0], state_block_v=n) for n in columns]
     made += [dataclasses.replace(default, correction_block_k=64, correction_block_v=64)]
-    made += [dataclasses.replace(default, reverse_block_v=n) for n in (16, 32, 64)]
+    made += [dataclasses.replace(default, reverse_block_v=n) for n in columns]
     made += [dataclasses.replace(default, reverse_warps=8)]
     made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]
     return tuple(dict.fromkeys((default, *made)))
+
+
+def _holds_state(record: LinearRecurrence, device: DeviceInfo, columns: int) -> bool:
+    """Whether shared memory holds all key channels of so many columns of a state, and of a chunk of keys."""
+    chip, size = chip_of(device), record.query.dtype.itemsize
+    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
+    rows = parts * columns + (32 if size > 2 else 64)
+    return padded(record.query.shape[3], MIN_TILE) * rows * size <= chip.shared_memory
 
 
 def _gradient_tile(record: LinearRecurrence, warps: int, hopper: bool) -> tuple[int, int]:

@@ -202,7 +202,10 @@ def state_gradients_kernel(
         # As accumulators of the products: `acc += dot(...)` made Triton 3.6 spill 192 bytes on sm_90
         # (docs/lab/linear_recurrence_gpu.md).
         acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * decay_since).to(do.dtype), spec)
-        acc = add_dot(acc, tl.trans(w), -low, spec)
+        if spec.WIDEN:  # Triton's interpreter would negate the bits of bfloat16
+            acc = add_dot(acc, tl.trans(w), -low.to(tl.float32), spec)
+        else:
+            acc = add_dot(acc, tl.trans(w), -low, spec)
         if spec.DECAYED:
             acc *= tl.exp2(before)[:, None]
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)

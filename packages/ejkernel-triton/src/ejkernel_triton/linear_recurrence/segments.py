@@ -11,6 +11,7 @@ from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence import stages
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.linear_recurrence.shared_memory import state_stages
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec
 from ejkernel_triton.sizes import padded
 
@@ -104,7 +105,7 @@ def reaches(call: RecurrenceCall, correction: jax.Array, walked: Walked) -> jax.
     if spec.WIDTH == 0 or correction.dtype == jnp.float16:
         return None
     block = min(REACH_COLUMNS, config.state_block_v)
-    tiles = -(-spec.K // block)
+    tiles, block_k, most = -(-spec.K // block), padded(spec.K, MIN_TILE), min(config.state_stages, REACH_STAGES)
     (made,) = launch(
         reach_kernel,
         (call.key, call.gates, correction),
@@ -112,10 +113,10 @@ def reaches(call: RecurrenceCall, correction: jax.Array, walked: Walked) -> jax.
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * tiles,
         num_warps=config.state_warps,
-        num_stages=min(config.state_stages, REACH_STAGES),
+        num_stages=state_stages(call, most, block_k=block_k, block_v=block, written=False),
         constants={
             "spec": spec,
-            "BLOCK_K": padded(spec.K, MIN_TILE),
+            "BLOCK_K": block_k,
             "BLOCK_V": block,
             "REVERSE": walked.reverse,
             "OFFSET": walked.offset,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.linear_recurrence.shared_memory import state_stages
 from ejkernel_triton.linear_recurrence.spec import RecurrenceCall, RecurrenceSpec, Spans, make_spans, make_spec
 from ejkernel_triton.sizes import padded
 
@@ -130,16 +131,16 @@ def pass_states(
 def walk_states(
     call: RecurrenceCall, arrays: tuple[Any, ...], outputs: list[Shape], constants: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A launch of `states_kernel`, with arrays as `pass_states` takes them: left, right, initial, correction,
-    and how far states reach, from `segments.reaches`, where it is ends of segments that are wanted."""
+    """A launch of `states_kernel` with the arrays of `pass_states`, and `reach` of `segments.reaches`."""
     from ejkernel_triton.linear_recurrence.states_kernels import states_kernel
 
     spec, config, batch = call.spec, call.config, outputs[1].shape[0]
     left, right, initial, correction, reach = arrays
-    block_k, block_v = config.state_block_k, config.state_block_v
+    block_k, block_v, num_stages = config.state_block_k, config.state_block_v, config.state_stages
     if correction is not None:
         # The correction's product sums over all key channels, and programs share no sums.
         block_k = padded(spec.K, MIN_TILE)
+        num_stages = state_stages(call, num_stages, block_k=block_k, block_v=block_v, written=True)
     made = launch(
         states_kernel,
         (left, right, call.gates, call.dt, initial, correction, *call.spans.of_walks, reach),
@@ -147,7 +148,7 @@ def walk_states(
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * -(-spec.K // block_k) * -(-outputs[1].shape[4] // block_v),
         num_warps=config.state_warps,
-        num_stages=config.state_stages,
+        num_stages=num_stages,
         constants={
             "spec": spec,
             "LEFT_HEADS": left.shape[2],
