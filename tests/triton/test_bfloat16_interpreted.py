@@ -1,9 +1,5 @@
 """bfloat16 in Triton's interpreter, which computes with its bits: kernels compute in float32."""
 
-import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from triton_chips import run_interpreted
 
 
