@@ -290,6 +290,13 @@ def minimal(session: nox.Session) -> None:
     pytest(session, "--pyargs", "ejkernel_conformance", XLA_FLAGS=DEVICES)
 
 
+@nox.session
+def models(session: nox.Session) -> None:
+    """Write the fixtures of `tests/models` with PyTorch and transformers; with `-- --check` compare them alone."""
+    session.install("numpy", "torch", "transformers")
+    session.run("python", "-m", "tests.models.make_fixtures", *session.posargs)
+
+
 # --- reading it ------------------------------------------------------------------------------------------------------
 
 

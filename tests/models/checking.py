@@ -1,0 +1,76 @@
+"""Runs the recipes and measures how far they are from the original layers."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.models.fixtures import LENGTHS, load
+
+FAMILIES = sorted(x.stem for x in (Path(__file__).parent / "fixtures").glob("*.npz"))
+
+Pair = tuple[Any, np.ndarray]
+"""What a recipe computes, and what the original layer does."""
+
+
+def recipe(family: str) -> ModuleType:
+    """The recipe of a family."""
+    return importlib.import_module(f"tests.models.recipes.{family}")
+
+
+def having(function: str) -> list[str]:
+    """The families whose recipe has this function."""
+    return [family for family in FAMILIES if hasattr(recipe(family), function)]
+
+
+def values_and_gradients(family: str) -> dict[str, Pair]:
+    """The output of whole sequences, and the gradients of the input and of every weight."""
+    fixture = load(family)
+    output, pullback = jax.vjp(jax.jit(recipe(family).prefill), fixture.weights, fixture.x)
+    weights, x = pullback(fixture.dy)
+    if weights.keys() != fixture.weight_gradients.keys():
+        raise ValueError(f"{family}: gradients of other weights: {weights.keys() ^ fixture.weight_gradients.keys()}")
+    named = {f"gradient of {name}": (weights[name], want) for name, want in fixture.weight_gradients.items()}
+    return {"y": (output, fixture.y), "gradient of x": (x, fixture.dx), **named}
+
+
+def packed(family: str) -> dict[str, Pair]:
+    """The outputs of sequences in one row, where the original gets each on its own."""
+    fixture = load(family)
+    starts = jnp.array(np.cumsum([0, *LENGTHS]), jnp.int32)
+    output = jax.jit(recipe(family).packed)(fixture.weights, fixture.x[:1], starts)
+    if fixture.y_packed is None:
+        raise ValueError(f"{family}: the fixture has no packed sequences")
+    return {"y": (output, fixture.y_packed)}
+
+
+def decoded(family: str) -> dict[str, Pair]:
+    """The outputs of tokens that come one at a time, with a cache."""
+    fixture, model = load(family), recipe(family)
+    batch, tokens, _ = fixture.x.shape
+
+    def step(cache: Any, token: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        x, position = token
+        y, cache = model.decode(fixture.weights, x[:, None], cache, position)
+        return cache, y[:, 0]
+
+    inputs = fixture.x.swapaxes(0, 1), jnp.arange(tokens, dtype=jnp.int32)
+    _, output = jax.jit(lambda: jax.lax.scan(step, model.empty_cache(batch, tokens), inputs))()
+    return {"y": (output.swapaxes(0, 1), fixture.y)}
+
+
+CHECKS = {"prefill": values_and_gradients, "packed": packed, "decode": decoded}
+"""The function of a recipe -> what compares it with the original layer."""
+
+
+def error(got: Any, want: np.ndarray) -> float:
+    """The largest difference, in parts of the largest entry.
+
+    Entries count as at least 0.1: the gradient of a bias of keys is zero but for rounding.
+    """
+    if got.shape != want.shape:
+        raise ValueError(f"got shape {got.shape}, the original has {want.shape}")
+    return float(np.max(np.abs(np.asarray(got, np.float64) - want))) / max(float(np.max(np.abs(want))), 0.1)
