@@ -10,12 +10,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ejkernel.modules import grouped_matmul, quantized_matmul
-from ejkernel.planning.quantized_formats import E2M1, LARGEST_ZEROS, MODES, NF4, affine_steps, make_format
+from ejkernel.planning.quantized_formats import E2M1, LARGEST_ZEROS, MODES, NF4, integer_steps, make_format
 from ejkernel.quantization import dequantize, quantize
 
 GROUP = 32
 E4M3 = np.arange(128, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)[:127]
-CODES = {"nf4": np.array(NF4), "mxfp4": np.array(E2M1), "nvfp4": np.array(E2M1), "mxfp8": E4M3, "nvfp8": E4M3}
+CODES = {
+    "fp8": E4M3,
+    "nf4": np.array(NF4),
+    "mxfp4": np.array(E2M1),
+    "nvfp4": np.array(E2M1),
+    "mxfp8": E4M3,
+    "nvfp8": E4M3,
+}
 MIN_NORMAL = 2.0**-126
 REFUSAL = r"scale_dtype: got float16 for weights that need scales of \S+, wants float32"
 
@@ -87,8 +94,21 @@ def test_affine_weights_of_every_size_are_within_half_a_step(bits, dtype, w):
 
 @settings(max_examples=25, deadline=None)
 @given(weights())
+@example(np.full((3, 64), -3.4e38, np.float32))
+def test_symmetric_weights_of_every_size_are_within_half_a_step(w):
+    _, scales, back = (np.asarray(x, np.float64) for x in round_trip("symmetric", 4, "float32")(w))
+    groups = np.asarray(w, np.float64).reshape(len(w), -1, GROUP)
+    needed = np.maximum(-groups.min(-1) / 8, groups.max(-1) / 7)
+    assert (scales <= np.where(np.abs(groups).max(-1) < MIN_NORMAL, 1, np.maximum(needed * 1.0001, MIN_NORMAL))).all()
+    steps = scales[..., None] * np.where(np.abs(groups) > 3e38, 1, 0.5)
+    error = np.abs(back - w).reshape(groups.shape)
+    assert (error <= 1.002 * steps + np.abs(groups) * 2.0**-22 + MIN_NORMAL).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights())
 def test_float16_scales_hold_the_weights_or_refuse_them_by_name(w):
-    steps = affine_steps(jnp.asarray(w).reshape(3, 2, GROUP), make_format("affine", 4, GROUP), "float16").max()
+    steps = integer_steps(jnp.asarray(w).reshape(3, 2, GROUP), make_format("affine", 4, GROUP), "float16").max()
     if steps != 0 and not 2.0**-22 <= steps <= 65504:
         with pytest.raises(ValueError, match=REFUSAL):
             quantize(w, GROUP, axis="col")

@@ -12,16 +12,22 @@ from ejkernel_triton import launch
 from ejkernel_triton.quantized_matmul import config, passes
 
 
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "gfx942"])
-def test_decoding_fits_the_chip_and_spills_nothing(chip, transpose):
-    device, form, shape = CHIPS[chip], make_format("affine", 4, 64), jax.ShapeDtypeStruct
+@pytest.mark.parametrize(
+    ("chip", "transpose", "mode"),
+    [
+        *((chip, transpose, "affine") for chip in ("sm_80", "sm_90", "gfx942") for transpose in (False, True)),
+        ("sm_90", True, "symmetric"),
+        ("sm_90", True, "fp8"),
+    ],
+)
+def test_decoding_fits_the_chip_and_spills_nothing(chip, transpose, mode):
+    device, form, shape = CHIPS[chip], make_format(mode, None, 64), jax.ShapeDtypeStruct
     rows, columns = (14336, 4096) if transpose else (4096, 14336)
     record = QuantizedMatmul(
         x=shape((16, 4096), jnp.bfloat16),
-        packed=shape((rows, columns // 8), jnp.uint32),
-        scales=shape((rows, columns // 64), jnp.float16),
-        zeros=shape((rows, columns // 64), jnp.float16),
+        packed=shape((rows, form.words(columns)), jnp.uint32),
+        scales=shape((rows, columns // 64), form.scale_dtype),
+        zeros=shape((rows, columns // 64), jnp.float16) if mode == "affine" else None,
         format=form,
         transpose=transpose,
     )

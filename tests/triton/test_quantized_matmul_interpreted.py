@@ -2,8 +2,8 @@
 
 from triton_chips import assert_conforms
 
-CASES = "scales or mxfp4 or nvfp4"
-"""e8m0, a tensor scale, and affine scales that are not float16."""
+CASES = "scales or mxfp4 or nvfp4 or symmetric or fp8"
+"""e8m0, a tensor scale, affine scales that are not float16, codes without zeros, and fp8."""
 
 
 def test_scales_of_every_kind():

@@ -36,6 +36,8 @@ CASES = {
     "int4, transposed": partial(record, 5, 1056, 150, transpose=True, dtype="bfloat16"),
     "int4, bfloat16 scales": partial(record, 5, 130, 160, stored="bfloat16"),
     "int8": partial(record, 5, 140, 544, bits=8, dtype="bfloat16"),
+    "symmetric int4, transposed": partial(record, 3, 160, 96, mode="symmetric", transpose=True, stored="bfloat16"),
+    "fp8, transposed": partial(record, 3, 160, 96, mode="fp8", transpose=True, stored="float32"),
     "nf4, scales of two blocks": partial(record, 3, 130, 2304, mode="nf4", group_size=16),
     "mxfp4, transposed": partial(record, 3, 160, 96, mode="mxfp4", transpose=True),
     "mxfp8": partial(record, 3, 96, 160, mode="mxfp8"),

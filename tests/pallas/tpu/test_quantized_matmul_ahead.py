@@ -34,6 +34,8 @@ RECORDS = {
     "int4": record(16, 1100, 2112),
     "int8, transposed": record(3, 2112, 1100, bits=8, transpose=True),
     "int4, bfloat16 scales": record(16, 300, 1088, stored="bfloat16"),
+    "symmetric int4, transposed": record(16, 2112, 300, mode="symmetric", transpose=True),
+    "fp8, transposed": record(16, 2112, 300, mode="fp8", transpose=True),
     "nf4, float32": record(3, 300, 1088, mode="nf4", dtype="float32"),
     "mxfp4, transposed": record(16, 2112, 300, mode="mxfp4", group_size=32, transpose=True),
     "nvfp8": record(16, 300, 2112, mode="nvfp8", group_size=16),

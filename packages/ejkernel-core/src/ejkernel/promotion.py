@@ -18,7 +18,9 @@ def standard_promotion() -> contextlib.AbstractContextManager[Any]:
     `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"` are there to find mistakes in a caller's
     code. The settings are part of the jit cache key, and entering them takes longer than reading them.
     """
-    if jax.config.jax_numpy_rank_promotion == "allow" and _dtype_promotion() == "standard":
+    config: Any = jax.config
+    dtypes = config.jax_numpy_dtype_promotion
+    if config.jax_numpy_rank_promotion == "allow" and getattr(dtypes, "value", dtypes) == "standard":
         return _NOTHING
     return _entered()
 
@@ -27,11 +29,6 @@ def standard_promotion() -> contextlib.AbstractContextManager[Any]:
 def _entered() -> Any:
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
-
-
-def _dtype_promotion() -> str:
-    setting: Any = jax.config.jax_numpy_dtype_promotion
-    return getattr(setting, "value", setting)
 
 
 def promoting(function: Function) -> Function:

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _compat
-from ejkernel.planning.quantized_formats import MODES, Format, Mode, affine_steps, decode, encode, make_format, pack
+from ejkernel.planning.quantized_formats import MODES, Format, Mode, decode, encode, integer_steps, make_format, pack
 from ejkernel.promotion import promoting
 from ejkernel.renamed import also_called
 
@@ -53,16 +53,18 @@ def quantize(
         w: [..., N, K] floating, finite.
         group_size: Neighbours that share a scale, a power of two from 16 to 1024; None for 64 of affine and nf4, 32 of
             mxfp4 and mxfp8, 16 of nvfp4 and nvfp8. Divides N with `axis="row"` and K with `axis="col"`.
-        bits: Of a code: 1 to 8 of affine, None for 4; other modes have their own.
-        mode: "affine" (integers with a scale and a zero: int4, int8), "nf4", "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
+        bits: Of a code: 1 to 8 of affine and 2 to 8 of symmetric, None for 4; other modes have their own.
+        mode: "affine" (integers with a scale and a zero: int4, int8), "symmetric" (without zeros), "fp8", "nf4", "mxfp4",
+            "mxfp8", "nvfp4" or "nvfp8".
         axis: "row" or "col", see the module.
-        scale_dtype: Of affine scales and zeros: float16, bfloat16 or float32; None for float16. float16 holds steps
+        scale_dtype: Of affine, symmetric and fp8 scales, and of zeros: float16, bfloat16 or float32; None for float16,
+            of fp8 float32. float16 holds steps
             from 2 ** -24 to 65504; weights that need others are refused where their values can be read. Under a trace
             they cannot: scales that overflow are infinite there, so choose float32 for weights of unknown size.
 
     Returns:
         Words uint32 and scales; with `mode="affine"` also zeros, with nvfp4 and nvfp8 also the tensor scale, float32
-        [...]. Scales and zeros of affine have `scale_dtype`, scales of nf4 float32, others uint8.
+        [...]. Scales of nf4 are float32, those without a `scale_dtype` uint8.
 
     Raises:
         ValueError: An argument is wrong; the message names it.
@@ -107,7 +109,7 @@ def _check_values(rows: jax.Array, form: Format, dtype: Any) -> None:
     finite, largest = jax.device_get(_seen(rows, form, dtype))
     if not finite:
         raise ValueError("w: got values that are not finite in float32, wants finite weights")
-    if form.mode != "affine":
+    if not form.integers and form.mode != "fp8":
         return
     # A step of less than four of float16's smallest would be up to a quarter larger than needed.
     smallest = 2.0**-22 if dtype == jnp.float16 else 0.0
@@ -121,7 +123,8 @@ def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Arr
     """Whether all weights are finite, and the largest scale that affine codes need."""
     values = rows.astype(jnp.float32)
     groups = values.reshape(*rows.shape[:-1], -1, form.group_size)
-    largest = affine_steps(groups, form, dtype).max() if form.mode == "affine" else 0
+    # The largest scale of fp8 is that of the largest weight.
+    largest = integer_steps(groups, form, dtype).max() if form.integers else jnp.abs(values).max() / 448
     return jnp.isfinite(values).all(), largest
 
 

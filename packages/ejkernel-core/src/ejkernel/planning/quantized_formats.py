@@ -4,14 +4,16 @@ A matrix of R rows and C columns is quantised in groups of `group_size` neighbou
 
     mode      code                                       value of a code q
     affine    unsigned integer of 1 to 8 bits            (q - zero) * scale        scale, zero: see below
+    symmetric unsigned integer of 2 to 8 bits            (q - 2 ** (bits - 1)) * scale   scale: see below
+    fp8       e4m3                                       e4m3(q) * scale           scale: see below
     nf4       index into the table of NormalFloat        table[q] * scale          scale float32, the largest magnitude
     mxfp4     e2m1                                       e2m1(q) * e8m0(scale)     scale a uint8 that holds an e8m0
     mxfp8     e4m3                                       e4m3(q) * e8m0(scale)     the same
     nvfp4     e2m1                                       e2m1(q) * e4m3(scale) t   scale a uint8 that holds an e4m3
     nvfp8     e4m3                                       e4m3(q) * e4m3(scale) t   the same
 
-Byte b of an e8m0 is 2 ** (b - 127), and 255 is NaN. t is the tensor scale, one float32 for a matrix. Scales and zeros
-of affine codes have one dtype: float16, bfloat16 or float32.
+Byte b of an e8m0 is 2 ** (b - 127), and 255 is NaN. t is the tensor scale, one float32 for a matrix. Scales of
+affine and symmetric codes and of fp8 are float16, bfloat16 or float32, zeros too.
 
 Code i of a row is bits `i * bits` to `i * bits + bits - 1` of the row's words, counted from the least significant bit
 of the first uint32: a row has `ceil(C * bits / 32)` of them.
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Mode = Literal["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8"]
+Mode = Literal["affine", "symmetric", "fp8", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 WORD = 32
@@ -62,8 +64,17 @@ MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 LARGEST_ZEROS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
 """Magnitude of a zero up to which storing it in a dtype rounds it by at most half; of float32 by less, for the sum of
 code and zero is rounded, too."""
-DEFAULT_GROUPS = {"affine": 64, "nf4": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "nvfp8": 16}
-BITS = {"nf4": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "nvfp8": 8}
+DEFAULT_GROUPS = {
+    "affine": 64,
+    "symmetric": 64,
+    "fp8": 128,
+    "nf4": 64,
+    "mxfp4": 32,
+    "mxfp8": 32,
+    "nvfp4": 16,
+    "nvfp8": 16,
+}
+BITS = {"fp8": 8, "nf4": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "nvfp8": 8}
 """Bits of a code, where the mode says how many."""
 
 
@@ -84,12 +95,23 @@ class Format:
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
         """Dtypes that scales may be stored in, the usual one first."""
-        return {"affine": tuple(LARGEST_ZEROS), "nf4": ("float32",)}.get(self.mode, ("uint8",))
+        floating = {"affine": tuple(LARGEST_ZEROS), "symmetric": tuple(LARGEST_ZEROS), "nf4": ("float32",)}
+        return {**floating, "fp8": ("float32", "bfloat16", "float16")}.get(self.mode, ("uint8",))
 
     @property
     def scale_dtype(self) -> Any:
         """The usual dtype of scales."""
         return jnp.dtype(self.scale_dtypes[0])
+
+    @property
+    def integers(self) -> bool:
+        """Whether codes are integers."""
+        return self.mode in ("affine", "symmetric")
+
+    @property
+    def center(self) -> int | None:
+        """The zero that all codes share, of symmetric ones; None of others."""
+        return 2 ** (self.bits - 1) if self.mode == "symmetric" else None
 
     @property
     def exponents(self) -> bool:
@@ -120,8 +142,9 @@ def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) 
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}, wants one of {', '.join(MODES)}")
     wanted = BITS.get(mode, 4) if bits is None else bits
-    if not isinstance(wanted, int) or wanted not in (range(1, 9) if mode == "affine" else (BITS[mode],)):
-        wants = "1 to 8" if mode == "affine" else str(BITS[mode])
+    accepted = {"affine": range(1, 9), "symmetric": range(2, 9)}.get(mode, (BITS.get(mode),))
+    if not isinstance(wanted, int) or wanted not in accepted:
+        wants = f"{accepted[0]} to 8" if len(accepted) > 1 else str(BITS[mode])
         raise ValueError(f"bits: got {bits!r}, wants {wants} for {mode}")
     group = DEFAULT_GROUPS[mode] if group_size is None else group_size
     if not isinstance(group, int) or group not in (16, 32, 64, 128, 256, 512, 1024):
@@ -148,13 +171,13 @@ class Encoded(NamedTuple):
 def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> Encoded:
     """Quantises a matrix [..., R, C]; `scale_dtype` is that of affine codes' scales and zeros."""
     groups = weights.astype(jnp.float32).reshape(*weights.shape[:-1], -1, form.group_size)
-    if form.mode == "affine":
-        return _encode_affine(groups, form, scale_dtype)
+    if form.integers:
+        return _encode_integers(groups, form, scale_dtype)
     tensor_scale = None
     if form.has_tensor_scale:
         tensor_scale = _tensor_scale(groups, form)
         groups = _divided(groups, tensor_scale[..., None, None, None])
-    scales = _stored_scales(jnp.max(jnp.abs(groups), axis=-1), form)
+    scales = _stored_scales(jnp.max(jnp.abs(groups), axis=-1), form, scale_dtype)
     scaled = _divided(groups, scale_values(scales, form)[..., None])
     if form.mode == "nf4":
         codes = _nearest(scaled, NF4)
@@ -171,35 +194,51 @@ def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> 
     return Encoded(codes.reshape(weights.shape), scales, tensor_scale=tensor_scale)
 
 
-def affine_steps(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
-    """The scales that groups of affine codes need, float32 and not yet rounded; 0 for groups of zeros.
+def integer_steps(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
+    """The scales that groups of integer codes need, float32 and not yet rounded; 0 for groups of zeros.
 
     A group far from zero has a zero point that needs more digits than its dtype has. Its scale is then larger, so that
     the zero point is as exact as the codes are: the error is that of rounding the weights to about that many digits.
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
-    # Halves, for the difference of two finite numbers may be infinite.
-    between = (high * 0.5 - low * 0.5) / (2**form.bits - 1) * 2
     farthest = jnp.maximum(jnp.abs(low), jnp.abs(high))
-    steps = jnp.maximum(between, farthest / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
+    if form.center is not None:
+        steps = jnp.maximum(-low / form.center, high / (form.center - 1))
+    else:
+        # Halves, for the difference of two finite numbers may be infinite.
+        between = (high * 0.5 - low * 0.5) / (2**form.bits - 1) * 2
+        steps = jnp.maximum(between, farthest / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
     return jnp.where(farthest == 0, 0, jnp.maximum(steps, MIN_NORMAL))
 
 
-def _encode_affine(groups: jax.Array, form: Format, scale_dtype: Any) -> Encoded:
+def _encode_integers(groups: jax.Array, form: Format, scale_dtype: Any) -> Encoded:
     # The zero point of weights at the end of float32 is rounded, too, and must not leave its range.
     end = MAX_FLOAT32 * (1 - 1 / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
     groups = jnp.clip(groups, -end, end)
-    low, steps = groups.min(axis=-1), affine_steps(groups, form, scale_dtype)
+    steps = integer_steps(groups, form, scale_dtype)
     scales = jnp.where(steps == 0, 1, _rounded_up(steps, scale_dtype))
     # Zeros and codes are those of the scale that is stored, so that its rounding is no error of theirs.
     exact = scales.astype(jnp.float32)
-    zeros = _as_stored(_divided(-low, exact), scale_dtype)
-    codes = jnp.round(_divided(groups, exact[..., None]) + zeros.astype(jnp.float32)[..., None])
+    zeros = None
+    if form.center is None:
+        zeros = _as_stored(_divided(-groups.min(axis=-1), exact), scale_dtype)
+    offset = form.center if zeros is None else zeros.astype(jnp.float32)[..., None]
+    codes = jnp.round(_divided(groups, exact[..., None]) + offset)
     codes = jnp.clip(codes, 0, 2**form.bits - 1)
     # The next code towards zero, where rounding up left the range of float32.
-    values = (codes - zeros.astype(jnp.float32)[..., None]) * exact[..., None]
+    values = (codes - offset) * exact[..., None]
     codes = (codes - jnp.where(jnp.isinf(values), jnp.sign(values), 0)).astype(jnp.uint8)
     return Encoded(codes.reshape(*codes.shape[:-2], -1), scales, zeros)
+
+
+def _rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
+    """The least number of a floating dtype that is not below x, which is positive; infinity past the largest."""
+    nearest = _as_stored(x, dtype)
+    if nearest.dtype.itemsize != 2:
+        return nearest
+    bits = lax.bitcast_convert_type(nearest, jnp.uint16)
+    bits += (nearest.astype(jnp.float32) < x).astype(jnp.uint16)
+    return lax.bitcast_convert_type(bits, dtype)
 
 
 def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
@@ -213,16 +252,6 @@ def _as_stored(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def _rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
-    """The least number of a floating dtype that is not below x, which is positive; infinity past the largest."""
-    nearest = _as_stored(x, dtype)
-    if nearest.dtype.itemsize != 2:
-        return nearest
-    bits = lax.bitcast_convert_type(nearest, jnp.uint16)
-    bits += (nearest.astype(jnp.float32) < x).astype(jnp.uint16)
-    return lax.bitcast_convert_type(bits, dtype)
-
-
 def _tensor_scale(groups: jax.Array, form: Format) -> jax.Array:
     """The tensor scale that gives the group with the largest magnitude the largest e4m3 for a scale."""
     largest = jnp.max(jnp.abs(groups), axis=(-3, -2, -1), initial=0)
@@ -234,11 +263,13 @@ def _largest_code(form: Format) -> float:
     return E2M1_MOST if form.bits == 4 else E4M3_MOST
 
 
-def _stored_scales(largest: jax.Array, form: Format) -> jax.Array:
+def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
     """Scales for groups with these largest magnitudes, as they are stored; 1 for groups of zeros."""
     if form.mode == "nf4":
         return jnp.where(largest > 0, largest, 1)
     needed = jnp.where(largest > 0, largest / _largest_code(form), 1)
+    if form.mode == "fp8":
+        return _rounded_up(jnp.maximum(needed, MIN_NORMAL), scale_dtype)
     if form.exponents:
         # The exponent field of a float32, and one more for a mantissa that is not 0: log2, rounded up.
         bits = lax.bitcast_convert_type(needed, jnp.int32)
@@ -269,7 +300,7 @@ def scale_values(scales: jax.Array, form: Format) -> jax.Array:
 
 def code_values(codes: jax.Array, form: Format) -> jax.Array:
     """Codes as float32, before zeros and scales."""
-    if form.mode == "affine":
+    if form.integers:
         return codes.astype(jnp.float32)
     if form.bits == 8:
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
@@ -298,6 +329,8 @@ def decode(
     groups = values.reshape(*values.shape[:-1], -1, form.group_size)
     if zeros is not None:
         groups = groups - zeros.astype(jnp.float32)[..., None]
+    elif form.center is not None:
+        groups = groups - form.center
     groups = groups * scale_values(scales, form)[..., None]
     if form.exponents:
         # 2 ** -127 in two steps: it is subnormal in float32, and devices may flush it to zero.

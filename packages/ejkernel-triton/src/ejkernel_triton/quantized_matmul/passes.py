@@ -25,7 +25,8 @@ class QuantizedSpec:
         GROUP: Codes that share a scale.
         PER: Codes of a word: 4 or 8.
         BITS: Bits of a code.
-        AFFINE: Whether codes are integers with a zero.
+        AFFINE: Whether codes are integers.
+        CENTER: The zero that all codes share; 0 where each group has its own.
         TABLE: Whether codes are indices into a table.
         EXPONENT: Whether scales are e8m0 in 8 bits.
         SCALE8: Whether scales are e4m3 in 8 bits.
@@ -46,6 +47,7 @@ class QuantizedSpec:
     PER: int
     BITS: int
     AFFINE: bool
+    CENTER: int
     TABLE: bool
     EXPONENT: bool
     SCALE8: bool
@@ -69,7 +71,8 @@ def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
         GROUP=form.group_size,
         PER=WORD // form.bits,
         BITS=form.bits,
-        AFFINE=form.mode == "affine",
+        AFFINE=form.integers,
+        CENTER=form.center or 0,
         TABLE=form.mode == "nf4",
         EXPONENT=form.exponents,
         SCALE8=form.mode.startswith("nv"),

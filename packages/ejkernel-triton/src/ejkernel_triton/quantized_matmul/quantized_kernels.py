@@ -54,7 +54,7 @@ def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
     mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
     at = rows[:, None] * spec.GROUPS + groups[None, :]
     stored = tl.load(scales + at, mask=mask, other=0)
-    if spec.AFFINE:
+    if spec.AFFINE and not spec.CENTER:
         return stored, tl.load(zeros + at, mask=mask, other=0)
     else:
         return stored, stored
@@ -87,6 +87,9 @@ def factors(stored, zeros, spec: tl.constexpr):
     if spec.AFFINE:
         # f * (2 ** BITS s) - (2 ** BITS s + z s) = q s - z s: the 1 of the mantissa is part of the offset.
         factor = scale * (1 << spec.BITS)
+        if spec.CENTER:
+            every = spread_over_words(factor, spec)
+            return every, every * (1 + spec.CENTER / (1 << spec.BITS))
         return spread_over_words(factor, spec), spread_over_words(factor + scale * zeros.to(tl.float32), spec)
     else:
         every = spread_over_words(scale, spec)
@@ -155,7 +158,7 @@ def over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr,
     x = at_batch(x, batch, per.X, spec.M * spec.R)
     packed = at_batch(packed, batch, per.PACKED, spec.R * spec.W)
     scales = at_batch(scales, batch, per.SCALES, spec.R * spec.GROUPS)
-    if spec.AFFINE:
+    if spec.AFFINE and not spec.CENTER:
         zeros = at_batch(zeros, batch, per.ZEROS, spec.R * spec.GROUPS)
     parts += (batch * spec.SPLITS + part) * (spec.PER * spec.M * spec.W)
     m = row * M + tl.arange(0, M)
@@ -214,7 +217,7 @@ def over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr
     x = at_batch(x, batch, per.X, spec.PER * spec.M * spec.W)
     packed = at_batch(packed, batch, per.PACKED, spec.R * spec.W)
     scales = at_batch(scales, batch, per.SCALES, spec.R * spec.GROUPS)
-    if spec.AFFINE:
+    if spec.AFFINE and not spec.CENTER:
         zeros = at_batch(zeros, batch, per.ZEROS, spec.R * spec.GROUPS)
     parts += (batch * spec.SPLITS + part) * (spec.M * spec.R)
     m = row * M + tl.arange(0, M)

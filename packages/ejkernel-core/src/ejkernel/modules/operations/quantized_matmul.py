@@ -131,7 +131,7 @@ def quantized_matmul(
         transpose: Whether the rows of w are the columns of the matrix, as `quantize(..., axis="col")` makes them.
         group_size: Neighbours in a row of w that share a scale; None for the mode's own.
         bits: Of a code, 1 to 8 with `mode="affine"`; None for 4, or what another mode has.
-        mode: "affine", "nf4", "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
+        mode: "affine", "symmetric", "fp8", "nf4", "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
         axis: None, or "row", with `transpose` "col": what `transpose` says already.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.

@@ -48,7 +48,7 @@ def scale_values(stored: jax.Array, form: Format) -> jax.Array:
     if jnp.issubdtype(stored.dtype, jnp.floating):
         return stored.astype(jnp.float32)
     bits = stored.astype(jnp.int32)
-    if form.mode == "affine":
+    if form.integers or form.mode == "fp8":
         return small_float(bits, 5, 10)
     if form.exponents:
         # e8m0: the byte is the exponent field of a float32, and 255 is NaN. 2 ** -127 becomes 0, as every number below
@@ -82,6 +82,8 @@ def numbers(words: jax.Array, n: int, factors: Factors, places: jax.Array | None
     if factors.zeros is not None:
         # In float32 and rounded once, after the scale: as the reference dequantises.
         value = code.astype(jnp.float32) - factors.zeros
+    elif spec.format.center is not None:
+        value = (code - spec.format.center).astype(jnp.float32)
     elif places is not None:
         value = jnp.take_along_axis(places, code, axis=1, mode="promise_in_bounds")
     else:

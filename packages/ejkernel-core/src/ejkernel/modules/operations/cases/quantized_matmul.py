@@ -35,6 +35,15 @@ _TABLE: tuple[Row[MatmulSizes], ...] = (
     ("3 bits", MatmulSizes(bits=3, group_size=16), lambda k: {}, ("zeros",), ("awkward",)),
     ("bfloat16 scales, transposed", MatmulSizes(transpose=True, scales="bfloat16"), lambda k: {}, ("zeros",), ()),
     ("float32 scales", MatmulSizes(bits=8, scales="float32"), lambda k: {}, ("zeros",), ("awkward",)),
+    (
+        "symmetric int4, transposed",
+        MatmulSizes(mode="symmetric", transpose=True, scales="bfloat16"),
+        lambda k: {},
+        (),
+        (),
+    ),
+    ("symmetric int8", MatmulSizes(mode="symmetric", bits=8), lambda k: {}, (), ("awkward",)),
+    ("fp8, transposed", MatmulSizes(mode="fp8", transpose=True), lambda k: {}, (), ()),
     ("2 bits, one row", MatmulSizes(m=1, bits=2), lambda k: {}, ("zeros",), ("awkward",)),
     ("nf4", MatmulSizes(mode="nf4", group_size=64), lambda k: {}, (), ()),
     ("mxfp4", MatmulSizes(mode="mxfp4", n=160), lambda k: {}, (), ("awkward",)),
@@ -105,7 +114,7 @@ def quantized_like(stored: dict[str, Any], form: Format, key: jax.Array) -> dict
     scales = stored["scales"]
     *rows, groups = scales.shape
     weights = jax.random.normal(key, (*rows, groups * form.group_size), jnp.float32)
-    dtype = scales.dtype if form.mode == "affine" else None
+    dtype = scales.dtype if len(form.scale_dtypes) > 1 else None
     packed, values, *third = quantize(weights, form.group_size, form.bits, cast(Mode, form.mode), "col", dtype)
     made = {"w": packed, "scales": values}
     made = {name: lax.bitcast_convert_type(array, stored[name].dtype) for name, array in made.items()}
