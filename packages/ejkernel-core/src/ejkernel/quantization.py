@@ -54,13 +54,13 @@ def quantize(
         group_size: Neighbours that share a scale, a power of two from 16 to 1024; None for 64 of affine and nf4, 32 of
             mxfp4 and mxfp8, 16 of nvfp4 and nvfp8. Divides N with `axis="row"` and K with `axis="col"`.
         bits: Of a code: 1 to 8 of affine and 2 to 8 of symmetric, None for 4; other modes have their own.
-        mode: "affine" (integers with a scale and a zero: int4, int8), "symmetric" (without zeros), "fp8", "nf4", "mxfp4",
-            "mxfp8", "nvfp4" or "nvfp8".
+        mode: "affine" (integers with a scale and a zero: int4, int8), "symmetric" (without zeros), "fp8", "nf4",
+            "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
         axis: "row" or "col", see the module.
         scale_dtype: Of affine, symmetric and fp8 scales, and of zeros: float16, bfloat16 or float32; None for float16,
-            of fp8 float32. float16 holds steps
-            from 2 ** -24 to 65504; weights that need others are refused where their values can be read. Under a trace
-            they cannot: scales that overflow are infinite there, so choose float32 for weights of unknown size.
+            of fp8 float32. float16 holds steps from 2 ** -24 to 65504; weights that need others are refused where their
+            values can be read. Under a trace they cannot: scales that overflow are infinite there, so choose float32
+            for weights of unknown size.
 
     Returns:
         Words uint32 and scales; with `mode="affine"` also zeros, with nvfp4 and nvfp8 also the tensor scale, float32

@@ -222,7 +222,7 @@ def _encode_integers(groups: jax.Array, form: Format, scale_dtype: Any) -> Encod
     zeros = None
     if form.center is None:
         zeros = _as_stored(_divided(-groups.min(axis=-1), exact), scale_dtype)
-    offset = form.center if zeros is None else zeros.astype(jnp.float32)[..., None]
+    offset: Any = form.center if zeros is None else zeros.astype(jnp.float32)[..., None]
     codes = jnp.round(_divided(groups, exact[..., None]) + offset)
     codes = jnp.clip(codes, 0, 2**form.bits - 1)
     # The next code towards zero, where rounding up left the range of float32.
