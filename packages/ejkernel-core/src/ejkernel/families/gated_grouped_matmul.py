@@ -71,6 +71,8 @@ def gathered(record: GatedGroupedMatmul) -> jax.Array:
     """The token of every row, [M, K]; 0 for none."""
     if record.indices is None:
         return record.lhs
+    if not record.lhs.shape[0]:  # no index names a token
+        return jnp.zeros((record.indices.shape[0], record.lhs.shape[1]), record.lhs.dtype)
     named = (record.indices >= 0) & (record.indices < record.lhs.shape[0])
     return jnp.where(named[:, None], record.lhs[jnp.where(named, record.indices, 0)], 0)
 

@@ -52,6 +52,15 @@ def named(index: jax.Array, count: int) -> jax.Array:
     return (index >= 0) & (index < count)
 
 
+def take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows by their index, 0 for an index that names none; there may be none at all."""
+    valid = named(index, rows.shape[0])
+    if not rows.shape[0]:
+        return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
+    taken = rows[jnp.where(valid, index, 0)]
+    return jnp.where(valid.reshape(*valid.shape, *(1,) * (rows.ndim - 1)), taken, 0)
+
+
 def reference(record: GatherReduce) -> tuple[jax.Array, tuple[()]]:
     """The family's meaning in plain jnp, all named rows at once; float64 if rows is, else float32.
 
@@ -59,10 +68,10 @@ def reference(record: GatherReduce) -> tuple[jax.Array, tuple[()]]:
         [T, D] in the rows' dtype. There are no residuals.
     """
     valid = named(record.indices, record.rows.shape[0])
-    rows = record.rows.astype(accumulator(record))[jnp.where(valid, record.indices, 0)]
+    rows = take_rows(record.rows.astype(accumulator(record)), record.indices)
     weights = jnp.ones(valid.shape, rows.dtype) if record.weights is None else record.weights.astype(rows.dtype)
     # Both are masked: neither a row nor a weight that is not named may bring in a NaN.
-    terms = jnp.where(valid[..., None], rows, 0) * jnp.where(valid, weights, 0)[..., None]
+    terms = rows * jnp.where(valid, weights, 0)[..., None]
     return jnp.sum(terms, axis=1).astype(record.rows.dtype), ()
 
 

@@ -99,10 +99,29 @@ class PagedAttention:
     shared_prefix: jax.Array | None = None
 
     def __post_init__(self) -> None:
+        _without_empty_tables(self)
         for name in ("block_tables", "kv_lens", "query_start", "kv_starts", "num_seqs", "shared_prefix"):
             values = getattr(self, name)
             if hasattr(values, "dtype") and not fits_int32(values.dtype):  # a cast would make pages of what are none
                 object.__setattr__(self, name, as_int32(values))
+
+
+def _without_empty_tables(record: PagedAttention) -> None:
+    """Gives tables without entries one that is no page, and a call without sequences one that has no tokens."""
+    tables, lengths, starts = record.block_tables, record.kv_lens, record.query_start
+    shape = getattr(tables, "shape", ())
+    if len(shape) != 2 or all(not isinstance(size, int) or size for size in shape):
+        return
+    assert tables is not None  # it has a shape
+    missing = [max(0, 1 - size) if isinstance(size, int) else 0 for size in shape]
+    changes: dict[str, Any] = {
+        "block_tables": jnp.pad(tables, [(0, count) for count in missing], constant_values=-1),
+        "kv_lens": jnp.pad(lengths, (0, missing[0])),
+    }
+    if starts is not None:
+        changes["query_start"] = jnp.pad(starts, (0, missing[0]), mode="edge")
+    for name, value in changes.items():
+        object.__setattr__(record, name, value)
 
 
 def band(record: PagedAttention) -> Window:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.gather_reduce import GatherReduce, accumulator, named
+from ejkernel.families.gather_reduce import GatherReduce, accumulator, named, take_rows
 from ejkernel.ops.pullback import Pullback
 
 UNROLLED = 16
@@ -30,7 +30,8 @@ def forward(record: GatherReduce, config: Any) -> tuple[jax.Array, tuple[()]]:
         index, weights = _column(record.indices, n), record.weights
         return _rows(record.rows, index, None if weights is None else _column(weights, n), dtype)
 
-    return _sum(term, record.indices.shape[1]).astype(record.rows.dtype), ()
+    empty = jnp.zeros((record.indices.shape[0], record.rows.shape[1]), dtype)
+    return _sum(term, record.indices.shape[1], empty).astype(record.rows.dtype), ()
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
@@ -67,9 +68,9 @@ def _rows_gradient(record: GatherReduce, cotangent: jax.Array, dtype: Any) -> ja
         pair = _column(record.inverse, n)
         valid = named(pair, tokens * count)
         token = jnp.where(valid, pair // count, -1)
-        return _rows(cotangent, token, None if flat is None else flat[jnp.where(valid, pair, 0)], dtype)
+        return _rows(cotangent, token, None if flat is None else take_rows(flat, pair), dtype)
 
-    return _sum(term, record.inverse.shape[1])
+    return _sum(term, record.inverse.shape[1], jnp.zeros(record.rows.shape, dtype))
 
 
 def _column(array: jax.Array, n: Any) -> jax.Array:
@@ -79,12 +80,14 @@ def _column(array: jax.Array, n: Any) -> jax.Array:
 def _rows(rows: jax.Array, index: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
     """The named rows times their weights; 0 for an index that names none, whatever its weight is."""
     valid = named(index, rows.shape[0])
-    taken = jnp.where(valid[:, None], rows[jnp.where(valid, index, 0)].astype(dtype), 0)
+    taken = take_rows(rows, index).astype(dtype)
     return taken if weights is None else taken * jnp.where(valid, weights.astype(dtype), 0)[:, None]
 
 
-def _sum(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
-    """The sum of `count` terms in order."""
+def _sum(term: Callable[[Any], jax.Array], count: int, empty: jax.Array) -> jax.Array:
+    """The sum of `count` terms in order; `empty` of none."""
+    if not count:
+        return empty
     if count > UNROLLED:
         return lax.fori_loop(1, count, lambda n, acc: acc + term(n), term(jnp.int32(0)))
     total = term(0)

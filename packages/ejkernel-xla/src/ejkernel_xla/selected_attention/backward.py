@@ -57,6 +57,8 @@ def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
 
 def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: SelectedTiles) -> Gradients:
     """Gradients of query, key and value in the selected branch."""
+    if not record.query.size:
+        return {name: jnp.zeros_like(getattr(record, name)) for name in ("query", "key", "value")}
     plan = make_plan(record, config)
     operands, dtype = arrange(record, plan), accumulator(record)
     delta = jnp.sum(cotangent.astype(dtype) * branch.output.astype(dtype), axis=-1, keepdims=True)

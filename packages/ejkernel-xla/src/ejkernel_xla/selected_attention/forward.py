@@ -68,6 +68,10 @@ class OnlineSoftmax(NamedTuple):
 
 def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
     """The selected branch."""
+    (rows, tokens, heads, _), values = record.query.shape, record.value.shape[3]
+    if not record.query.size:  # loops over tiles would read one
+        lse = jnp.zeros((rows, heads, tokens), accumulator(record))
+        return Branch(output=jnp.zeros((rows, tokens, heads, values), record.query.dtype), lse=lse)
     plan = make_plan(record, config)
     operands, dtype = arrange(record, plan), accumulator(record)
     shape, size = (plan.queries, plan.group), record.value.shape[3]

@@ -100,14 +100,14 @@ def arrange(record: SelectedAttention, plan: SelectedPlan) -> Operands:
 
 def by_group(x: jax.Array, plan: SelectedPlan) -> jax.Array:
     """[B, t, H, n] -> [B, Hk, T, g, n]."""
-    x = x.reshape(*x.shape[:2], plan.heads, plan.group, -1).transpose(0, 2, 1, 3, 4)
+    x = x.reshape(*x.shape[:2], plan.heads, plan.group, x.shape[3]).transpose(0, 2, 1, 3, 4)
     return fill(x, 2, plan.tiles * plan.queries, 0)
 
 
 def by_token(x: jax.Array, length: int) -> jax.Array:
     """[B, Hk, T, g, n] -> [B, t, H, n], the inverse of `by_group`."""
     x = x[:, :, :length].transpose(0, 2, 1, 3, 4)
-    return x.reshape(*x.shape[:2], -1, x.shape[4])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def fill(x: jax.Array, axis: int, length: int, value: Any) -> jax.Array:

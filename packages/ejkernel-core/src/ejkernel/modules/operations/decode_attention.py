@@ -156,7 +156,10 @@ def conditions(args: DecodeAttentionArguments) -> Iterable[Condition]:
 
 def lower(args: DecodeAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
-    key, value = (x.reshape(-1, args.page_size, *x.shape[1:]) for x in (args.key_buffer, args.value_buffer))
+    key, value = (
+        x.reshape(x.shape[0] // args.page_size, args.page_size, *x.shape[1:])
+        for x in (args.key_buffer, args.value_buffer)
+    )
     return PagedAttention(
         query=args.query,
         key_pages=key,

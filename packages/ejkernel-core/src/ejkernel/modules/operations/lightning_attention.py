@@ -113,7 +113,7 @@ def lightning_attention(
 
 def slopes(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
     """Log decay of each head, [H]."""
-    return -(8 / heads) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
+    return -(8 / max(heads, 1)) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
 
 
 def _recurrent(args: LightningAttentionArguments) -> RecurrentAttentionArguments:

@@ -171,10 +171,11 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
     size = args.w_kc.shape[2]
     nope, rope = args.query[..., :size], args.query[..., size:]
     wide = jnp.promote_types(nope.dtype, jnp.float32)
-    nope = nope.reshape(nope.shape[0], args.w_kc.shape[1], -1, size)
+    (batch, heads, _), kv_heads = nope.shape, args.w_kc.shape[1]
+    nope = nope.reshape(batch, kv_heads, heads // kv_heads, size)
     exact: Any = {"precision": product_precision(nope.dtype), "preferred_element_type": wide}
     absorbed = jnp.einsum("bghn,rgn->bghr", nope, args.w_kc, **exact).astype(rope.dtype)
-    query = jnp.concatenate([absorbed.reshape(*rope.shape[:2], -1), rope], axis=-1)
+    query = jnp.concatenate([absorbed.reshape(batch, heads, absorbed.shape[-1]), rope], axis=-1)
     cache = args.latent_cache
     both_caches = cache if args.rope_cache is None else jnp.concatenate([cache, args.rope_cache], axis=-1)
     lengths = args.lengths.astype(jnp.int32)[:, None]
@@ -203,7 +204,7 @@ def finish(args: MLADecodeArguments, value: Any) -> Any:
     batch, _, heads, _ = output.shape
     size, kv_heads, values = args.w_vc.shape
     wide = jnp.promote_types(output.dtype, jnp.float32)
-    latent = output[..., :size].reshape(batch, kv_heads, -1, size)
+    latent = output[..., :size].reshape(batch, kv_heads, output.shape[2] // kv_heads, size)
     exact: Any = {"precision": product_precision(output.dtype), "preferred_element_type": wide}
     expanded = jnp.einsum("bghr,rgv->bghv", latent, args.w_vc, **exact)
     output = expanded.reshape(batch, heads, values).astype(args.query.dtype)

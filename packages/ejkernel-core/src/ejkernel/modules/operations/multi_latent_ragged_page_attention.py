@@ -229,14 +229,14 @@ def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condit
 def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
     """The paged-attention record of a call."""
     pages, *_, lanes = args.kv_cache.shape
-    slots = args.kv_cache.shape[1] * args.kv_cache.shape[2]
+    slots, sequences = args.kv_cache.shape[1] * args.kv_cache.shape[2], args.kv_lens.shape[0]
     query = jnp.concatenate((args.queries_nope, args.queries_pe), axis=-1)
     scale = query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
     return PagedAttention(
         query=quantised(query, args.q_scale, args.kv_cache.dtype),
         key_pages=args.kv_cache.reshape(pages, slots, lanes),
         value_pages=None,
-        block_tables=args.block_tables.reshape(args.kv_lens.shape[0], -1),
+        block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
         softmax_scale=scale * (args.q_scale or 1.0) * (args.k_scale or 1.0),

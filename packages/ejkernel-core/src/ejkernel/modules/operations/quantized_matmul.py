@@ -12,7 +12,7 @@ from ejkernel.families.quantized_matmul import QuantizedMatmul as Record
 from ejkernel.modules.operations.cases import quantized_matmul as cases
 from ejkernel.modules.operations.configs import QuantizedMatmulConfig
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
-from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_not_empty, check_shape
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
@@ -172,6 +172,7 @@ def validate(args: QuantizedMatmulArguments) -> None:
     sizes: dict[str, int] = {}
     form = make_format(args.mode, args.bits, args.group_size)
     check_shape("x", args.x, "M K", sizes)
+    check_not_empty("x", args.x, "M K", "K")
     check_dtype("x", args.x, jnp.floating, "a floating dtype")
     check_shape("w", args.w, "rows words", sizes)
     check_shape("scales", args.scales, "rows groups", sizes)

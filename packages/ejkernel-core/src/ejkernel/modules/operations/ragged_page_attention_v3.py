@@ -1,5 +1,6 @@
 """Prefill and decoding mixed in one batch, over a cache that the new tokens are first written into."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -252,15 +253,15 @@ def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
 
 def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
     """The paged-attention record of a call."""
-    (pages, slots, *_), (_, kv_heads, size), sequences = args.kv_cache.shape, args.keys.shape, args.kv_lens.shape[0]
+    (pages, slots, *rows), (_, kv_heads, size), sequences = args.kv_cache.shape, args.keys.shape, args.kv_lens.shape[0]
     lanes = args.kv_cache.shape[4] if layout(args) == "interleaved" else size
-    combined = args.kv_cache.reshape(pages, slots, -1, 2, lanes)
+    combined = args.kv_cache.reshape(pages, slots, math.prod(rows) // (2 * lanes), 2, lanes)
     scale = size**-0.5 if args.softmax_scale is None else args.softmax_scale
     return PagedAttention(
         query=quantised(args.queries, args.q_scale, args.kv_cache.dtype),
         key_pages=combined,
         value_pages=None,
-        block_tables=args.block_tables.reshape(sequences, -1),
+        block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
         softmax_scale=scale * (args.q_scale or 1.0) * (args.k_scale or 1.0),

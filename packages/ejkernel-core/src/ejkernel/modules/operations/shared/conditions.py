@@ -112,7 +112,7 @@ def packed(given: Packed) -> Iterable[Condition]:
     """Starts, lengths, the number of live sequences and tables fit each other, the query rows and the cache."""
     (length_name, lengths), (start_name, starts), (table_name, tables) = given.lengths, given.starts, given.tables
     live = () if given.live is None else (given.live[1],)
-    if not integers(lengths, starts, tables, *live) or len(lengths.shape) != 1:
+    if not integers(lengths, starts, tables, *live) or len(lengths.shape) != 1 or 0 in (x.size for x in live):
         return
     sequences = lengths.shape[0]
     if starts.shape != (sequences + 1,) or (len(tables.shape) == 2 and tables.shape[0] != sequences):
