@@ -85,7 +85,9 @@ def dtype_name(text: str) -> str:
     try:
         return jnp.dtype(text).name
     except TypeError:
-        raise click.BadParameter(f"there is no dtype {text!r}") from None
+        raise click.BadParameter(
+            f"there is no dtype {text!r}; names are those of jax.numpy, such as float32, bfloat16 and int32"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
