@@ -18,37 +18,42 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2))
 
 
-def plain_decision(found: Decision) -> dict[str, Any]:
+def plain_decision(decision: Decision) -> dict[str, Any]:
     """Both directions of a decision as plain data."""
-    differentiated = found.differentiated
+    differentiated = decision.differentiated
     return {
-        "forward": plain_choice(found.forward),
-        "backward": plain_choice(found.backward),
+        "forward": plain_choice(decision.forward),
+        "backward": plain_choice(decision.backward),
         "differentiated": None if differentiated is None else plain_choice(differentiated),
     }
 
 
-def plain_choice(found: Choice) -> dict[str, Any]:
+def plain_choice(choice: Choice) -> dict[str, Any]:
     """One direction of a decision as plain data."""
-    chosen = found.implementation
+    chosen = choice.implementation
     return {
-        "operation": found.op,
-        "direction": found.direction,
-        "device": dataclasses.asdict(found.device),
-        "platform": found.platform,
+        "operation": choice.op,
+        "direction": choice.direction,
+        "device": dataclasses.asdict(choice.device),
+        "platform": choice.platform,
         "implementation": None if chosen is None else chosen.name,
-        "verdicts": [_verdict(verdict) for verdict in found.verdicts],
-        "failed_plugins": [plain_plugin(failed) for failed in found.failed_plugins],
-        "notes": list(found.notes),
-        "config": None if found.config is None else msgspec.to_builtins(found.config),
-        "tier": found.tier,
-        "trail": list(found.trail),
+        "verdicts": [_verdict(verdict) for verdict in choice.verdicts],
+        "failed_plugins": [plain_plugin(failed) for failed in choice.failed_plugins],
+        "notes": list(choice.notes),
+        "config": None if choice.config is None else msgspec.to_builtins(choice.config),
+        "tier": choice.tier,
+        "trail": list(choice.trail),
     }
 
 
-def plain_plugin(found: Plugin) -> dict[str, Any]:
+def plain_plugin(plugin: Plugin) -> dict[str, Any]:
     """A plugin as plain data."""
-    return {"name": found.name, "distribution": found.distribution, "error": found.error, "notes": list(found.notes)}
+    return {
+        "name": plugin.name,
+        "distribution": plugin.distribution,
+        "error": plugin.error,
+        "notes": list(plugin.notes),
+    }
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:

@@ -15,18 +15,18 @@ Function = Callable[[Any], Any]
 
 def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
     """Names, and functions of the lowered record that give the family's output; those that mean the same alone."""
-    given = set(given_fields(record))
+    used = set(given_fields(record))
     for family, name, fields, function in _LIBRARY:
-        if family == op.family.name and given <= fields:
+        if family == op.family.name and used <= fields:
             yield name, function
     yield "reference", lambda record: op.family.reference(record)[0]
 
 
-def with_gradients(function: Function, wanted: frozenset[str]) -> Function:
+def with_gradients(function: Function, grad_fields: frozenset[str]) -> Function:
     """The output, and the gradients of its sum by record field."""
 
     def both(record: Any) -> tuple[Any, dict[str, Any]]:
-        values = {name: getattr(record, name) for name in wanted}
+        values = {name: getattr(record, name) for name in grad_fields}
         output, pull = jax.vjp(lambda values: function(dataclasses.replace(record, **values)), values)
         (gradients,) = pull(jax.tree.map(jnp.ones_like, output))
         return output, gradients

@@ -71,12 +71,12 @@ class Filter:
         Raises:
             click.UsageError: The name is a typo.
         """
-        found = registry()
+        registered = registry()
         parts = [_key_parts(key) for key in entries]
         known = {
-            "op": {*found.ops, *(one["op"] for one in parts if "op" in one)},
+            "op": {*registered.ops, *(one["op"] for one in parts if "op" in one)},
             "implementation": {
-                *(one.name for serving in found.implementations.values() for one in serving),
+                *(one.name for serving in registered.implementations.values() for one in serving),
                 *(one["implementation"] for one in parts if "implementation" in one),
             },
         }
@@ -165,12 +165,12 @@ def import_entries(files: tuple[Path, ...], store: Path | None) -> None:
     If there are two entries for one call, the later measurement is kept. A prediction never replaces a measurement.
     """
     opened = PersistentCache(path=store)
-    there = _all(opened)
-    found = newest(there, *map(read_table, files))
-    changed = {key: entry for key, entry in found.items() if there.get(key) != entry}
+    stored = _all(opened)
+    merged = newest(stored, *map(read_table, files))
+    changed = {key: entry for key, entry in merged.items() if stored.get(key) != entry}
     _update(opened, changed)
-    lost = changed.keys() - _all(opened).keys()
-    if lost:
+    unwritten = changed.keys() - _all(opened).keys()
+    if unwritten:
         raise click.ClickException(f"{opened.path} cannot be written")
     click.echo(f"imported {_entries(len(changed))} into {opened.path}")
 
@@ -241,13 +241,13 @@ def clear(store: Path | None, yes: bool) -> None:
 
 def newest(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
     """One table of several: a measurement before a prediction, then the later, then the one that comes first."""
-    found: dict[str, Entry] = {}
+    merged: dict[str, Entry] = {}
     for table in tables:
         for key, entry in table.items():
-            known = found.get(key)
+            known = merged.get(key)
             if known is None or _rank(entry) > _rank(known):
-                found[key] = entry
-    return found
+                merged[key] = entry
+    return merged
 
 
 def _rank(entry: Entry) -> tuple[bool, datetime.datetime]:
@@ -322,8 +322,8 @@ def _row(key: str, entry: Entry) -> tuple[str, ...]:
     about = ("", "", key)
     if len(parts) == KEY_PARTS:
         op, implementation, direction, device, _, call, _ = parts
-        given = [field for field in call.split() if not field.endswith("=None")]
-        about = (f"{op}\n{direction}", f"{implementation}\non {device}", "\n".join(given))
+        fields = [field for field in call.split() if not field.endswith("=None")]
+        about = (f"{op}\n{direction}", f"{implementation}\non {device}", "\n".join(fields))
     times = milliseconds(entry.seconds), milliseconds(entry.spread) if entry.samples else "-"
     how = "predicted" if entry.predicted else "measured"
     return (*about, config, *times, entry.measured_at[:16].replace("T", " "), how)

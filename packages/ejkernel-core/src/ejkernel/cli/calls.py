@@ -120,7 +120,7 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
         click.UsageError: It is no file of calls.
     """
     try:
-        found = read_calls(path)
+        calls = read_calls(path)
     except (OSError, ValueError) as error:
         raise click.UsageError(f"--calls: {error}") from error
     return [
@@ -133,7 +133,7 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
             mesh=call.mesh,
             in_specs=call.in_specs,
         )
-        for call in found
+        for call in calls
         if op in (None, call.op)
     ]
 
@@ -179,10 +179,10 @@ class CallSpec:
 
     def one(self) -> Call:
         """The call, of which there must be exactly one."""
-        found = self.calls()
-        if len(found) > 1:
+        calls = self.calls()
+        if len(calls) > 1:
             raise click.UsageError("--case can be used only once here")
-        return found[0]
+        return calls[0]
 
     def resized(self, letters: tuple[str, ...], size: int) -> Call:
         """The call that the shapes describe, with another size for some axes.
@@ -213,15 +213,15 @@ class CallSpec:
     def _from_shapes(self) -> Call:
         return self._called(self._arrays() | self._literals())
 
-    def _called(self, given: dict[str, Any]) -> Call:
-        missing = [name for name in required_arrays(self.op) if name not in given]
+    def _called(self, values: dict[str, Any]) -> Call:
+        missing = [name for name in required_arrays(self.op) if name not in values]
         if missing:
             raise click.UsageError(f"{self.op.name} needs the shape of {', '.join(missing)}: --shape {missing[0]}=...")
         with one_line_errors():
-            abstract = self.op.arguments(**given)
+            abstract = self.op.arguments(**values)
             self.op.validate(abstract)
         make = functools.partial(self.op.make_inputs, abstract)
-        return Call(op=self.op, label=_label(given), abstract=abstract, platform=self.platform, make=make)
+        return Call(op=self.op, label=_label(values), abstract=abstract, platform=self.platform, make=make)
 
     def _arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = _by_name(self.op, self.shapes)
@@ -246,7 +246,7 @@ class CallSpec:
 
     def _literals(self) -> dict[str, Any]:
         known, arrays = plain_options(self.op), array_dtypes(self.op)
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for text in self.options:
             name, separator, value = text.partition("=")
             name = name.strip()
@@ -259,8 +259,8 @@ class CallSpec:
                 raise click.UsageError(f"-o: {name} is not an argument of the operation; {how}")
             if name not in known:
                 raise click.UsageError(f"-o: {_no_such(self.op, name, known, 'option')}")
-            given[name] = literal(value.strip())
-        return given
+            values[name] = literal(value.strip())
+        return values
 
 
 def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callable[..., Any]:
@@ -272,10 +272,10 @@ def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callabl
     """
 
     @functools.wraps(command)
-    def collected(**given: Any) -> Any:
+    def collected(**options: Any) -> Any:
         _check_devices()
-        taken = {field.name: given.pop(field.name) for field in dataclasses.fields(CallSpec)}
-        return command(None if taken["op"] is None else CallSpec(**taken), **given)
+        described = {field.name: options.pop(field.name) for field in dataclasses.fields(CallSpec)}
+        return command(None if described["op"] is None else CallSpec(**described), **options)
 
     metavar = "OP" if required else "[OP]"
     operation = click.argument(
@@ -305,12 +305,12 @@ def required_arrays(op: Op) -> list[str]:
 
 def array_dtypes(op: Op) -> dict[str, frozenset[str]]:
     """The array arguments of an operation, with the names of the dtypes that they may have."""
-    found: dict[str, frozenset[str]] = {}
+    dtypes_by_name: dict[str, frozenset[str]] = {}
     for name, parameter in _parameters(op).items():
         dtypes = [d for array in _members(parameter) if _is_array(array) for d in array.dtypes]
         if dtypes:
-            found[name] = frozenset(dtypes)
-    return found
+            dtypes_by_name[name] = frozenset(dtypes)
+    return dtypes_by_name
 
 
 def plain_options(op: Op) -> list[str]:
@@ -376,9 +376,9 @@ def _no_such(op: Op, name: str, known: Any, kind: str) -> str:
     return f"{op.name} has no {kind} {name!r}{did_you_mean(name, known) or '; it has ' + ', '.join(known)}"
 
 
-def _label(given: dict[str, Any]) -> str:
-    shapes = [f"{n} {x.dtype.name}[{','.join(map(str, x.shape))}]" for n, x in given.items() if hasattr(x, "shape")]
-    return ", ".join(shapes + [f"{name}={value}" for name, value in given.items() if not hasattr(value, "shape")])
+def _label(values: dict[str, Any]) -> str:
+    shapes = [f"{n} {x.dtype.name}[{','.join(map(str, x.shape))}]" for n, x in values.items() if hasattr(x, "shape")]
+    return ", ".join(shapes + [f"{name}={value}" for name, value in values.items() if not hasattr(value, "shape")])
 
 
 def _check_devices() -> None:

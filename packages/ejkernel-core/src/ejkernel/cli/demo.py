@@ -59,12 +59,12 @@ def demo(ctx: click.Context, length: int) -> None:
 
 
 def _introduce(out: Console) -> None:
-    found = registry()
+    registered = registry()
     kinds = sorted({f"{device.device_kind} ({device.platform})" for device in jax.devices()})
     print_plain(out, "1. Versions, devices and backends", "bold")
     versions = f"ejkernel {__version__}, JAX {jax.__version__}, Python {platform.python_version()}"
     print_plain(out, f"{versions}; {len(jax.devices())} device(s): {', '.join(kinds)}")
-    rows = [(p.name, p.distribution, p.error or "loaded") for p in found.plugins]
+    rows = [(p.name, p.distribution, p.error or "loaded") for p in registered.plugins]
     print_table(out, "", "backend", "distribution", "status", rows=rows, fold=["status"])
 
 

@@ -38,14 +38,14 @@ def doctor(ctx: click.Context, strict: bool, as_json: bool) -> None:
 
     Also checks what each plugin declares: fields, dtypes, devices, modules and functions that do not exist.
     """
-    found = registry()
-    wrong = wrong_declarations(found)
-    devices, trouble = _devices()
+    registered = registry()
+    wrong = wrong_declarations(registered)
+    devices, no_device = _devices()
     if as_json:
-        print_json(_plain(found, wrong, devices, trouble))
+        print_json(_plain(registered, wrong, devices, no_device))
     else:
-        _print(console(), found, wrong, devices, trouble)
-    if strict and (found.failed or wrong or trouble):
+        _print(console(), registered, wrong, devices, no_device)
+    if strict and (registered.failed or wrong or no_device):
         ctx.exit(1)
 
 
@@ -53,38 +53,42 @@ Wrong = Mapping[str, list[str]]
 """Plugin name -> sentences about names in its implementations that do not exist."""
 
 
-def _print(out: Console, found: Registry, wrong: Wrong, devices: collections.Counter[DeviceInfo], trouble: str) -> None:
+def _print(
+    out: Console, registered: Registry, wrong: Wrong, devices: collections.Counter[DeviceInfo], no_device: str
+) -> None:
     print_table(out, "Versions", "what", "version", rows=_versions())
-    _print_devices(out, devices, trouble)
-    _print_plugins(out, found, wrong)
-    _print_operations(out, found, set(devices))
-    for line in toolchains.lines(toolchains.standings(found, devices), toolchains.resolved().date):
+    _print_devices(out, devices, no_device)
+    _print_plugins(out, registered, wrong)
+    _print_operations(out, registered, set(devices))
+    for line in toolchains.lines(toolchains.standings(registered, devices), toolchains.resolved().date):
         print_plain(out, line)
     print_plain(out, "")
     _print_store(out)
 
 
-def _plain(found: Registry, wrong: Wrong, devices: collections.Counter[DeviceInfo], trouble: str) -> dict[str, Any]:
+def _plain(
+    registered: Registry, wrong: Wrong, devices: collections.Counter[DeviceInfo], no_device: str
+) -> dict[str, Any]:
     """All of it as plain data."""
-    provided, store = _provided(found), PersistentCache()
+    provided, store = _provided(registered), PersistentCache()
     return {
         "versions": dict(_versions()),
         "devices": [{"count": count, **dataclasses.asdict(device)} for device, count in devices.items()],
-        "trouble": trouble or None,
+        "trouble": no_device or None,
         "plugins": [
             {**plain_plugin(one), "implementations": provided[one.name], "problems": wrong.get(one.name, [])}
-            for one in found.plugins
+            for one in registered.plugins
         ],
         "operations": {
-            op: [_plain_implementation(one, set(devices)) for one in found.implementations[op]]
-            for op in sorted(found.ops)
+            op: [_plain_implementation(one, set(devices)) for one in registered.implementations[op]]
+            for op in sorted(registered.ops)
         },
-        "toolchains": toolchains.plain(toolchains.standings(found, devices)),
+        "toolchains": toolchains.plain(toolchains.standings(registered, devices)),
         "store": {"path": str(store.path), "entries": len(store.entries()), "writable": _writable(store.path)},
     }
 
 
-def _plain_implementation(implementation: Implementation, here: set[DeviceInfo]) -> dict[str, Any]:
+def _plain_implementation(implementation: Implementation, devices_here: set[DeviceInfo]) -> dict[str, Any]:
     requires = implementation.requires
     return {
         "name": implementation.name,
@@ -92,7 +96,7 @@ def _plain_implementation(implementation: Implementation, here: set[DeviceInfo])
         "priority": implementation.priority,
         "gradient": implementation.backward is not None,
         "devices": sorted(requires.devices),
-        "device_here": any(requires.devices & device.names for device in here),
+        "device_here": any(requires.devices & device.names for device in devices_here),
         "modules": list(requires.modules),
         "missing": [sentence for sentence in map(lacking, requires.modules) if sentence],
     }
@@ -113,36 +117,36 @@ def _devices() -> tuple[collections.Counter[DeviceInfo], str]:
         return collections.Counter(), str(error).splitlines()[0]
 
 
-def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], trouble: str) -> None:
+def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], no_device: str) -> None:
     rows = [(count, device, device.platform, device.vendor or "-") for device, count in devices.items()]
     print_table(out, "Devices", "count", "kind", "platform", "vendor", rows=rows, right=["count"])
-    if trouble:
-        print_plain(out, f"JAX found no device: {trouble}\n", "red")
+    if no_device:
+        print_plain(out, f"JAX found no device: {no_device}\n", "red")
 
 
-def _provided(found: Registry) -> collections.Counter[str]:
+def _provided(registered: Registry) -> collections.Counter[str]:
     """How many implementations each plugin has; one counts once, however many operations its family has."""
     declared = {
-        (found.providers[op, one.name], one.family, one.name.rpartition(":")[2], one.only)
-        for op, implementations in found.implementations.items()
+        (registered.providers[op, one.name], one.family, one.name.rpartition(":")[2], one.only)
+        for op, implementations in registered.implementations.items()
         for one in implementations
     }
     return collections.Counter(plugin for plugin, *_ in declared)
 
 
-def _print_plugins(out: Console, found: Registry, wrong: Wrong) -> None:
-    provided = _provided(found)
-    rows = [(p.name, p.distribution, provided[p.name], _status(p, wrong)) for p in found.plugins]
+def _print_plugins(out: Console, registered: Registry, wrong: Wrong) -> None:
+    provided = _provided(registered)
+    rows = [(p.name, p.distribution, provided[p.name], _status(p, wrong)) for p in registered.plugins]
     headings = ("plugin", "distribution", "implementations", "status")
     print_table(out, "Backends", *headings, rows=rows, right=["implementations"], fold=["status"])
     if not rows:
         print_plain(out, "No backend is installed. ejkernel-xla runs every operation on every device.\n", "red")
-    for plugin in found.plugins:
+    for plugin in registered.plugins:
         for sentence in wrong.get(plugin.name, ()):
             print_plain(out, f"Problem in plugin {plugin.name}: {sentence}", "red")
         for note in plugin.notes:
             print_plain(out, f"Note on plugin {plugin.name}: {note}")
-    if wrong or any(plugin.notes for plugin in found.plugins):
+    if wrong or any(plugin.notes for plugin in registered.plugins):
         out.print()
 
 
@@ -152,20 +156,20 @@ def _status(plugin: Plugin, wrong: Wrong) -> tuple[str, str]:
     return ("loaded, with problems", "red") if plugin.name in wrong else ("loaded", "green")
 
 
-def _print_operations(out: Console, found: Registry, here: set[DeviceInfo]) -> None:
+def _print_operations(out: Console, registered: Registry, devices_here: set[DeviceInfo]) -> None:
     rows: list[tuple[object, ...]] = []
-    for op in sorted(found.ops):
-        implementations = found.implementations[op]
-        rows += [("" if n else op, *_implementation(one, here)) for n, one in enumerate(implementations)]
+    for op in sorted(registered.ops):
+        implementations = registered.implementations[op]
+        rows += [("" if n else op, *_implementation(one, devices_here)) for n, one in enumerate(implementations)]
         if not implementations:
             rows.append((op, ("none installed", "red"), *[""] * 5))
     headings = ("operation", "implementation", "platform", "priority", "gradient", "devices", "toolchain")
     print_table(out, "Operations", *headings, rows=rows, right=["priority"], fold=["devices", "toolchain"])
 
 
-def _implementation(implementation: Implementation, here: set[DeviceInfo]) -> tuple[object, ...]:
+def _implementation(implementation: Implementation, devices_here: set[DeviceInfo]) -> tuple[object, ...]:
     requires = implementation.requires
-    serves = any(requires.devices & device.names for device in here)
+    serves = any(requires.devices & device.names for device in devices_here)
     missing = any(map(lacking, requires.modules))
     toolchain = ", ".join(map(_toolchain, requires.modules)) or "none needed"
     return (

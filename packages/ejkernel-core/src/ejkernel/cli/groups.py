@@ -100,8 +100,8 @@ class CommandGroup(click.Group):
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    found = importlib.metadata.entry_points(group=GROUP)
-    return {entry_point.name: entry_point for entry_point in sorted(found, key=lambda e: (e.name, e.value))}
+    entry_points = importlib.metadata.entry_points(group=GROUP)
+    return {entry_point.name: entry_point for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value))}
 
 
 def _source(entry_point: importlib.metadata.EntryPoint) -> str:

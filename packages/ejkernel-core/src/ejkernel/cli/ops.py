@@ -51,9 +51,12 @@ def ops(as_json: bool) -> None:
         click.echo(support_matrix(registry()))
 
 
-def operations(found: Registry) -> list[dict[str, Any]]:
+def operations(registered: Registry) -> list[dict[str, Any]]:
     """What the support matrix says, as plain data."""
-    return [_described(found.ops[name], _serving(found, name), _notes(found, name)) for name in sorted(found.ops)]
+    return [
+        _described(registered.ops[name], _serving(registered, name), _notes(registered, name))
+        for name in sorted(registered.ops)
+    ]
 
 
 def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> dict[str, Any]:
@@ -67,8 +70,8 @@ def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[
         "implementations": [
             {
                 "name": one.name,
-                **{label: tell(one) for label, tell in FACTS.items()},
-                "evidence": [msgspec.to_builtins(found) for found in evidence.summaries(one, op.name)],
+                **{label: describe(one) for label, describe in FACTS.items()},
+                "evidence": [msgspec.to_builtins(summary) for summary in evidence.summaries(one, op.name)],
                 "priority": one.priority,
                 "backward": one.backward is not None,
                 "fields": {name: _field(op.family, one, name) for name in names},
@@ -78,20 +81,20 @@ def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[
     }
 
 
-def support_matrix(found: Registry) -> str:
+def support_matrix(registered: Registry) -> str:
     """The page of everything that is registered, as Markdown.
 
     Args:
-        found: What the plugins declared.
+        registered: What the plugins declared.
     """
-    every = [(found.ops[name], _serving(found, name)) for name in sorted(found.ops)]
-    sections = (line for op, serving in every for line in _section(op, serving, _notes(found, op.name)))
+    every = [(registered.ops[name], _serving(registered, name)) for name in sorted(registered.ops)]
+    sections = (line for op, serving in every for line in _section(op, serving, _notes(registered, op.name)))
     return "\n".join([INTRODUCTION, *_overview(every), *sections])
 
 
-def _serving(found: Registry, name: str) -> tuple[Implementation, ...]:
+def _serving(registered: Registry, name: str) -> tuple[Implementation, ...]:
     """The implementations that serve some case of an operation, or one of their own, on the devices they are for."""
-    op = found.ops[name]
+    op = registered.ops[name]
     records = [_record(op, case) for case in op.cases]
 
     def serves(one: Implementation) -> bool:
@@ -99,7 +102,7 @@ def _serving(found: Registry, name: str) -> tuple[Implementation, ...]:
             made_for(op.family, one, _record(op, case), "forward") for case in one.cases_of(op)
         )
 
-    return tuple(filter(serves, found.implementations.get(name, ())))
+    return tuple(filter(serves, registered.implementations.get(name, ())))
 
 
 def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterator[str]:
@@ -124,7 +127,7 @@ def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[st
         yield "No installed backend has an implementation.\n"
         return
     yield from (f"Note: {note}.\n" for note in notes)
-    rows = [(label, *map(tell, implementations)) for label, tell in FACTS.items()]
+    rows = [(label, *map(describe, implementations)) for label, describe in FACTS.items()]
     rows = [row for row in rows if any(row[1:])]
     rows.append(("evidence", *(evidence.in_words(one, op.name) for one in implementations)))
     rows += [
@@ -134,9 +137,9 @@ def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[st
     yield from _table(("", *(one.name for one in implementations)), rows)
 
 
-def _notes(found: Registry, name: str) -> list[str]:
+def _notes(registered: Registry, name: str) -> list[str]:
     """Sentences about implementations of an operation that have another name here than their plugin gave them."""
-    return [sentence for (op, _), sentence in found.renamed.items() if op == name]
+    return [sentence for (op, _), sentence in registered.renamed.items() if op == name]
 
 
 def splits(op: Op) -> list[str]:
@@ -152,9 +155,9 @@ def _record(op: Op, case: Case) -> Any:
 
 
 def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
-    """The fields of an operation's records that tell implementations apart: optional, or with a gradient."""
-    given = {name for case in op.cases for name in given_fields(_record(op, case))}
-    served = given & {name for one in implementations for name in one.requires.handles}
+    """The fields of an operation's records that distinguish implementations: optional, or with a gradient."""
+    used = {name for case in op.cases for name in given_fields(_record(op, case))}
+    served = used & {name for one in implementations for name in one.requires.handles}
     optional = [name for name in optional_fields(op.family.record) if name in served]
     return [*(name for name in op.family.differentiable if name not in optional_fields(op.family.record)), *optional]
 
@@ -169,15 +172,15 @@ def _field(family: Family, implementation: Implementation, name: str) -> str:
     return "with gradient" if has_gradient else "no gradient"
 
 
-def _requires(tell: Callable[[Requires], str]) -> Callable[[Implementation], str]:
+def _requires(describe: Callable[[Requires], str]) -> Callable[[Implementation], str]:
     """Tells the requirements of the forward pass, and of the backward pass where those differ."""
 
-    def told(implementation: Implementation) -> str:
-        forward, backward = tell(implementation.requires), tell(implementation.requires_for("backward"))
+    def described(implementation: Implementation) -> str:
+        forward, backward = describe(implementation.requires), describe(implementation.requires_for("backward"))
         differs = implementation.backward is not None and backward != forward
         return f"{forward or 'any'}; backward {backward or 'any'}" if differs else forward
 
-    return told
+    return described
 
 
 def _head_dims(requires: Requires) -> str:

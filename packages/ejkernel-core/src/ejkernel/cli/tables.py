@@ -60,13 +60,13 @@ def print_table(
     if _least_width(columns, cells, sentences) > out.width:
         _print_list(out, columns, cells)
         return
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
         justify = "right" if column in numbers else "left"
-        made.add_column(column, no_wrap=column not in sentences, justify=justify)
+        table.add_column(column, no_wrap=column not in sentences, justify=justify)
     for row in cells:
-        made.add_row(*row)
-    out.print(made)
+        table.add_row(*row)
+    out.print(table)
     out.print()
 
 
@@ -88,8 +88,8 @@ def _print_list(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Te
         if first.plain:
             out.print(first, soft_wrap=True)
         named = zip(columns[1:], others, strict=True)
-        given = [f"{heading} {' '.join(cell.plain.split())}".strip() for heading, cell in named if cell.plain]
-        for line in wrapper.wrap("; ".join(given)):
+        named_cells = [f"{heading} {' '.join(cell.plain.split())}".strip() for heading, cell in named if cell.plain]
+        for line in wrapper.wrap("; ".join(named_cells)):
             out.print(Text(line), soft_wrap=True)
     out.print()
 

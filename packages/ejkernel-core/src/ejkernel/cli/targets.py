@@ -15,10 +15,10 @@ def find_target(name: str) -> Target:
     Raises:
         click.UsageError: No entry point offers it. The message says which targets exist and which do not load.
     """
-    found, problems = _targets()
-    if name in found:
-        return found[name]
-    known = f"there are {', '.join(found)}" if found else "no installed package offers any; ejkernel-pallas does"
+    targets, problems = _targets()
+    if name in targets:
+        return targets[name]
+    known = f"there are {', '.join(targets)}" if targets else "no installed package offers any; ejkernel-pallas does"
     raise click.UsageError("; ".join([f"--target: got {name!r}, {known}", *problems]))
 
 
@@ -31,25 +31,25 @@ def find_kind(name: str) -> DeviceInfo:
     Raises:
         click.UsageError: There is no such device. The message lists the known ones.
     """
-    found, problems = _targets()
-    if name in found:
-        return found[name].device
+    targets, problems = _targets()
+    if name in targets:
+        return targets[name].device
     try:
         return find_device(name)
     except ValueError:
-        known = [*KINDS, *(target for target in found if target not in KINDS)]
+        known = [*KINDS, *(target for target in targets if target not in KINDS)]
         message = f"--target: got {name!r}, there are {', '.join(known)}{did_you_mean(name, known)}"
         raise click.UsageError("; ".join([message, *problems])) from None
 
 
 def _targets() -> tuple[dict[str, Target], list[str]]:
     """The targets of installed distributions, and a sentence for each distribution whose targets do not load."""
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     problems: list[str] = []
     for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
         try:
-            found = {**entry_point.load()(), **found}
+            targets = {**entry_point.load()(), **targets}
         except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
             source = entry_point.dist.name if entry_point.dist else entry_point.value
             problems.append(f"the targets of {source} do not load: {type(error).__name__}: {error}")
-    return found, problems
+    return targets, problems

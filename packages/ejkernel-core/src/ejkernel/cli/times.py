@@ -21,19 +21,19 @@ def parse_time(text: str) -> datetime.datetime:
     ago = AGO.fullmatch(text.strip())
     if ago is not None:
         return datetime.datetime.now(datetime.UTC) - datetime.timedelta(**{UNITS[ago[2]]: int(ago[1])})
-    found = read_time(text.strip())
-    if found is None:
+    time = read_time(text.strip())
+    if time is None:
         raise click.BadParameter(
             f"got {text!r}, wants an ISO 8601 date or time in UTC, such as 2026-11-20 or 2026-11-20T18:30, or an age "
             "in hours, days or weeks, such as 12h, 7d or 2w"
         )
-    return found
+    return time
 
 
 def read_time(text: str) -> datetime.datetime | None:
     """Reads an ISO 8601 date or time, in UTC unless it names an offset; None if the text is neither."""
     try:
-        found = datetime.datetime.fromisoformat(text)
+        time = datetime.datetime.fromisoformat(text)
     except ValueError:
         return None
-    return found.replace(tzinfo=datetime.UTC) if found.tzinfo is None else found
+    return time.replace(tzinfo=datetime.UTC) if time.tzinfo is None else time

@@ -83,7 +83,7 @@ class Settings:
 )
 @AS_JSON
 @click.pass_context
-def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Path | None, **given: Any) -> None:
+def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Path | None, **options: Any) -> None:
     """Measure the configurations of a call and store the fastest.
 
     Times the candidate configurations of the implementation that the call would use, in turn. --platform selects
@@ -94,23 +94,23 @@ def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Pa
     ejkernel tune flash_attention --shape 1,2048,8,64 -o causal=true
     ejkernel tune --calls calls.json
     """
-    settings = Settings(**given)
+    settings = Settings(**options)
     if settings.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--repeat has no effect with --target: a prediction needs one run")
-    calls, out, kept = _calls(spec, file), console(stderr=settings.as_json), PersistentCache(path=store)
-    found = kept.predicted if settings.target else kept
-    done: list[dict[str, Any]] = []
+    calls, out, measured_store = _calls(spec, file), console(stderr=settings.as_json), PersistentCache(path=store)
+    store_of_results = measured_store.predicted if settings.target else measured_store
+    results: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
     for number, call in enumerate(calls, 1):
         if file is not None and not settings.as_json:
             print_plain(out, f"{number} of {len(calls)}: {call.op.name}, {call.label}", "bold")
         try:
-            done += _tuned(call, settings, kept, found, out)
+            results += _tuned(call, settings, measured_store, store_of_results, out)
         except click.ClickException as error:
             if file is None:
                 raise
             failed.append({"call": f"{call.op.name}, {call.label}", "error": error.format_message()})
-    _report(done, failed, found, settings)
+    _report(results, failed, store_of_results, settings)
     if failed:
         ctx.exit(1)
 
@@ -130,18 +130,18 @@ def _calls(spec: CallSpec | None, file: Path | None) -> list[Call]:
 
 
 def _tuned(
-    call: Call, settings: Settings, kept: PersistentCache, found: PersistentCache, out: Console
+    call: Call, settings: Settings, measured_store: PersistentCache, store_of_results: PersistentCache, out: Console
 ) -> list[dict[str, Any]]:
     """Tunes one call, stores what won and exports it; the results as plain data."""
     with one_line_errors():
         if settings.target is None:
-            results, plan = _measured(call, settings, kept, out)
+            results, plan = _measured(call, settings, measured_store, out)
         else:
-            results, plan = _predicted(call, settings.direction, find_target(settings.target), kept, out)
+            results, plan = _predicted(call, settings.direction, find_target(settings.target), measured_store, out)
     if not settings.as_json:
         for result in results:
             _print_result(out, call, result, "predicted for" if settings.target else "on")
-    entries = _stored(found, results)
+    entries = _stored(store_of_results, results)
     paths = [] if settings.export is None else _export(settings.export, call, results, entries)
     exported = list(map(str, paths))
     how = "predicted" if settings.target else "measured"
@@ -149,14 +149,14 @@ def _tuned(
 
 
 def _report(
-    done: list[dict[str, Any]], failed: list[dict[str, str]], store: PersistentCache, settings: Settings
+    results: list[dict[str, Any]], failed: list[dict[str, str]], store: PersistentCache, settings: Settings
 ) -> None:
     if settings.as_json:
-        print_json({"store": str(store.path), "results": done, "failed": failed})
+        print_json({"store": str(store.path), "results": results, "failed": failed})
         return
-    if done:
+    if results:
         click.echo(f"stored in {store.path}")
-    for path in dict.fromkeys(path for result in done for path in result["exported"]):
+    for path in dict.fromkeys(path for result in results for path in result["exported"]):
         click.echo(f"exported to {path}")
     for failure in failed:
         click.echo(f"not tuned: {failure['call']}: {failure['error']}")
@@ -188,25 +188,27 @@ def _plain(plan: CallPlan, result: TuningResult) -> dict[str, Any]:
 Tuned = tuple[list[TuningResult], CallPlan]
 
 
-def _measured(call: Call, settings: Settings, kept: PersistentCache, out: Console) -> Tuned:
+def _measured(call: Call, settings: Settings, measured_store: PersistentCache, out: Console) -> Tuned:
     """On the device that is here."""
-    shown = sys.stderr.isatty()
-    chain = ConfigSelectorChain(tuner=Tuner(timing_iterations=settings.repeat, show_progress=shown), persistent=kept)
+    show_progress = sys.stderr.isatty()
+    chain = ConfigSelectorChain(
+        tuner=Tuner(timing_iterations=settings.repeat, show_progress=show_progress), persistent=measured_store
+    )
     plan = make_plan(call.op, call.abstract, call.platform, None, chain)
     directions = DIRECTIONS[settings.direction]
     with _one_line_tuner_errors():
-        made = call.make(jax.random.key(0))
-        results = tune_call(plan, made, directions, mesh=call.mesh, in_specs=call.in_specs)
+        args = call.make(jax.random.key(0))
+        results = tune_call(plan, args, directions, mesh=call.mesh, in_specs=call.in_specs)
     _check_served(plan, call, settings.direction, results, out)
     return results, plan
 
 
-def _predicted(call: Call, direction: str, target: Target, kept: PersistentCache, out: Console) -> Tuned:
+def _predicted(call: Call, direction: str, target: Target, measured_store: PersistentCache, out: Console) -> Tuned:
     """For a device that may be anywhere."""
     if call.mesh is not None:
         raise click.ClickException("a call with a mesh cannot be predicted for a --target")
     with _one_line_tuner_errors():
-        chain = ConfigSelectorChain(tuner=target.tuner(sys.stderr.isatty()), persistent=kept)
+        chain = ConfigSelectorChain(tuner=target.tuner(sys.stderr.isatty()), persistent=measured_store)
         with target_device(target.device):
             plan = make_plan(call.op, call.abstract, call.platform, None, chain)
         results = tune_described(plan, call.make, DIRECTIONS[direction])
@@ -225,8 +227,8 @@ def _one_line_tuner_errors() -> Generator[None]:
 
 def _check_served(plan: CallPlan, call: Call, direction: str, results: list[TuningResult], out: Console) -> None:
     """Exits where no kernel serves a pass that was to be tuned."""
-    found = {result.key.direction for result in results}
-    missing = [wanted for wanted in DIRECTIONS[direction] if wanted not in found and "both" not in found]
+    tuned = {result.key.direction for result in results}
+    missing = [one for one in DIRECTIONS[direction] if one not in tuned and "both" not in tuned]
     # An operation without a gradient has one pass to tune, and `both` is what it has.
     if "forward" in missing or (missing and direction == "backward"):
         decision = decide(call.op, call.abstract, platform=call.platform, chain=plan.chain)
@@ -260,12 +262,12 @@ def _note(result: TuningResult, measured: Measurement) -> str:
 
 def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, Entry]:
     """The entries that tuning left in the store, as they ship: by the key they ship under, without defaults."""
-    there = store.entries()
-    lost = [result for result in results if str(result.key) not in there]
-    if lost:
+    stored = store.entries()
+    unstored = [result for result in results if str(result.key) not in stored]
+    if unstored:
         raise click.ClickException(f"the measurements could not be stored: {store.path} cannot be written")
     return {
-        r.key.shipped(r.kind): msgspec.structs.replace(there[str(r.key)], config=_set(r.winner.part)) for r in results
+        r.key.shipped(r.kind): msgspec.structs.replace(stored[str(r.key)], config=_set(r.winner.part)) for r in results
     }
 
 
