@@ -222,7 +222,7 @@ def version3(rng: Rng) -> Drawn:
         lens |= {"query_start_loc": _starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
         return {"queries": _queries(rng, z), **new, "kv_cache": cache, **lens, **_sinks(rng, sinks, z)}
 
-    return Drawn(values, _options(rng, softmax_scale=z.d**-0.5, **_lse(rng)))
+    return Drawn(values, _options(rng, softmax_scale=z.d**-0.5, kv_layout="interleaved", **_lse(rng)))
 
 
 def latent(rng: Rng) -> Drawn:
