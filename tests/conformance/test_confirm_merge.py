@@ -30,9 +30,8 @@ def digests(tmp_path, monkeypatch):
     (tmp_path / "merged/__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     current = {"attention/fast": "a1", "scan/fast": "s1", "attention/other": "o1"}
-    known = {
-        tuple(key.split("/")): SimpleNamespace(name=key.split("/")[1], evidence="merged:evidence") for key in current
-    }
+    shared = {"evidence": "merged:evidence", "backend": "gpu"}
+    known = {tuple(key.split("/")): SimpleNamespace(name=key.split("/")[1], **shared) for key in current}
     monkeypatch.setattr(merging, "implementations", lambda: known)
     monkeypatch.setattr(merging, "digests", lambda keys: current)
     yield current
@@ -134,6 +133,18 @@ def test_implementations_that_are_gone_have_no_evidence(tmp_path, digests):
     del digests["scan/fast"]
     merge()
     assert read(tmp_path).confirmations[0].families.keys() == {"attention"}
+
+
+def test_a_cpu_interprets_kernels_of_tpus_alone(tmp_path, digests, monkeypatch):
+    known = dict(merging.implementations())
+    known["attention", "fast"].backend = "tpu"
+    on_cpu = run()
+    on_cpu.about["device"] = {"platform": "cpu", "kind": "cpu"}
+    (path,) = merge(on_cpu)
+    assert path == tmp_path / "merged/evidence/tpu/fast.json"
+    found = evidence.decode(path.read_bytes())
+    assert (found.kind, found.chip, found.confirmations[0].device) == ("interpreted", "tpu", "cpu")
+    assert found.confirmations[0].families.keys() == {"attention"}
 
 
 def test_tests_and_results_are_plain(digests):

@@ -79,14 +79,12 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):
         versions: Of all that the kernels were compiled and run with.
         at: ISO 8601 time of the last run, UTC.
         families: What was found about the implementation of each family.
-        compiled_for: For kernels of chips that are not at hand: those that their compiler compiled them for.
     """
 
     device: str
     versions: Mapping[str, str]
     at: str
     families: Mapping[str, FamilyEvidence]
-    compiled_for: tuple[str, ...] = ()
 
     @property
     def toolchain(self) -> str:
@@ -271,13 +269,10 @@ def in_words(implementation: Implementation, op: str) -> str:
     if implementation.evidence is None:
         return "none needed"
     found = "; ".join(map(str, summaries(implementation, op)))
-    if "tpu" in implementation.requires.devices:
-        return "; ".join(filter(None, (found, NO_TPU)))
-    return found or "none"
-
-
-NO_TPU = "interpreted on a CPU and compiled for TPUs in CI: no TPU has run it"
-"""The evidence of all TPU kernels."""
+    if "tpu" not in implementation.requires.devices:
+        return found or "none"
+    interpreted = f"interpreted on a CPU ({found.replace('tpu, ', '')})" if found else "interpreted on a CPU in CI"
+    return f"no TPU has run it: {interpreted}, and compiled for four chips in CI"
 
 
 def installed_versions(modules: Iterable[str]) -> dict[str, str]:

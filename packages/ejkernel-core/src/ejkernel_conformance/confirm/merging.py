@@ -4,6 +4,7 @@ import collections
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -17,6 +18,8 @@ from ejkernel_conformance.confirm.toolchain import digests, implementations
 
 Key = tuple[str, str]
 """The chip and the name of an implementation."""
+TPU = "tpu"
+"""The chip of kernels for TPUs, which a CPU interprets as long as none is at hand."""
 
 
 def merge(runs: Iterable[Run]) -> list[Path]:
@@ -25,8 +28,10 @@ def merge(runs: Iterable[Run]) -> list[Path]:
     current = digests(known)
     found: dict[Key, list[Confirmation]] = collections.defaultdict(list)
     for run in _by_toolchain(runs):
-        for name, confirmation in _confirmations(run, known, current):
-            found[evidence.chip_of(DeviceInfo(**run.about["device"])), name].append(confirmation)
+        device = DeviceInfo(**run.about["device"])
+        served = {key: one for key, one in known.items() if device.platform != "cpu" or one.backend == "tpu"}
+        for name, confirmation in _confirmations(run, served, current):
+            found[_chip(device), name].append(confirmation)
     written: list[Path] = []
     for path, old in _existing(known, found):
         added = found.get((old.chip, old.implementation), [])
@@ -36,6 +41,11 @@ def merge(runs: Iterable[Run]) -> list[Path]:
             path.write_bytes(evidence.encode(new))
             written.append(path)
     return written
+
+
+def _chip(device: DeviceInfo) -> str:
+    """The chip that a run is about: what a CPU interprets are kernels for TPUs."""
+    return TPU if device.platform == "cpu" else evidence.chip_of(device)
 
 
 def _by_toolchain(runs: Iterable[Run]) -> Iterator[Run]:
@@ -108,7 +118,8 @@ def _existing(
             paths[_path(folder, file.chip, name)] = file
         for chip in (chip for chip, other in found if other == name):
             path = _path(folder, chip, name)
-            paths.setdefault(path, EvidenceFile(implementation=name, chip=chip, confirmations=()))
+            kind: Literal["interpreted", "device"] = "interpreted" if chip == TPU else "device"
+            paths.setdefault(path, EvidenceFile(implementation=name, chip=chip, confirmations=(), kind=kind))
     yield from paths.items()
 
 
