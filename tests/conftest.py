@@ -49,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _select(config, items, str(command))
     if (seed := config.getoption("--shuffle")) is not None:
         selection.shuffle(items, seed)
+    elif command != "all":
+        selection.long_first(items)
 
 
 def _select(config: pytest.Config, items: list[pytest.Item], command: str) -> None:

@@ -26,6 +26,7 @@ from ejkernel_conformance.covering import Candidate, cover, pairs
 COSTS = Path(__file__).with_name("costs.json")
 CHEAP = 0.15
 BUDGET = 700.0
+LONG = 5.0
 
 
 def function_of(item: pytest.Item) -> str:
@@ -87,6 +88,12 @@ def shuffle(items: list[pytest.Item], seed: int) -> None:
     place = {file: index for index, file in enumerate(files)}
     generator.shuffle(items)
     items.sort(key=lambda item: place[str(item.path)])
+
+
+def long_first(items: list[pytest.Item]) -> None:
+    """Puts tests of more than `LONG` seconds first: none of them is left for one process when the others have ended."""
+    costs = known_costs()
+    items.sort(key=lambda item: -max(LONG, costs.get(function_of(item), 0.0)))
 
 
 def plan(items: Sequence[pytest.Item], left_out: int) -> Iterator[str]:
