@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 FAULTS = ROOT / "tests" / "mutants" / "faults.toml"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".nox", "__pycache__", ".*_cache", "dist", "site")
@@ -99,34 +101,42 @@ class Workshop:
             plan.write_text(json.dumps([line for line in lines if "::" in line]), encoding="utf-8")
 
     def try_fault(self, fault: Fault, fast: bool) -> Outcome:
-        """Plants a fault, runs tests until one fails, and takes the fault out again."""
-        path = self.root / fault.file
+        """Plants a fault, runs tests until one fails that passes without it, and takes the fault out again."""
+        path, began, outcome = self.root / fault.file, time.monotonic(), (SURVIVES, "")
         original, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
-        began = time.monotonic()
-        fault.plant(self.root)
-        try:
-            command, test = self._caught(fault, fast)
-        finally:
+
+        def restore() -> None:
             path.write_bytes(original)
             os.utime(path, ns=times)  # or stale bytecode would be taken for this file's
-        return Outcome(fault.number, command, test, round(time.monotonic() - began, 1))
 
-    def _caught(self, fault: Fault, fast: bool) -> tuple[str, str]:
+        for command, arguments in self._runs(fault, fast):
+            fault.plant(self.root)
+            test = self._failure(*arguments)
+            restore()
+            if test and not self._failure(test):
+                outcome = (command, test)
+                break
+        return Outcome(fault.number, *outcome, round(time.monotonic() - began, 1))
+
+    def _runs(self, fault: Fault, fast: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """What is run until a test fails: arguments of pytest, and the command that they are a part of."""
         for command, options in ((FIRST, (f"--only={self.plan}",)), (THOROUGH, ())):
-            for target in fault.targets():
-                if test := self._failure(*target, *options):
-                    return command, test
+            yield from ((command, (*target, *options)) for target in fault.targets())
         if not fast:
             for command, cover in ((FIRST, "first"), (THOROUGH, "rest")):
-                if test := self._failure("-n", "auto", "--maxprocesses", "4", f"--ejk-cover={cover}", "tests"):
-                    return command, test
-        return SURVIVES, ""
+                yield command, ("-n", "auto", "--maxprocesses", "4", f"--ejk-cover={cover}", "tests")
 
     def _failure(self, *arguments: str) -> str:
-        """The first test that fails; empty where none does. Tests that cannot be collected fail."""
+        """The first test that fails; empty where none does. A file that cannot be collected fails.
+
+        Raises:
+            RuntimeError: Pytest was called wrongly.
+        """
         done = self._run(*COMMON, *arguments)
-        if done.returncode in (0, 5):  # all passed, or there was none
+        if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return ""
+        if done.returncode == pytest.ExitCode.USAGE_ERROR:
+            raise RuntimeError(f"{' '.join(arguments)}: {done.stderr}")
         lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return lines[0].partition(" ")[2].partition(" - ")[0] if lines else f"exit status {done.returncode}"
 
