@@ -43,10 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if path := config.getoption("--only"):
         ids = set(json.loads(Path(str(path)).read_text(encoding="utf-8")))
         items[:] = [item for item in items if item.nodeid in ids]
-    config.stash[_notes] = needs.leave_out(items, config.getoption("--needs"))
     command = config.getoption("--ejk-cover")
     if command != "all":
+        # Before tests are left out that cannot run here, so that both commands divide the same tests wherever they run.
         _select(config, items, str(command))
+    config.stash[_notes] = needs.leave_out(items, config.getoption("--needs"))
     if (seed := config.getoption("--shuffle")) is not None:
         selection.shuffle(items, seed)
     elif command != "all":
