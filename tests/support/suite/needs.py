@@ -51,6 +51,15 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 """By name: whether it is here, and which command runs the tests that need it."""
 
 
+EVERYWHERE = frozenset({"2 devices", "4 devices", "g++", "gpu interpreter", "cudnn without gradients"})
+"""What `nox -s tests` may count on; tests that need anything else are left to other commands, wherever it runs."""
+
+
+def is_special(item: pytest.Item) -> bool:
+    """Whether a test needs what `nox -s tests` does not install."""
+    return not EVERYWHERE.issuperset(_needs(item))
+
+
 @functools.cache
 def is_here(need: str) -> bool:
     """Whether a need is met on this machine.

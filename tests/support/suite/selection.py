@@ -73,8 +73,9 @@ def features(item: pytest.Item) -> Iterator[Hashable]:
 
 def leave_out(items: list[pytest.Item], command: str) -> list[pytest.Item]:
     """Removes the tests of the other command, and returns them."""
-    chosen = first(items, known_costs())
-    left = [item for index, item in enumerate(items) if (index in chosen) != (command == "first")]
+    candidates = [item for item in items if not needs.is_special(item)]
+    chosen = {candidates[index] for index in first(candidates, known_costs())}
+    left = [item for item in items if (item in chosen) != (command == "first")]
     gone = set(left)
     items[:] = [item for item in items if item not in gone]
     return left
