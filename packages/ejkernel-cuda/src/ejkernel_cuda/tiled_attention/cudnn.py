@@ -28,8 +28,38 @@ BACKWARD_PRODUCTS = {
 }
 
 
+MASKED = {"bfloat16": -1e30, "float16": -6e4}
+"""A bias so low that its weight is 0 next to any other; both dtypes hold it."""
+
+
 def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """Output [B, T, H, Dv] and lse [B, H, T]."""
+    if record.bias is None:
+        return _run(record)
+    attends = _rows_that_attend(record)
+    output, residuals = _run(_finite(record))
+    lse = jnp.where(attends, residuals.lse, -jnp.inf)
+    return jnp.where(attends.swapaxes(1, 2)[..., None], output, 0), SoftmaxResiduals(lse=lse)
+
+
+def _rows_that_attend(record: TiledAttention) -> jax.Array:
+    """Whether a query attends to any key, bool [B|1, H|1, T], of a record with a bias: -inf masks."""
+    assert record.bias is not None  # the caller looked
+    left, right = band(record)
+    steps = jnp.arange(record.key.shape[1]) - jnp.arange(record.query.shape[1])[:, None]
+    seen = record.bias > -jnp.inf
+    seen = seen if left is None else seen & (steps >= -left)
+    return jnp.any(seen if right is None else seen & (steps <= right), axis=-1)
+
+
+def _finite(record: TiledAttention) -> TiledAttention:
+    """The record with a bias without -inf: in a row of nothing else, cuDNN's softmax is free to divide 0 by 0."""
+    assert record.bias is not None  # the caller looked
+    bias = jnp.where(record.bias == -jnp.inf, MASKED[record.bias.dtype.name], record.bias)
+    return dataclasses.replace(record, bias=bias.astype(record.bias.dtype))
+
+
+def _run(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     inputs = {"query": record.query, "key": record.key, "value": record.value}
     given = inputs if record.bias is None else {**inputs, "bias": record.bias}
 
@@ -52,7 +82,11 @@ def _forward(record: TiledAttention) -> tuple[jax.Array, ...]:
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """Gradients of query, key, value and bias."""
     record: TiledAttention = pullback.record
-    saved = (pullback.residuals.lse, pullback.cotangent)
+    lse = pullback.residuals.lse
+    if record.bias is not None:
+        # Rows that attend to nothing have lse -inf. With 0, their weights exp(s - lse) are 0, and all gradients too.
+        record, lse = _finite(record), jnp.where(lse == -jnp.inf, 0, lse)
+    saved = (lse, pullback.cotangent)
     # The order of XLA's custom call: the output comes after the bias.
     operands = _present(*_inputs(record), *saved, record.bias, pullback.output)
     made = _call(record, "Backward", BACKWARD_PRODUCTS, operands, _inputs(record), _present(record.bias))

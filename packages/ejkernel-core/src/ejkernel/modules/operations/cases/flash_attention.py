@@ -71,7 +71,7 @@ def _extreme_positions(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
 def _masking_bias(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     """A bias that hides pairs, whole rows and a whole column with -inf."""
     terms, hides = jax.random.split(key)
-    bias = _bias(terms, (1, 2 * sizes.g, sizes.t, sizes.s))["bias"]
+    bias = _bias(terms, (1, sizes.h, sizes.t, sizes.s), sizes.dtype)["bias"]
     masked = jax.random.bernoulli(hides, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
     return {"bias": jnp.where(masked, -jnp.inf, bias)}
 
@@ -221,6 +221,13 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         lambda k: {**_bias(k, (1, 4, 128, 128), jnp.bfloat16), "causal": True, "sliding_window": (30, 0)},
         ("causal", "sliding_window", "bias"),
         (),
+    ),
+    (
+        "bfloat16, causal and bias of -inf, lse",
+        HALF,
+        lambda k: {**_masking_bias(k, HALF), **LSE, "causal": True},
+        ("causal", "bias"),
+        ("awkward",),
     ),
     (
         "bfloat16, segments and soft cap, lse",
