@@ -386,6 +386,16 @@ def check_wheels(session: nox.Session) -> None:
         wanted = {"LICENSE"} if wheel.name.startswith("ejkernel-") else {"LICENSE", "py.typed"}
         if missing := wanted.difference(names):
             session.error(f"{wheel.name} lacks {', '.join(sorted(missing))}")
+        check_evidence(session, wheel)
+
+
+def check_evidence(session: nox.Session, wheel: Path) -> None:
+    """Check that a wheel holds all evidence files of its package: without them, dispatch falls back to XLA."""
+    package = wheel.name.split("-")[0]
+    source = ROOT / part(package.removeprefix("ejkernel_")) / "src"
+    there = {path.relative_to(source).as_posix() for path in source.glob(f"{package}/evidence/*/*.json")}
+    if missing := there.difference(zipfile.ZipFile(wheel).namelist()):
+        session.error(f"{wheel.name} lacks {', '.join(sorted(missing))}")
 
 
 def clean_environment(session: nox.Session, name: str) -> Path:
