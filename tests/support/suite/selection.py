@@ -6,8 +6,8 @@ The conformance suite has a covering design of its own (`ejkernel_conformance.de
 1. every test of a function whose tests cost at most `CHEAP` seconds each. A new test has no known cost: it is here;
 2. tests marked `design`, which run that covering design in a process of its own, where kernels are interpreted;
 3. of each module without such a test, one of the cheapest function;
-4. of the others, what adds most per second: each function, each value of each of its parameters, each pair of values;
-   until the tests cost `BUDGET` seconds of a processor.
+4. of the others, what adds most per second, until the tests cost `BUDGET` seconds of a processor: first each function,
+   then each value of each of its parameters, then each pair of values.
 
 `costs.json` holds the mean seconds of the functions that cost more than `CHEAP`; `pytest --record-costs` writes it.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from ejkernel_conformance.covering import Candidate, cover, pairs
+from suite import needs
 
 COSTS = Path(__file__).with_name("costs.json")
 CHEAP = 0.15
@@ -51,24 +52,35 @@ def first(items: Sequence[pytest.Item], costs: Mapping[str, float], budget: floa
             cheapest = min(indices, key=lambda index: (costs[function_of(items[index])], index))
             chosen.add(cheapest)
             spent += costs[function_of(items[cheapest])]
-    covered = {feature for index in chosen for feature in features(items[index])}
-    rest = [index for index in range(len(items)) if index not in chosen]
-    candidates = [Candidate(frozenset(features(items[index])), costs[function_of(items[index])]) for index in rest]
-    return chosen | {rest[index] for index in cover(candidates, covered, budget - spent)}
+    for level in LEVELS:
+        covered = {feature for index in chosen for feature in level(items[index])}
+        rest = [index for index in range(len(items)) if index not in chosen]
+        candidates = [Candidate(frozenset(level(items[index])), costs[function_of(items[index])]) for index in rest]
+        added = [rest[index] for index in cover(candidates, covered, budget - spent)]
+        chosen.update(added)
+        spent += sum(costs[function_of(items[index])] for index in added)
+    return chosen
 
 
 def _is_design(item: pytest.Item) -> bool:
     return item.get_closest_marker("design") is not None
 
 
-def features(item: pytest.Item) -> Iterator[Hashable]:
-    """What a test adds: its function, the values of its parameters, and pairs of them."""
-    function = function_of(item)
-    yield function
+def _function(item: pytest.Item) -> Iterator[Hashable]:
+    yield function_of(item)
+
+
+def _values(item: pytest.Item) -> Iterator[Hashable]:
     indices: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "indices", {})
-    values = [(name, index) for name, index in indices.items()]
-    yield from ((function, *value) for value in values)
-    yield from ((function, *pair) for pair in pairs(values))
+    yield from ((function_of(item), name, index) for name, index in indices.items())
+
+
+def _pairs(item: pytest.Item) -> Iterator[Hashable]:
+    yield from pairs(_values(item))
+
+
+LEVELS = (_function, _values, _pairs)
+"""What tests add, the most important first: functions, values of their parameters, pairs of values."""
 
 
 def leave_out(items: list[pytest.Item], command: str) -> list[pytest.Item]:
