@@ -25,7 +25,7 @@ def confirmation(tally=PASSED, *, device=H200, jax=f"{JAX}.77", at="2026-11-26",
 
 
 def forget():
-    for cached in (evidence.shipped, evidence._unconfirmed, evidence._is_allowed):
+    for cached in (evidence.shipped, evidence._unconfirmed, evidence._confirmed, evidence._is_allowed):
         cached.cache_clear()
 
 
@@ -81,6 +81,7 @@ def test_without_evidence_it_comes_after_xla(ship):
 def test_with_evidence_priority_decides(ship):
     ship(confirmation())
     assert confirmed()
+    assert f"priority   10  chosen   confirmed on NVIDIA H200 with jax {JAX}.77" in str(choice())
     with target_device(H200):
         assert detect_platform("toy") == "fast"
 

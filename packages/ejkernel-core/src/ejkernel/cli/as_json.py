@@ -66,4 +66,5 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "reasons": list(verdict.reasons),
         "remark": verdict.remark,
         "unconfirmed": verdict.unconfirmed or None,
+        "confirmed": verdict.confirmed or None,
     }

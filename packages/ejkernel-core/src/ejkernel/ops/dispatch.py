@@ -30,6 +30,7 @@ class Verdict:
         reasons: Why it is refused; empty otherwise.
         remark: Why it is chosen, where that is more than its place in the order.
         unconfirmed: Why it comes after all that are confirmed on the device; empty where it does not.
+        confirmed: On which device, and with which toolchain, all its tests have passed; empty without evidence.
     """
 
     implementation: Implementation
@@ -37,11 +38,12 @@ class Verdict:
     reasons: tuple[str, ...] = ()
     remark: str = ""
     unconfirmed: str = ""
+    confirmed: str = ""
 
     @property
     def remarks(self) -> str:
         """What there is to say about it: why it is refused, or about its place in the order."""
-        return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed)))
+        return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed, self.confirmed)))
 
     def __str__(self) -> str:
         i, reasons = self.implementation, self.remarks
@@ -153,7 +155,8 @@ def choose(
     for implementation, unconfirmed in in_order(op, device):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
         reasons += _foreign_config(op, implementation, direction, cfg)
-        verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons, "", unconfirmed))
+        about = {"unconfirmed": unconfirmed, "confirmed": evidence.confirmed(implementation, op.name, device)}
+        verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons, **about))
     return Choice(
         op=op.name,
         direction=direction,

@@ -196,6 +196,22 @@ def _unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) ->
     return unconfirmed_with(implementation, op, device, installed_versions(implementation.requires.modules))
 
 
+def confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
+    """Where an implementation was confirmed that evidence confirms on a device; empty for others."""
+    if implementation.evidence is None or device.platform != "gpu":
+        return ""
+    return _confirmed(implementation, op, device)
+
+
+@functools.cache
+def _confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
+    versions = installed_versions(implementation.requires.modules)
+    if unconfirmed_with(implementation, op, device, versions):
+        return ""
+    latest = _latest(implementation, device, versions)
+    return "" if latest is None else f"confirmed on {latest.device} with {latest.toolchain}"
+
+
 def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo, versions: Mapping[str, str]) -> str:
     """The same for a toolchain with the given versions of modules."""
     family, chip = implementation.family, chip_of(device)
@@ -203,16 +219,29 @@ def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo
     on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
     if not on_chip:
         return f"not confirmed on {chip}: no run of its tests there is known"
-    needed = {"jax", *(split_requirement(module)[0] for module in implementation.requires.modules)}
-    versions = {name: version for name, version in versions.items() if name in needed}
-    matching = [x for x in on_chip if _minor(x.versions, versions) == _minor(versions, versions)]
-    if not matching:
-        others = "; ".join(dict.fromkeys(_in_words(x.versions, 2, versions) for x in on_chip))
-        return f"not confirmed with {_in_words(versions, 2)} on {chip}, but with {others}"
-    same_kind = [x for x in matching if x.device == device.kind]
-    latest = max(same_kind or matching, key=lambda x: x.at)
+    latest = _latest(implementation, device, versions)
+    if latest is None:
+        needed = _needed(implementation, versions)
+        others = "; ".join(dict.fromkeys(_in_words(x.versions, 2, needed) for x in on_chip))
+        return f"not confirmed with {_in_words(needed, 2)} on {chip}, but with {others}"
     problem = trouble(latest.families[family], op)
     return f"not confirmed on {latest.device} with {latest.toolchain}: {problem}" if problem else ""
+
+
+def _latest(implementation: Implementation, device: DeviceInfo, versions: Mapping[str, str]) -> Confirmation | None:
+    """The last run with a toolchain on a chip, and on the same kind of device where there is one; None without any."""
+    chip, family, needed = chip_of(device), implementation.family, _needed(implementation, versions)
+    files = shipped(implementation.evidence or "", implementation.name)
+    on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
+    matching = [x for x in on_chip if _minor(x.versions, needed) == _minor(needed, needed)]
+    same_kind = [x for x in matching if x.device == device.kind]
+    return max(same_kind or matching, key=lambda x: x.at, default=None)
+
+
+def _needed(implementation: Implementation, versions: Mapping[str, str]) -> dict[str, str]:
+    """The versions of what an implementation needs, and of JAX."""
+    names = {"jax", *(split_requirement(module)[0] for module in implementation.requires.modules)}
+    return {name: version for name, version in versions.items() if name in names}
 
 
 def trouble(found: FamilyEvidence, op: str) -> str:
