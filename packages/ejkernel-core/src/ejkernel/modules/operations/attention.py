@@ -138,7 +138,7 @@ def attention(
         causal: Key position at most query position. Positions count from the first token of each side (top-left),
             unless `mask_info` gives them.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
-            None on a side leaves it open.
+            None on a side leaves it open, as does any int of `2**30` or more.
         return_weights: False leaves the weights out, and hands the call to the kernels of `flash_attention`.
 
     Returns:

@@ -160,7 +160,7 @@ def blocksparse_attention(
         value: [B, Hk, S, V], dtype of query.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
-        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
         mask_info: Mask, segments and positions.
         attention_mask: [B|1, H|1, T|1, S|1], True (or nonzero) attends; every head of it counts.
         sequence_parallelism_mesh_axis_name: Refused; the spec of query in `in_specs` says what splits the queries.
@@ -171,7 +171,7 @@ def blocksparse_attention(
             when the call is made or traced: for every head as `(T, S, H, head, T)`, or once if it has no parameters.
             Patterns go by indices in the whole call, also under `shard_map`; they are part of what is compiled.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
-            None on a side leaves it open.
+            None on a side leaves it open, as does any int of `2**30` or more.
         chunk_size: Only tokens of the same run of `chunk_size` positions attend to each other.
         causal: Key position at most query position. Positions, which the window and chunks go by too, count from the
             first token of each side (top-left), unless `mask_info` gives them; then indices restrict nothing.

@@ -126,7 +126,7 @@ def flash_attention(
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
         value: [B, S, Hk, V], dtype of query.
-        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
         cum_seqlens_q: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each
             other and whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding.
             May be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
@@ -144,7 +144,7 @@ def flash_attention(
         dropout_seed: Integer, of which the low 32 bits count; may be traced. None means 0, with one warning a process.
             The same seed drops the same weights on every backend, in both passes.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
-            None on a side leaves it open.
+            None on a side leaves it open, as does any int of `2**30` or more.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         normalize_output: False returns the softmax numerator relative to the row's largest score, without sinks.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.

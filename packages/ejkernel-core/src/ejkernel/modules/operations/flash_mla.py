@@ -149,7 +149,7 @@ def flash_mla(
         softmax_scale: Factor on the scores; None means one over the root of a key's size, Dn or Dn + Dr.
         causal: Key position at most query position.
         attention_mask: [B|1, H|1, T|1, T|1] bool or int, True (or nonzero) attends. Applies together with the bias.
-        bias: [B|1, H|1, T|1, T|1] floating, added to the scaled scores, before the soft cap. Differentiable.
+        bias: [B|1, H|1, T|1, T|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
@@ -158,7 +158,7 @@ def flash_mla(
             warning a process. The same one drops the same weights on every backend, in both passes.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
-            None on a side leaves it open.
+            None on a side leaves it open, as does any int of `2**30` or more.
         softmax_dtype: Floating dtype that scores are rounded to before the softmax; None, float32 and wider ones round
             nothing.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.

@@ -126,13 +126,13 @@ def ring_attention(
         value: [B, S, Hk, V], dtype of query.
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
-        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores, before the soft cap. Differentiable. Where
-            `axis_name` is bound its keys are those of all devices, and its queries the device's own or everyone's.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
+            Where `axis_name` is bound its keys are those of all devices; its queries are the device's own or everyone's.
         mask_info: Mask, segments and positions; applies together with everything else. An attention mask has the shape
             of a bias; segment ids and positions have that of their tokens.
         mask_builder: Not supported; giving one is an error.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
-            None on a side leaves it open.
+            None on a side leaves it open, as does any int of `2**30` or more.
         chunk_size: Only tokens of the same run of `chunk_size` positions attend to each other.
         causal: Key position at most query position. Positions count from the first token of the whole sequence
             (top-left), unless `mask_info` gives them.

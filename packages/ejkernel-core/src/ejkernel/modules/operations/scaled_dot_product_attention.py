@@ -127,7 +127,7 @@ def scaled_dot_product_attention(
         causal: Key position at most query position. Positions count from the first token of each side (top-left),
             unless `mask_info` gives them.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive;
-            None on a side leaves it open.
+            None on a side leaves it open, as does any int of `2**30` or more.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
