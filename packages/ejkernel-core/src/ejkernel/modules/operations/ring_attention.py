@@ -127,7 +127,7 @@ def ring_attention(
         softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
-            Where `axis_name` is bound its keys are those of all devices; its queries are the device's own or everyone's.
+            Where `axis_name` is bound its keys are those of all devices, its queries the device's own or everyone's.
         mask_info: Mask, segments and positions; applies together with everything else. An attention mask has the shape
             of a bias; segment ids and positions have that of their tokens.
         mask_builder: Not supported; giving one is an error.
