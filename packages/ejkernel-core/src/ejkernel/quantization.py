@@ -20,11 +20,35 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _compat
-from ejkernel.planning.quantized_formats import MODES, Format, Mode, decode, encode, integer_steps, make_format, pack
+from ejkernel.checkpoints import from_awq, from_compressed_tensors, from_fp8_blocks, from_gptq, from_mxfp4, from_nvfp4
+from ejkernel.planning.quantized_formats import (
+    MODES,
+    WORD,
+    Format,
+    Mode,
+    decode,
+    encode,
+    integer_steps,
+    make_format,
+    pack,
+    whole_rows,
+)
 from ejkernel.promotion import promoting
 from ejkernel.renamed import also_called
 
-__all__ = ["MODES", "Mode", "dequantize", "prepack_quantized_weights", "quantize"]
+__all__ = [
+    "MODES",
+    "Mode",
+    "dequantize",
+    "from_awq",
+    "from_compressed_tensors",
+    "from_fp8_blocks",
+    "from_gptq",
+    "from_mxfp4",
+    "from_nvfp4",
+    "prepack_quantized_weights",
+    "quantize",
+]
 
 # `ejkernel.quantization.quantized_array` is an old import path below this module, which therefore has to be a package.
 __path__: list[str] = []
@@ -51,8 +75,9 @@ def quantize(
 
     Args:
         w: [..., N, K] floating, finite.
-        group_size: Neighbours that share a scale, a power of two from 16 to 1024; None for 64 of affine and nf4, 32 of
-            mxfp4 and mxfp8, 16 of nvfp4 and nvfp8. Divides N with `axis="row"` and K with `axis="col"`.
+        group_size: Neighbours that share a scale, a power of two from 16 to 1024, or -1 for whole rows; None for 64 of
+            affine, symmetric and nf4, 128 of fp8, 32 of mxfp4 and mxfp8, 16 of nvfp4 and nvfp8. Divides N with
+            `axis="row"` and K with `axis="col"`.
         bits: Of a code: 1 to 8 of affine and 2 to 8 of symmetric, None for 4; other modes have their own.
         mode: "affine" (integers with a scale and a zero: int4, int8), "symmetric" (without zeros), "fp8", "nf4",
             "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
@@ -77,6 +102,7 @@ def quantize(
     with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
         w = jnp.asarray(w)
     rows = jnp.swapaxes(w, -1, -2) if axis == "row" else w
+    form = whole_rows(form, rows.shape[-1])
     if rows.shape[-1] == 0 or rows.shape[-1] % form.group_size:
         name = "N" if axis == "row" else "K"
         raise ValueError(
@@ -161,6 +187,7 @@ def dequantize(
     """
     form = make_format(mode, bits, group_size)
     _check_axis(axis)
+    form = whole_rows(form, packed.shape[-1] * WORD // form.bits)
     zeros, tensor_scale = split_third(zeros, tensor_scale, form)
     check_quantized(packed, scales, zeros, form, tensor_scale=tensor_scale)
     rows = _decode(as_words(packed), as_stored(scales), zeros, form, tensor_scale).astype(dtype)

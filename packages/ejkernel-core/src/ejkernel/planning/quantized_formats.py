@@ -64,6 +64,7 @@ MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 LARGEST_ZEROS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
 """Magnitude of a zero up to which storing it in a dtype rounds it by at most half; of float32 by less, for the sum of
 code and zero is rounded, too."""
+GROUPS, WHOLE_ROW = (16, 32, 64, 128, 256, 512, 1024), -1
 DEFAULT_GROUPS = {
     "affine": 64,
     "symmetric": 64,
@@ -134,7 +135,7 @@ def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) 
     Args:
         mode: One of `MODES`.
         bits: Of a code; None for 4 of affine, and for what another mode has.
-        group_size: A power of two from 16 to 1024; None for the mode's own.
+        group_size: A power of two from 16 to 1024, -1 for whole rows, None for the mode's own.
 
     Raises:
         ValueError: They describe none.
@@ -147,8 +148,8 @@ def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) 
         wants = f"{accepted[0]} to 8" if len(accepted) > 1 else str(BITS[mode])
         raise ValueError(f"bits: got {bits!r}, wants {wants} for {mode}")
     group = DEFAULT_GROUPS[mode] if group_size is None else group_size
-    if not isinstance(group, int) or group not in (16, 32, 64, 128, 256, 512, 1024):
-        raise ValueError(f"group_size: got {group_size!r}, wants a power of two from 16 to 1024")
+    if not isinstance(group, int) or group not in (WHOLE_ROW, *GROUPS):
+        raise ValueError(f"group_size: got {group_size!r}, wants a power of two from 16 to 1024, or -1 for whole rows")
     return Format(mode, wanted, group)
 
 
@@ -166,6 +167,29 @@ class Encoded(NamedTuple):
     scales: jax.Array
     zeros: jax.Array | None = None
     tensor_scale: jax.Array | None = None
+
+
+def whole_rows(form: Format, columns: int) -> Format:
+    """The format whose groups are the rows of so many columns, where a group is a whole row; else the format itself.
+
+    Raises:
+        ValueError: Rows of so many columns cannot be one group.
+    """
+    if form.group_size != WHOLE_ROW:
+        return form
+    if columns % WORD:
+        raise ValueError(f"group_size: got -1 with rows of {columns} codes, wants rows in multiples of {WORD}")
+    return dataclasses.replace(form, group_size=columns)
+
+
+def in_groups(scales: jax.Array, zeros: jax.Array | None, form: Format) -> tuple[jax.Array, jax.Array | None, Format]:
+    """Scales, zeros and format with groups that kernels take: those of whole rows are repeated for parts of them."""
+    if form.group_size in GROUPS:
+        return scales, zeros, form
+    group = next(group for group in reversed(GROUPS) if form.group_size % group == 0)
+    count = form.group_size // group
+    zeros = None if zeros is None else jnp.repeat(zeros, count, axis=-1)
+    return jnp.repeat(scales, count, axis=-1), zeros, dataclasses.replace(form, group_size=group)
 
 
 def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> Encoded:

@@ -29,7 +29,7 @@ from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning.precision import rounded
-from ejkernel.planning.quantized_formats import Format, Mode, decode, make_format
+from ejkernel.planning.quantized_formats import WORD, Format, Mode, decode, make_format, whole_rows
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 
@@ -233,7 +233,7 @@ def validate(args: GroupedMatmulArguments) -> None:
 
 def _check_packed(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
     """Checks packed matrices and gives the arguments with the shape of what they hold."""
-    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    form = _packed_form(args)
     if not _is_factor(args.lhs.dtype):
         raise ValueError(f"lhs: got {args.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
     if args.rhs_scale is None:
@@ -245,6 +245,12 @@ def _check_packed(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
     return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), args.lhs.dtype))
 
 
+def _packed_form(args: GroupedMatmulArguments) -> Format:
+    """The format of packed matrices; groups of whole rows have the rows' size."""
+    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    return whole_rows(form, args.rhs.shape[-1] * WORD // form.bits)
+
+
 def _plain(args: GroupedMatmulArguments, rhs: Any) -> GroupedMatmulArguments:
     """The arguments with matrices that are not packed."""
     packed = ("rhs_scale", "rhs_zeros", "rhs_tensor_scale", "rhs_mode", "rhs_bits", "rhs_group_size")
@@ -253,7 +259,7 @@ def _plain(args: GroupedMatmulArguments, rhs: Any) -> GroupedMatmulArguments:
 
 def _dequantised(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
     """The arguments with packed matrices in lhs's dtype."""
-    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    form = _packed_form(args)
     scales = as_stored(cast(jax.Array, args.rhs_scale))
     values = decode(as_words(args.rhs), scales, args.rhs_zeros, form, args.rhs_tensor_scale)
     return _plain(args, rounded(values, args.lhs.dtype).astype(args.lhs.dtype))

@@ -12,12 +12,12 @@ from ejkernel.families.quantized_matmul import QuantizedMatmul as Record
 from ejkernel.modules.operations.cases import quantized_matmul as cases
 from ejkernel.modules.operations.configs import QuantizedMatmulConfig
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
-from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_not_empty, check_shape
+from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
-from ejkernel.planning.quantized_formats import Mode, make_format
+from ejkernel.planning.quantized_formats import WORD, Format, Mode, in_groups, make_format, whole_rows
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 
@@ -86,7 +86,7 @@ def _configure(args: QuantizedMatmulArguments, cfg: Any) -> Any:
 
 @operation(lambda: OP)
 def quantized_matmul(
-    x: Float[Array, "m k"],
+    x: Float[Array, "*m k"],
     w: UInt32[Array, "rows words"] | Int32[Array, "rows words"],
     scales: Num[Array, "rows groups"],
     zeros: Float[Array, "rows groups"] | Float[Array, ""] | None = None,
@@ -111,7 +111,7 @@ def quantized_matmul(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "m n"]:
+) -> Float[Array, "*m n"]:
     """x times a matrix of few bits (formula and formats: `ejkernel.families.quantized_matmul`).
 
     `ejkernel.quantization.quantize` makes the weights. Kernels dequantise in registers; where none serves the call, XLA
@@ -120,7 +120,7 @@ def quantized_matmul(
     others are constants, whose gradients are zeros.
 
     Args:
-        x: [M, K] float16, bfloat16, float32 or float64.
+        x: [..., K] float16, bfloat16, float32 or float64.
         w: uint32 [K, ceil(N * bits / 32)], or [N, ceil(K * bits / 32)] with `transpose`; or the same bits as int32.
         scales: [K, N / group_size], or [N, K / group_size] with `transpose`: float16, bfloat16 or float32 of affine
             codes, float32 of nf4, of mxfp4 and mxfp8 uint8 or float8_e8m0fnu, of nvfp4 and nvfp8 uint8 or
@@ -129,7 +129,7 @@ def quantized_matmul(
             `quantize`, which is the tensor scale, may come here.
         tensor_scale: float32 [], the second scale of nvfp4 and nvfp8; None for 1.
         transpose: Whether the rows of w are the columns of the matrix, as `quantize(..., axis="col")` makes them.
-        group_size: Neighbours in a row of w that share a scale; None for the mode's own.
+        group_size: Neighbours in a row of w that share a scale, -1 for whole rows; None for the mode's own.
         bits: Of a code, 1 to 8 with `mode="affine"`; None for 4, or what another mode has.
         mode: "affine", "symmetric", "fp8", "nf4", "mxfp4", "mxfp8", "nvfp4" or "nvfp8".
         axis: None, or "row", with `transpose` "col": what `transpose` says already.
@@ -146,7 +146,7 @@ def quantized_matmul(
         use_best_config: Either value; tuned configurations are always taken.
 
     Returns:
-        [M, N] in x's dtype.
+        [..., N] in x's dtype.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -170,29 +170,36 @@ def quantized_matmul(
 def validate(args: QuantizedMatmulArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     sizes: dict[str, int] = {}
-    form = make_format(args.mode, args.bits, args.group_size)
-    check_shape("x", args.x, "M K", sizes)
-    check_not_empty("x", args.x, "M K", "K")
+    if not getattr(args.x, "ndim", 0) or args.x.shape[-1] == 0:
+        raise ValueError(f"x: got shape {tuple(getattr(args.x, 'shape', ()))}, wants [..., K] with K of at least 1")
     check_dtype("x", args.x, jnp.floating, "a floating dtype")
     check_shape("w", args.w, "rows words", sizes)
     check_shape("scales", args.scales, "rows groups", sizes)
+    form = _form(args)
     check_quantized(args.w, args.scales, args.zeros, form, tensor_scale=args.tensor_scale)
     contracted = args.scales.shape[1] * form.group_size if args.transpose else args.w.shape[0]
-    if args.x.shape[1] != contracted:
+    if args.x.shape[-1] != contracted:
         raise ValueError(
             f"x: got shape {tuple(args.x.shape)}, wants [M, {contracted}] for a matrix of {contracted} rows"
         )
 
 
+def _form(args: QuantizedMatmulArguments) -> Format:
+    """The format of a call's weights; groups of whole rows have the rows' size."""
+    form = make_format(args.mode, args.bits, args.group_size)
+    return whole_rows(form, args.w.shape[-1] * WORD // form.bits)
+
+
 def lower(args: QuantizedMatmulArguments) -> Record:
     """The quantised-matmul record of a call."""
+    scales, zeros, form = in_groups(as_stored(args.scales), args.zeros, _form(args))
     return Record(
-        x=args.x,
+        x=args.x.reshape(-1, args.x.shape[-1]),
         packed=as_words(args.w),
-        scales=lax.stop_gradient(as_stored(args.scales)),
-        zeros=None if args.zeros is None else lax.stop_gradient(args.zeros),
+        scales=lax.stop_gradient(scales),
+        zeros=None if zeros is None else lax.stop_gradient(zeros),
         tensor_scale=None if args.tensor_scale is None else lax.stop_gradient(args.tensor_scale),
-        format=make_format(args.mode, args.bits, args.group_size),
+        format=form,
         transpose=args.transpose,
         precision=args.precision,
     )
@@ -200,12 +207,22 @@ def lower(args: QuantizedMatmulArguments) -> Record:
 
 def axes_of(args: QuantizedMatmulArguments) -> dict[str, str]:
     """The axis letters of the arrays whose rows are columns of the matrix."""
-    return {"w": "n w", "scales": "n q", "zeros": "n q"} if args.transpose else {}
+    letters = {"w": "n w", "scales": "n q", "zeros": "n q"} if args.transpose else {}
+    if args.x.ndim == 2:
+        return letters
+    # The first axis is the slowest of the record's rows, so that a part of it is a part of them.
+    rows = " ".join(["m", *"abcdefgh"[: args.x.ndim - 2]][: args.x.ndim - 1])
+    return {**letters, "x": f"{rows} k".strip(), "output": f"{rows} n".strip()}
+
+
+def finish(args: QuantizedMatmulArguments, output: jax.Array) -> jax.Array:
+    """The output [..., N] for x [..., K]."""
+    return output.reshape(*args.x.shape[:-1], output.shape[-1])
 
 
 def reference(args: QuantizedMatmulArguments) -> jax.Array:
     """The operation's meaning in plain jnp."""
-    return family.reference(lower(args))[0]
+    return finish(args, family.reference(lower(args))[0])
 
 
 class QuantizedMatmul(Kernel[QuantizedMatmulConfig, Array]):
@@ -231,6 +248,7 @@ OP = Op(
     make_inputs=cases.make_inputs,
     axes={"x": "m k", "w": "k w", "scales": "k q", "zeros": "k q"},
     axes_of=axes_of,
+    finish=finish,
     configure=_configure,
 )
 QuantizedMatmul.op = OP
