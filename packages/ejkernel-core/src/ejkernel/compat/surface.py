@@ -58,7 +58,9 @@ def describe(modules: Iterable[str], names: Callable[[ModuleType], Iterable[str]
 
 def _public(module: ModuleType) -> list[str]:
     listed = getattr(module, "__all__", None)
-    defined = (n for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__)
+    objects = ((n, x) for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__)
+    # A stand-in for what is not installed has a private name of its own.
+    defined = (n for n, x in objects if not getattr(x, "__name__", n).startswith("_"))
     return sorted(n for n in (defined if listed is None else listed) if not n.startswith("_"))
 
 
