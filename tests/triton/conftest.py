@@ -9,4 +9,4 @@ def _lack(*modules):
 
 collect_ignore_glob = ["test_*.py"] if _lack("triton") else []
 if _lack("jax_triton", "jax_cuda13_plugin"):
-    collect_ignore_glob += ["test_*_lowering.py"]
+    collect_ignore_glob += ["test_*lowering.py"]
