@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import pytest
@@ -13,14 +14,17 @@ from triton_chips import H200
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.ops.device import target_device
-from ejkernel_triton import chips, paged_attention
+from ejkernel_triton import chips, paged_attention, selected_attention
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence import config as recurrence
 from ejkernel_triton.paged_attention import cascade, config
 from ejkernel_triton.paged_attention.groups import group_of
 from ejkernel_triton.paged_attention.shared_memory import fitted, shared_memory
+from ejkernel_triton.selected_attention import config as selected
+from ejkernel_triton.selected_attention.shared_memory import shared_memory as of_selected
 
 
 @pytest.mark.parametrize("target", DEVICES)
@@ -108,3 +112,38 @@ def test_a_flat_loop_has_room_for_operands_and_output(out_dtype):
     for x in flat:
         copied = x.num_stages * (x.block_m + x.block_n) * x.block_k * 2
         assert copied + x.block_m * x.block_n * record.out_dtype.itemsize <= chip_of(H200).shared_memory
+
+
+def selected_record(heads, size, dtype):
+    """Selected attention with a number of query heads per KV head."""
+    rows, group = (1, 2048, 2 * heads), (1, 2048, 2)
+    return SelectedAttention(
+        query=SHAPE((*rows, size), dtype),
+        key=SHAPE((*group, size), dtype),
+        value=SHAPE((*group, size), dtype),
+        block_indices=SHAPE((*group, 16), jnp.int32),
+        softmax_scale=0.1,
+        block_size=64,
+    )
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_selected_attention_fits_or_is_refused(target):
+    """With 64 heads of 256 per KV head, float32 asked for 327,680 bytes on an H200, bfloat16 for 139,264 of 101,376."""
+    device, chip = DEVICES[target], chips.named(target)
+    for heads, size, dtype in itertools.product((1, 4, 16, 48, 64), (64, 128, 256), (jnp.float32, jnp.bfloat16)):
+        record = selected_record(heads, size, dtype)
+        if selected.too_large(record, device):
+            assert dtype == jnp.float32
+            assert heads >= 48
+            continue
+        for direction in ("forward", "backward"):
+            for choice in selected.candidates(record, device, direction):
+                assert of_selected(record, choice, chip) <= chip.shared_memory, (heads, size, dtype, choice)
+
+
+def test_many_heads_in_float32_are_refused_with_the_sizes():
+    with target_device(H200):
+        (reason,) = selected_attention._reasons(selected_record(64, 256, jnp.float32))
+    assert reason.startswith("64 query heads a KV head take up to")
+    assert reason.endswith("bytes of shared memory, and sm_90 has 232448")

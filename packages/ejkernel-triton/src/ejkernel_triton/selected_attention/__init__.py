@@ -5,6 +5,7 @@ from typing import Any
 
 from ejkernel.families.selected_attention import FAMILY, slots
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.device import current_device
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selected_attention import config
 
@@ -36,6 +37,8 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
     elif config.group_size(record) > HEADS:
         yield f"{config.group_size(record)} query heads a KV head are more than {HEADS}"
+    elif too_large := config.too_large(record, current_device()):
+        yield too_large
 
 
 def implementations() -> tuple[Implementation, ...]:

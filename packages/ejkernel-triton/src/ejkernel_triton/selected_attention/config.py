@@ -7,6 +7,7 @@ from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.selected_attention.shared_memory import fitted, shared_memory
 
 MIN_LIST_LENGTH = 512
 """Fewest queries of a block's list that one program loops over before the list is split.
@@ -97,9 +98,19 @@ def candidates(
     record: SelectedAttention, device: DeviceInfo, direction: Direction
 ) -> tuple[SelectedForward | SelectedBackward, ...]:
     """Tile sizes worth measuring for a record on a device, the most likely first."""
-    if direction == "forward":
-        return tuple(dict.fromkeys(_forward(record, device)))
-    return tuple(dict.fromkeys(_backward(record, device)))
+    made = _forward(record, device) if direction == "forward" else _backward(record, device)
+    return tuple(dict.fromkeys(fitted(record, x, chip_of(device)) for x in made))
+
+
+def too_large(record: SelectedAttention, device: DeviceInfo) -> str:
+    """Why the kernels cannot run for a record on a device; empty where they can."""
+    chip = chip_of(device)
+    passes: tuple[Direction, ...] = ("forward", "backward")
+    took = max(shared_memory(record, heuristic(record, device, x), chip) for x in passes)
+    if took <= chip.shared_memory:
+        return ""
+    heads = f"{group_size(record)} query heads a KV head take up to {took} bytes of shared memory"
+    return f"{heads}, and {chip.target} has {chip.shared_memory}"
 
 
 def _forward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
