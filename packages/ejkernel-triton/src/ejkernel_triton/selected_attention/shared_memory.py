@@ -59,7 +59,7 @@ def _buffers(chip: Chip, rows: int, warps: int, stages: int) -> int:
 
 
 def _of_queries(record: SelectedAttention, config: Any, chip: Chip, backward: bool) -> int:
-    """Of a program of one query: its heads' rows, in the backward pass those of the cotangent, and tiles of keys."""
+    """Counts a query's program: its heads' rows, in the backward pass those of the cotangent, and tiles of keys."""
     rows, (keys, values), size = _rows(record), _columns(record), record.query.dtype.itemsize
     parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
     copied = _buffers(chip, rows, config.num_warps, config.num_stages) * config.block_kv * (keys + values) * size
@@ -67,12 +67,14 @@ def _of_queries(record: SelectedAttention, config: Any, chip: Chip, backward: bo
     if chip.vendor == "amd":  # registers hold the rows, and the weights of 16 rows of 16 bits
         weights = 0 if rows == MIN_TILE and size <= 2 else weights
         return max(copied + weights, rows * max(keys, values) * size)
-    own = parts * rows * (keys + (values if backward else 0)) * size
-    return max(own + copied + (0 if backward and size > 2 else weights), 4 * rows * max(keys, values)) + KIBI // 2
+    query_bytes = parts * rows * (keys + (values if backward else 0)) * size
+    return (
+        max(query_bytes + copied + (0 if backward and size > 2 else weights), 4 * rows * max(keys, values)) + KIBI // 2
+    )
 
 
 def _of_keys(record: SelectedAttention, config: Any, chip: Chip) -> int:
-    """Of a program of one tile of keys: those, their values, and tiles of queries and cotangents."""
+    """Counts the program of one tile of keys: those, their values, and tiles of queries and cotangents."""
     (keys, values), size = _columns(record), record.query.dtype.itemsize
     rows = padded(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)
     buffers = _buffers(chip, config.key_block_kv, config.key_warps, config.key_stages)
