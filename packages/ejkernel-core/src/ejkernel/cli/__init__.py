@@ -11,7 +11,7 @@ from ejkernel.cli.groups import CommandGroup, Lazy
 __all__ = ["main"]
 
 COMMANDS = (
-    Lazy("bench", "ejkernel.cli.bench:bench", "Time every implementation that serves a call."),
+    Lazy("bench", "ejkernel.cli.bench:bench", "Time every implementation that supports a call."),
     Lazy("cache", "ejkernel.cli.cache:cache", "Manage the store of tuned configurations."),
     Lazy("demo", "ejkernel.cli.demo:demo", "Run flash attention on this machine and check the result."),
     Lazy("doctor", "ejkernel.cli.doctor:doctor", "Show versions, devices, backends and problems."),

@@ -1,4 +1,4 @@
-"""`--json`: what a command found, for programs. One document on the standard output, and nothing else there."""
+"""Implements `--json`, which prints one JSON document on the standard output and nothing else there."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ def print_json(value: Any) -> None:
 
 
 def plain_decision(decision: Decision) -> dict[str, Any]:
-    """Both directions of a decision as plain data."""
+    """Converts both directions of a decision to plain data."""
     differentiated = decision.differentiated
     return {
         "forward": plain_choice(decision.forward),
@@ -29,7 +29,7 @@ def plain_decision(decision: Decision) -> dict[str, Any]:
 
 
 def plain_choice(choice: Choice) -> dict[str, Any]:
-    """One direction of a decision as plain data."""
+    """Converts one direction of a decision to plain data."""
     chosen = choice.implementation
     return {
         "operation": choice.op,
@@ -47,7 +47,7 @@ def plain_choice(choice: Choice) -> dict[str, Any]:
 
 
 def plain_plugin(plugin: Plugin) -> dict[str, Any]:
-    """A plugin as plain data."""
+    """Converts a plugin to plain data."""
     return {
         "name": plugin.name,
         "distribution": plugin.distribution,

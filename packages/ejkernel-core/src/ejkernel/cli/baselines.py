@@ -1,4 +1,4 @@
-"""What else computes a call: the operation's reference, and the functions of JAX that mean the same."""
+"""Lists what else computes a call: the operation's reference, and functions of JAX that compute the same."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ Function = Callable[[Any], Any]
 
 
 def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
-    """Names, and functions of the lowered record that give the family's output; those that mean the same alone."""
+    """Yields names, and functions of the lowered record that return the family's output and compute the same call."""
     used = set(given_fields(record))
     for family, name, fields, function in _LIBRARY:
         if family == op.family.name and used <= fields:
@@ -23,7 +23,7 @@ def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
 
 
 def with_gradients(function: Function, grad_fields: frozenset[str]) -> Function:
-    """The output, and the gradients of its sum by record field."""
+    """Returns a function that computes the output, and the gradients of its sum by record field."""
 
     def both(record: Any) -> tuple[Any, dict[str, Any]]:
         values = {name: getattr(record, name) for name in grad_fields}
@@ -53,7 +53,7 @@ def _ragged_dot(record: Any) -> jax.Array:
 
 
 def _convolution(record: Any) -> tuple[jax.Array, jax.Array]:
-    """The convolution, and the tokens that it would go on from."""
+    """Computes the convolution, and the last tokens, which a next call starts from."""
     channels, width = record.weight.shape
     kernel = record.weight.T[:, None, :].astype(record.x.dtype)  # [width, 1, channels]
     tokens = record.x.shape[1]

@@ -1,4 +1,4 @@
-"""`ejkernel bench`."""
+"""Implements `ejkernel bench`."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ SWEEP_HELP = "Time several sizes of an axis, by its letter in `ejkernel ops`: t,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One line of the table, and one bar or point of the plot.
+    """Holds one line of the table, which is one bar or point of the plot.
 
     Attributes:
         call: The call, as text.
@@ -62,7 +62,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the options say about timing.
+    """Holds the options about timing.
 
     Attributes:
         repeat: Timed runs of each program.
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A program that was compiled and checked.
+    """Holds a program that was compiled and checked.
 
     Attributes:
         timing: The line of the table, still without a time.
@@ -149,7 +149,7 @@ def bench(ctx: click.Context, spec: CallSpec, **options: Any) -> None:
 
 
 def _calls(spec: CallSpec, settings: Settings) -> Iterator[tuple[Call, int | None]]:
-    """The calls, each with the size that `--sweep` sets."""
+    """Yields the calls, each with the size that `--sweep` sets."""
     if settings.sweep is None:
         yield from ((call, None) for call in spec.calls(default=_tag(spec)))
         return
@@ -161,7 +161,7 @@ def _calls(spec: CallSpec, settings: Settings) -> Iterator[tuple[Call, int | Non
 
 
 def _tag(spec: CallSpec) -> str:
-    """The tag of the cases to run without --shape and --case: smaller ones on a CPU, if the operation has them."""
+    """Returns the tag of the cases to run without --shape and --case, which are smaller on a CPU."""
     small = jax.devices()[0].platform == "cpu" and any("bench_cpu" in case.tags for case in spec.op.cases)
     return "bench_cpu" if small else "bench"
 
@@ -183,13 +183,13 @@ def _report(spec: CallSpec, settings: Settings, timings: list[Timing]) -> None:
 
 
 def about() -> dict[str, str]:
-    """The device and the versions that times belong to."""
+    """Returns the device and the versions that times belong to."""
     known = {"device": jax.devices()[0].device_kind, "ejkernel": __version__}
     return {**known, **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
 
 
 def versions() -> str:
-    """The versions that times belong to, as a phrase."""
+    """Returns the versions that times belong to, as a phrase."""
     return ", ".join(f"{name} {version}" for name, version in about().items() if name != "device")
 
 
@@ -218,13 +218,13 @@ def _time(call: Call, settings: Settings, out: Console) -> list[Timing]:
 
 
 def _say(settings: Settings, text: str) -> None:
-    """Prints a line about what is going to happen; to programs that read JSON, nothing."""
+    """Prints a line about what the command is going to do, unless a program reads JSON."""
     if not settings.as_json or sys.stderr.isatty():
         print_plain(console(stderr=True), text, "dim")
 
 
 def _estimate(first: Prepared, every: list[Program], repeat: int) -> str:
-    """How long a call will take, judged by its first program: one forward pass."""
+    """Says how long a call will take, judged by its first program, which is one forward pass."""
     passes = sum(1 + BACKWARD_COST * program.has_backward for program in every)
     # The check of a program compiles and runs the reference as well, which counts here as the program once more.
     seconds = passes * (2 * first.compile_seconds + (repeat + 2) * first.run_seconds)
@@ -301,6 +301,6 @@ def _row(timing: Timing, fastest: float) -> tuple[Any, ...]:
 
 
 def _plain(timing: Timing) -> dict[str, Any]:
-    """A timing as plain data."""
+    """Converts a timing to plain data."""
     flops, size = timing.count.rates(timing.seconds) if timing.seconds else (None, None)
     return {**dataclasses.asdict(timing), "tflop_per_s": flops, "gb_per_s": size}

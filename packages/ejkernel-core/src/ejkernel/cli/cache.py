@@ -1,4 +1,4 @@
-"""`ejkernel cache`."""
+"""Implements `ejkernel cache`."""
 
 import dataclasses
 import datetime
@@ -53,11 +53,11 @@ class Filter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the user gave no option."""
+        """Says whether the user gave no option."""
         return self == Filter()
 
     def fits(self, key: str, entry: Entry) -> bool:
-        """Whether the filter selects an entry; keys of other versions have no parts to compare."""
+        """Says whether the filter selects an entry; keys of other versions have no parts to compare."""
         parts = _key_parts(key)
         options = {"op": self.op, "implementation": self.implementation, "device": self.device}
         same = all(value is None or parts.get(name) == value for name, value in options.items())
@@ -88,7 +88,7 @@ class Filter:
 
 
 def _key_parts(key: str) -> dict[str, str]:
-    """The operation, implementation, direction and device of a key, without versions."""
+    """Reads the operation, implementation, direction and device from a key, without versions."""
     names = ("op", "implementation", "direction", "device")
     return {name: part.split("@")[0] for name, part in zip(names, key.split(" | "), strict=False)}
 
@@ -240,7 +240,7 @@ def clear(store: Path | None, yes: bool) -> None:
 
 
 def newest(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
-    """One table of several: a measurement before a prediction, then the later, then the one that comes first."""
+    """Merges tables: for each key it keeps measurements over predictions, then the later entry, then the first."""
     merged: dict[str, Entry] = {}
     for table in tables:
         for key, entry in table.items():
@@ -255,12 +255,12 @@ def _rank(entry: Entry) -> tuple[bool, datetime.datetime]:
 
 
 def _ordered(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
-    """Measurements before predictions, and then by key."""
+    """Sorts measurements before predictions, and then by key."""
     return sorted(entries.items(), key=lambda item: (item[1].predicted, item[0]))
 
 
 def read_table(path: Path) -> Mapping[str, Entry]:
-    """The entries of a file.
+    """Reads the entries of a file.
 
     Raises:
         click.ClickException: It cannot be read, or is no table.
@@ -279,7 +279,7 @@ def read_table(path: Path) -> Mapping[str, Entry]:
 
 
 def merge_into(path: Path, entries: Mapping[str, Entry]) -> int:
-    """Adds entries to a table that is kept under version control, and so has no lock file; never half written."""
+    """Adds entries to a table and replaces the file at once, without a lock file, which version control would see."""
     known = read_table(path) if path.exists() else {}
     merged = newest(entries, known)
     try:
@@ -297,7 +297,7 @@ def _entries(count: int) -> str:
 
 
 def _all(store: PersistentCache) -> dict[str, Entry]:
-    """What is measured and what is predicted."""
+    """Returns measured and predicted entries."""
     return newest(store.entries(), store.predicted.entries())
 
 
@@ -309,7 +309,7 @@ def _update(store: PersistentCache, entries: Mapping[str, Entry]) -> None:
 
 
 def _plain(key: str, entry: Entry) -> dict[str, Any]:
-    """An entry as plain data."""
+    """Converts an entry to plain data."""
     parts = key.split(" | ")
     names = ("operation", "implementation", "direction", "device", "schema", "call", "core")
     about: dict[str, Any] = dict(zip(names, parts, strict=True)) if len(parts) == KEY_PARTS else {}

@@ -1,4 +1,4 @@
-"""The call that `explain`, `tune`, `bench` and `profile` are about, as the command line describes it.
+"""Reads the call that `explain`, `tune`, `bench` and `profile` are about from the command line.
 
 The options follow from the operation's public signature: `--shape` describes the parameters that are annotated as
 arrays, `-o` sets the others, and `--case` uses a named case of the operation. So an operation that a backend adds works
@@ -28,7 +28,7 @@ from ejkernel.ops.plugins import registry
 from ejkernel.suggestion import did_you_mean
 
 WORDS = {"true": True, "false": False, "none": None}
-BARE = 3  # arrays that a single bare shape stands for: query, key and value
+BARE = 3  # arrays that a single shape without a name describes: query, key and value
 SHAPE_HELP = (
     "Shape of an array argument, with a dtype if you like: query=1,128,8,64:bfloat16. A single shape without a name is "
     "that of the first three required arrays, such as query, key and value. Several shapes without names are those of "
@@ -44,7 +44,7 @@ OPTION_HELP = "Any other argument of the operation, such as -o causal=true or -o
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One `--shape`: the argument it names, if any, its sizes and its dtype, if given."""
+    """Holds one `--shape`: the name of the argument or None, its sizes, and its dtype or None."""
 
     name: str | None
     sizes: tuple[int, ...]
@@ -62,7 +62,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def find_operation(text: str) -> Op:
-    """Looks an operation up; dashes are as good as underscores."""
+    """Looks up an operation; a dash counts as an underscore."""
     try:
         return registry().op(text.replace("-", "_"))
     except ValueError as error:
@@ -70,18 +70,18 @@ def find_operation(text: str) -> Op:
 
 
 def complete_operation(ctx: click.Context, parameter: click.Parameter, text: str) -> list[str]:
-    """The operations whose names begin as typed, for a shell that completes."""
+    """Completes the name of an operation, for a shell."""
     return sorted(name for name in registry().ops if name.startswith(text.replace("-", "_")))
 
 
 def complete_case(ctx: click.Context, parameter: click.Parameter, text: str) -> list[str]:
-    """The cases of the operation on the command line that begin as typed."""
+    """Completes the name of a case of the operation on the command line."""
     op = ctx.params.get("op")
     return [case.name for case in op.cases if case.name.startswith(text)] if isinstance(op, Op) else []
 
 
 def dtype_name(text: str) -> str:
-    """Checks that there is such a dtype."""
+    """Checks that a dtype of this name exists, and returns its full name."""
     try:
         return jnp.dtype(text).name
     except TypeError:
@@ -92,7 +92,7 @@ def dtype_name(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of an operation.
+    """Holds one call of an operation.
 
     Attributes:
         op: The operation.
@@ -114,7 +114,7 @@ class Call:
 
 
 def written_calls(path: Path, op: Op | None) -> list[Call]:
-    """The calls of a file, of one operation if it is named.
+    """Reads the calls of a file; only those of one operation if it is named.
 
     Raises:
         click.UsageError: It is no file of calls.
@@ -139,14 +139,14 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
 
 
 def _given(args: Any) -> list[str]:
-    """The arguments of a record that say something, in order."""
+    """Returns the names of required arguments and of others that are not at their default, in order."""
     given = {*given_fields(args), *({f.name for f in dataclasses.fields(args)} - optional_fields(args).keys())}
     return [field.name for field in dataclasses.fields(args) if field.name in given]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallSpec:
-    """The call that a command line describes, as it was typed."""
+    """Holds the options that describe a call, as the user typed them."""
 
     op: Op
     shapes: tuple[Shape, ...]
@@ -158,10 +158,10 @@ class CallSpec:
     cases: tuple[str, ...]
 
     def calls(self, default: str | None = None) -> list[Call]:
-        """The calls: the named cases, or the one that the shapes describe.
+        """Returns the named cases as calls, or the call that the shapes describe.
 
         Args:
-            default: Tag of the cases that are meant where neither is given; None asks for one of them.
+            default: Tag of the cases to return without --shape and --case; None makes that an error.
 
         Raises:
             click.UsageError: It is no valid call of the operation.
@@ -178,14 +178,14 @@ class CallSpec:
         return [self._from_case(name) for name in names]
 
     def one(self) -> Call:
-        """The call, of which there must be exactly one."""
+        """Returns the call; more than one is an error."""
         calls = self.calls()
         if len(calls) > 1:
             raise click.UsageError("--case can be used only once here")
         return calls[0]
 
     def resized(self, letters: tuple[str, ...], size: int) -> Call:
-        """The call that the shapes describe, with another size for some axes.
+        """Returns the call that the shapes describe, with another size for some axes.
 
         Args:
             letters: Axis letters, as the operation names its arguments' axes.
@@ -298,13 +298,13 @@ _PARAMETERS = (
 
 
 def required_arrays(op: Op) -> list[str]:
-    """The array arguments that every call of an operation gives, in public order."""
+    """Returns the required array arguments of an operation, in public order."""
     optional = optional_fields(op.arguments)
     return [name for name in array_dtypes(op) if name not in optional]
 
 
 def array_dtypes(op: Op) -> dict[str, frozenset[str]]:
-    """The array arguments of an operation, with the names of the dtypes that they may have."""
+    """Returns the array arguments of an operation, with the names of the dtypes that they may have."""
     dtypes_by_name: dict[str, frozenset[str]] = {}
     for name, parameter in _parameters(op).items():
         dtypes = [d for array in _members(parameter) if _is_array(array) for d in array.dtypes]
@@ -314,7 +314,7 @@ def array_dtypes(op: Op) -> dict[str, frozenset[str]]:
 
 
 def plain_options(op: Op) -> list[str]:
-    """The arguments of an operation that a literal can give: whatever also takes something that is no array."""
+    """Returns the arguments of an operation that can be a literal: those that need not be an array."""
     values = {name: [m for m in _members(p) if m is not type(None)] for name, p in _parameters(op).items()}
     plain = (bool, int, float, str, Any)
     return [
@@ -325,7 +325,7 @@ def plain_options(op: Op) -> list[str]:
 
 
 def literal(text: str) -> Any:
-    """The value that a user means: a Python literal, true, false, none, or the text itself."""
+    """Reads a value: a Python literal, true, false, none, or else the text itself."""
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     try:

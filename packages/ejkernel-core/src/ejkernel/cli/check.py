@@ -17,7 +17,7 @@ LIMIT_BYTES = 2 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The outcome of a comparison: whether it passed (None if there was none), and a few words about it."""
+    """Holds the outcome of a comparison: whether it passed (None without one), and a few words about it."""
 
     passed: bool | None
     text: str
@@ -58,7 +58,7 @@ def check(op: Op, args: Any, record: Any, passes: str, result: Any) -> Check:
 
 
 def within_limit(needed: int | None) -> Check:
-    """Whether the reference may run: its check with itself, which passes, or why there is none."""
+    """Says whether the reference fits in memory; if so, its own comparison passes."""
     if needed is not None and needed <= LIMIT_BYTES:
         return Check(True, "is the reference")
     size = "an unknown amount" if needed is None else f"{needed / 2**30:.1f} GiB"
@@ -66,7 +66,7 @@ def within_limit(needed: int | None) -> Check:
 
 
 def _reference(function: Callable[[Any], Any], argument: Any) -> Any:
-    """What the reference gives, or the check that it is too large for."""
+    """Runs the reference; returns a skipped check if it is too large."""
     try:
         compiled = jax.jit(function).lower(argument).compile()
         allowed = within_limit(temporary_bytes(compiled))

@@ -16,7 +16,7 @@ BY_VALUE = ("mask", "bias", "q_segment_ids", "kv_segment_ids", "q_positions", "k
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """The work of one pass of a call.
+    """Holds the work of one pass of a call.
 
     Attributes:
         flops: Floating-point operations; None where they were not counted.
@@ -29,19 +29,19 @@ class Count:
     text: str
 
     def rates(self, seconds: float) -> tuple[float | None, float | None]:
-        """TFLOP/s and GB/s."""
+        """Returns TFLOP/s and GB/s."""
         flops = None if self.flops is None else self.flops / seconds / 1e12
         return flops, None if self.size is None else self.size / seconds / 1e9
 
 
 def count(family: Family, record: Any, passes: str, output: Any) -> Count:
-    """The work of a call.
+    """Counts the work of a call.
 
     Args:
         family: What the call lowers to.
         record: Its record, with values.
         passes: `"forward"`, or with backward.
-        output: The shapes of what the family makes.
+        output: The shapes of the family's output.
     """
     both = passes != "forward"
     counted = _FLOPS.get(family.name)
@@ -52,7 +52,7 @@ def count(family: Family, record: Any, passes: str, output: Any) -> Count:
     if family.name == "paged_attention":  # most of the cache may belong to other sequences
         return Count(flops, None, f"FLOP: {text}; bytes are not counted")
     read, written = _size(record), _size(output)
-    if both:  # the inputs again, the output and its cotangent; a gradient for each input
+    if both:  # reads inputs, output and cotangent again, writes a gradient for each input
         read, written = 2 * read + 2 * written, written + read
     return Count(flops, float(read + written), f"FLOP: {text}; bytes: each input and output once per pass")
 

@@ -1,4 +1,4 @@
-"""`ejkernel demo`."""
+"""Implements `ejkernel demo`."""
 
 import functools
 import platform
@@ -19,7 +19,7 @@ from ejkernel.ops.explain import explain
 from ejkernel.ops.plugins import registry
 
 HEADS, KV_HEADS, SIZE, REPEATS = 8, 2, 64, 2
-# Of the largest entry. Other devices than CPUs multiply float32 matrices with fewer bits unless told otherwise.
+# Relative to the largest entry. By default, only CPUs multiply float32 matrices in full float32.
 ALLOWED = {"cpu": 1e-4}
 ALLOWED_ELSEWHERE = 2e-2
 
@@ -69,7 +69,7 @@ def _introduce(out: Console) -> None:
 
 
 def _inputs(length: int) -> tuple[jax.Array, ...]:
-    """Query, key, value, and the cotangent of the output."""
+    """Makes query, key, value, and the cotangent of the output."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     return tuple(jax.random.normal(k, (1, length, h, SIZE)) for k, h in zip(keys, heads, strict=True))
@@ -80,7 +80,7 @@ def _ejkernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _naive(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Attention as textbooks write it: all scores at once, [H, T, T]."""
+    """Computes attention as textbooks write it, with all scores at once, [H, T, T]."""
     highest = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
     scores = highest("bthd,bshd->bhts", query, key) * SIZE**-0.5
@@ -89,7 +89,7 @@ def _naive(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _compiled(attention: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> Any:
-    """The output and the gradients with respect to query, key and value, as one compiled function."""
+    """Compiles a function that returns the output and the gradients of query, key and value."""
 
     def both(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array) -> dict[str, jax.Array]:
         output, pull = jax.vjp(attention, query, key, value)

@@ -1,4 +1,4 @@
-"""Finding this machine's devices without the messages of libtpu, where it is installed only for its compiler."""
+"""Finds this machine's devices, without messages of a libtpu that is installed only for its compiler."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ DEVICE_NODES = ("accel*", "vfio/[0-9]*")  # in /dev, of a machine with TPUs
 
 
 def find_devices() -> list[Any]:
-    """The devices that JAX finds; every command that needs a device calls this first.
+    """Returns the devices that JAX finds; every command that needs a device calls this first.
 
     `pip install 'ejkernel-pallas[aot]'` installs libtpu on machines without a TPU. JAX starts it there too, and libtpu
     then writes errors about missing metadata to the standard error. So JAX cannot import libtpu while it looks for
@@ -28,7 +28,7 @@ def find_devices() -> list[Any]:
 
 
 def _may_have_tpu() -> bool:
-    """Whether JAX was told of a TPU, which it also does itself where it finds one, or the machine has its files."""
+    """Says whether `jax_platforms` names TPUs, as it does when JAX finds one, or /dev has files of a TPU."""
     named = "tpu" in (getattr(jax.config, "jax_platforms", None) or "").split(",")
     return named or any(next(Path("/dev").glob(pattern), None) is not None for pattern in DEVICE_NODES)
 

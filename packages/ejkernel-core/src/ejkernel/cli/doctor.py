@@ -1,4 +1,4 @@
-"""`ejkernel doctor`."""
+"""Implements `ejkernel doctor`."""
 
 import collections
 import dataclasses
@@ -69,7 +69,7 @@ def _print(
 def _plain(
     registered: Registry, wrong: Wrong, devices: collections.Counter[DeviceInfo], no_device: str
 ) -> dict[str, Any]:
-    """All of it as plain data."""
+    """Converts everything to plain data."""
     provided, store = _provided(registered), PersistentCache()
     return {
         "versions": dict(_versions()),
@@ -110,7 +110,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> tuple[collections.Counter[DeviceInfo], str]:
-    """The kinds of devices, with how many there are; and why there are none, if so."""
+    """Counts the devices of each kind; the text says why JAX found none, if so."""
     try:
         return collections.Counter(map(device_info, find_devices())), ""
     except RuntimeError as error:
@@ -125,7 +125,7 @@ def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], no_de
 
 
 def _provided(registered: Registry) -> collections.Counter[str]:
-    """How many implementations each plugin has; one counts once, however many operations its family has."""
+    """Counts the implementations of each plugin; one that serves several operations counts once."""
     declared = {
         (registered.providers[op, one.name], one.family, one.name.rpartition(":")[2], one.only)
         for op, implementations in registered.implementations.items()
@@ -183,7 +183,7 @@ def _implementation(implementation: Implementation, devices_here: set[DeviceInfo
 
 
 def _toolchain(needed: str) -> str:
-    """A module, and what is wrong with it."""
+    """Names a module, and says if it is missing or has another version."""
     name, versions = split_requirement(needed)
     sentence = lacking(needed)
     if sentence is None:
@@ -199,6 +199,6 @@ def _print_store(out: Console) -> None:
 
 
 def _writable(path: Path) -> bool:
-    """Whether the store could be written, without writing it: its nearest existing directory is asked."""
+    """Says whether the store could be written, from the permissions of its nearest existing directory."""
     directory = next(parent for parent in path.absolute().parents if parent.is_dir())
     return os.access(directory, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))

@@ -1,4 +1,4 @@
-"""`ejkernel explain`."""
+"""Implements `ejkernel explain`."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Groups of commands that are imported only when they run: those of the core, and those that other packages add."""
+"""Defines a group of commands that are imported only when they run, and to which other packages add commands."""
 
 import importlib
 import importlib.metadata
@@ -13,7 +13,7 @@ GROUP = "ejkernel.commands"
 
 
 class Lazy(NamedTuple):
-    """A command that is imported when it runs or prints its own help.
+    """Describes a command that is imported when it runs or prints its own help.
 
     Attributes:
         name: What the user types.
@@ -27,7 +27,7 @@ class Lazy(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """A command that a package of this repository adds, so that the core can name the package where it is missing.
+    """Describes a command of another package of this project, which an error can then name.
 
     Attributes:
         package: What to install.
@@ -44,7 +44,7 @@ OFFERED = {
 
 
 class CommandGroup(click.Group):
-    """A group with the commands of the core and those of every installed distribution that declares some.
+    """Holds the commands of the core and those of every installed distribution that declares some.
 
     A distribution declares a command by an entry point of the group `ejkernel.commands`: its name is what the user
     types, its object a `click.Command`. The command is imported when it runs or prints its own help, and never replaces
@@ -56,11 +56,11 @@ class CommandGroup(click.Group):
         self.lazy = {one.name: one for one in lazy}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all commands, without importing any."""
+        """Lists the names of all commands, without importing any."""
         return sorted({*self.lazy, *super().list_commands(ctx), *_entry_points()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that name; if it does not load, a command that fails and says why."""
+        """Returns the command of that name; if it does not load, a command that fails and says why."""
         if cmd_name in self.lazy:
             module, _, attribute = self.lazy[cmd_name].path.partition(":")
             return getattr(importlib.import_module(module), attribute)
@@ -71,7 +71,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the user typed; if it does not exist, the error names the package or a similar command."""
+        """Returns the command that the user typed; the error for an unknown one names a package or a similar one."""
         name, names = args[0], self.list_commands(ctx)
         if name not in names and not name.startswith("-") and not ctx.resilient_parsing:
             offered = OFFERED.get(name)
@@ -86,7 +86,7 @@ class CommandGroup(click.Group):
             formatter.write_dl([(name, self.summary(ctx, name)) for name in self.list_commands(ctx)])
 
     def summary(self, ctx: click.Context, name: str) -> str:
-        """One line that says what a command does, or which distribution adds it."""
+        """Returns one line that says what a command does, or which distribution adds it."""
         if name in self.lazy:
             return self.lazy[name].summary
         command = super().get_command(ctx, name)

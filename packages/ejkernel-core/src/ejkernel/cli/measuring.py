@@ -1,4 +1,4 @@
-"""Timing that a noisy machine disturbs evenly, and what compiled functions say about their memory."""
+"""Times functions so that other load disturbs all of them alike, and reads their memory use."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import jax
 
 
 def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = False) -> list[float]:
-    """Median seconds of each call; they are timed interleaved.
+    """Returns the median seconds of each call; the calls are timed interleaved.
 
     Args:
         calls: What to time; each returns its arrays.
@@ -26,7 +26,7 @@ def samples(
     warm: bool = False,
     after_round: Callable[[], None] | None = None,
 ) -> list[list[float]]:
-    """The seconds of every run of each call; arguments as `interleaved`, and what to call when each has run once."""
+    """Returns the seconds of every run of each call. Arguments as `interleaved`, and what to call after each round."""
     times: list[list[float]] = [[] for _ in calls]
     for call in () if warm else calls:
         jax.block_until_ready(call())
@@ -41,6 +41,6 @@ def samples(
 
 
 def temporary_bytes(compiled: Any) -> int | None:
-    """Memory that a compiled function needs besides its inputs and outputs; None where the device does not say."""
+    """Returns the memory that a compiled function needs in addition to inputs and outputs; None if unknown."""
     analysis = compiled.memory_analysis()
     return None if analysis is None else int(analysis.temp_size_in_bytes)

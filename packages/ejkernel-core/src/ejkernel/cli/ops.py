@@ -1,4 +1,4 @@
-"""`ejkernel ops`: what every implementation of every operation serves, made from the registry."""
+"""Implements `ejkernel ops`, which generates the support matrix from the registry."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -52,7 +52,7 @@ def ops(as_json: bool) -> None:
 
 
 def operations(registered: Registry) -> list[dict[str, Any]]:
-    """What the support matrix says, as plain data."""
+    """Returns the support matrix as plain data."""
     return [
         _described(registered.ops[name], _serving(registered, name), _notes(registered, name))
         for name in sorted(registered.ops)
@@ -82,7 +82,7 @@ def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[
 
 
 def support_matrix(registered: Registry) -> str:
-    """The page of everything that is registered, as Markdown.
+    """Returns the support matrix as Markdown.
 
     Args:
         registered: What the plugins declared.
@@ -93,7 +93,7 @@ def support_matrix(registered: Registry) -> str:
 
 
 def _serving(registered: Registry, name: str) -> tuple[Implementation, ...]:
-    """The implementations that serve some case of an operation, or one of their own, on the devices they are for."""
+    """Returns the implementations that serve at least one case of an operation on the devices they are for."""
     op = registered.ops[name]
     records = [_record(op, case) for case in op.cases]
 
@@ -119,7 +119,7 @@ def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterato
 
 
 def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> Iterator[str]:
-    """The heading of an operation, its arguments, and a table with a column for each implementation."""
+    """Yields the heading of an operation, its arguments, and a table with a column per implementation."""
     yield f"## {op.name}\n"
     arguments = ", ".join(f"`{name}[{letters}]`" for name, letters in op.axes.items())
     yield f"Arguments: {arguments}. Splits: {' '.join(splits(op)) or 'none'}. Family: {op.family.name}.\n"
@@ -138,24 +138,24 @@ def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[st
 
 
 def _notes(registered: Registry, name: str) -> list[str]:
-    """Sentences about implementations of an operation that have another name here than their plugin gave them."""
+    """Returns sentences about implementations that have another name here than their plugin gave them."""
     return [sentence for (op, _), sentence in registered.renamed.items() if op == name]
 
 
 def splits(op: Op) -> list[str]:
-    """The axis letters of an operation's arguments that may be split over devices, in public order."""
+    """Returns the axis letters of an operation's arguments that may be split over devices, in order."""
     letters = dict.fromkeys(letter for axes in op.axes.values() for letter in axes.split())
     shardable = op.family.shardable_of(_record(op, op.cases[0]))
     return [letter for letter in letters if letter in shardable]
 
 
 def _record(op: Op, case: Case) -> Any:
-    """The shapes of a case's family record; nothing is computed."""
+    """Returns the shapes of a case's family record; nothing is computed."""
     return jax.eval_shape(lambda key: op.lower(case.make(key)), jax.random.key(0))
 
 
 def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
-    """The fields of an operation's records that distinguish implementations: optional, or with a gradient."""
+    """Returns the fields that distinguish implementations: optional ones, and those with a gradient."""
     used = {name for case in op.cases for name in given_fields(_record(op, case))}
     served = used & {name for one in implementations for name in one.requires.handles}
     optional = [name for name in optional_fields(op.family.record) if name in served]
@@ -163,7 +163,7 @@ def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
 
 
 def _field(family: Family, implementation: Implementation, name: str) -> str:
-    """Whether an implementation supports a field, and its gradient if it has one; all support required fields."""
+    """Says if an implementation supports a field, and its gradient; all support required fields."""
     if name in optional_fields(family.record) and name not in implementation.requires.handles:
         return "no"
     if name not in family.differentiable:
@@ -173,7 +173,7 @@ def _field(family: Family, implementation: Implementation, name: str) -> str:
 
 
 def _requires(describe: Callable[[Requires], str]) -> Callable[[Implementation], str]:
-    """Tells the requirements of the forward pass, and of the backward pass where those differ."""
+    """Describes the requirements of the forward pass, and of the backward pass if they differ."""
 
     def described(implementation: Implementation) -> str:
         forward, backward = describe(implementation.requires), describe(implementation.requires_for("backward"))

@@ -1,4 +1,4 @@
-"""Drawing the times of `ejkernel bench`; the one module that imports matplotlib."""
+"""Draws the times of `ejkernel bench`. No other module imports matplotlib."""
 
 import textwrap
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ LINE = 100  # characters of a title's line
 def draw(timings: Sequence[Any], path: Path, title: str) -> None:
     """Draws a bar for every timing that ran, and a panel for every call and pass.
 
-    The bars are labelled on the axis, so that there is no legend to lie over them.
+    The axis labels the bars, so that no legend covers them.
 
     Args:
         timings: `ejkernel.cli.bench.Timing`s.
@@ -23,7 +23,7 @@ def draw(timings: Sequence[Any], path: Path, title: str) -> None:
     """
     panels = _panels([timing for timing in timings if timing.seconds], lambda timing: (timing.call, timing.passes))
     heights = [1.0 + 0.5 * len(bars) for bars in panels.values()]
-    # Without pyplot: it keeps figures alive, and looks for a display.
+    # pyplot would keep figures alive and look for a display.
     figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=10)
     axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False)
@@ -68,13 +68,13 @@ def draw_sweep(timings: Sequence[Any], path: Path, title: str, axis_name: str) -
         axis.set_xlabel(f"size of {axis_name}")
         axis.set_ylabel("TFLOP/s" if rates else "median milliseconds")
         axis.spines[["top", "right"]].set_visible(False)
-    # Below the panels, where it lies over no line.
+    # Below the panels, so that it covers no line.
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=150, format="png")
 
 
 def _first(timing: Any) -> str:
-    """Whose forward pass it is."""
+    """Returns the implementation of the forward pass."""
     return timing.implementation.partition(" + ")[0]
 
 

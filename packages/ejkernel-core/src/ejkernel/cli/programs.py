@@ -1,4 +1,4 @@
-"""The programs that `ejkernel bench` times: both passes of every implementation that supports a call, and baselines."""
+"""Builds the programs that `ejkernel bench` times: both passes of each implementation, and baselines."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ BASELINE = "baseline"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """One pass of one implementation.
+    """Describes one pass of one implementation.
 
     Attributes:
         implementation: Its name; if another implementation runs the backward pass, that one's follows a plus sign.
@@ -38,12 +38,12 @@ class Program:
 
     @property
     def has_backward(self) -> bool:
-        """Whether it runs the backward pass too."""
+        """Says whether it runs the backward pass too."""
         return self.passes == PASSES[1]
 
 
 def programs(plan: CallPlan, record: Any, choice: Choice, with_baselines: bool) -> list[Program]:
-    """The programs of a call, those of implementations first.
+    """Returns the programs of a call, those of implementations first.
 
     Args:
         plan: How the call is carried out.
@@ -58,7 +58,7 @@ def programs(plan: CallPlan, record: Any, choice: Choice, with_baselines: bool) 
 
 
 def _baseline_programs(plan: CallPlan, record: Any, passes: set[str]) -> Iterator[Program]:
-    """The reference and JAX's own functions, in the passes that the kernels have."""
+    """Yields the reference and JAX's own functions, in the passes that the kernels have."""
     grad_fields = _grad_fields(plan, record)
     for name, function in baselines(plan.op, record):
         yield Program(implementation=name, passes=PASSES[0], config=BASELINE, function=function)
@@ -68,7 +68,7 @@ def _baseline_programs(plan: CallPlan, record: Any, passes: set[str]) -> Iterato
 
 
 def _kernel_programs(plan: CallPlan, record: Any, choice: Choice) -> Iterator[Program]:
-    """Both passes of every implementation that supports the call."""
+    """Yields both passes of every implementation that supports the call."""
     grad_fields = _grad_fields(plan, record)
     backward = plan.pick(record, "backward", grad_fields)
     for verdict in choice.verdicts:
@@ -94,7 +94,7 @@ def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
 
 
 def _backward_verdict(backward: Choice, verdict: Verdict) -> Verdict | None:
-    """The backward pass that follows a forward pass: the same implementation's, or the first that is not paired."""
+    """Chooses the backward pass: that of the same implementation, or the first that is not paired."""
     usable = [one for one in backward.verdicts if one.status != "refused"]
     same = [one for one in usable if one.implementation == verdict.implementation]
     others = [] if verdict.implementation.paired else [one for one in usable if not one.implementation.paired]
@@ -102,14 +102,14 @@ def _backward_verdict(backward: Choice, verdict: Verdict) -> Verdict | None:
 
 
 def _output(forward: Any, record: Any) -> Any:
-    """The output alone, so that XLA does not compute what only the backward pass needs."""
+    """Returns the output alone, so that XLA does not compute what only the backward pass needs."""
     return forward(record)[0]
 
 
 def _output_and_gradients(
     forward: Any, pull: Any, grad_fields: frozenset[str], same_kernel: bool, record: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The output, and the gradients of its sum; `same_kernel` if one implementation runs both passes."""
+    """Returns the output, and the gradients of its sum; `same_kernel` if one implementation runs both passes."""
     results = Results(*forward(record))
     results, output = results if same_kernel else results._replace(pocket=None), results.output
     cotangent = jax.tree.map(jnp.ones_like, output)
@@ -122,7 +122,7 @@ def _pinned(choice: Choice, verdict: Verdict) -> Choice:
 
 
 def _kernel(plan: CallPlan, record: Any, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
-    """The configuration that the chain gives an implementation, and its function with that configuration."""
+    """Returns the configuration that the chain chooses, and the implementation's function with it."""
     assert choice.implementation is not None  # callers have checked
     direction: Direction = choice.direction
     piece = plan.chain.choose(plan.request(choice, record)).part

@@ -1,4 +1,4 @@
-"""What a slow command prints on the standard error: a bar on a terminal, and how long it will take."""
+"""Shows the progress of slow commands on the standard error."""
 
 import contextlib
 import sys
@@ -25,7 +25,7 @@ def progress_bar(total: int) -> Generator[Callable[[str], None]]:
 
 
 def duration(seconds: float) -> str:
-    """A rough duration as people say it: `"5 s"`, `"3 min"`, `"2.5 h"`."""
+    """Formats a rough duration: `"5 s"`, `"3 min"`, `"2.5 h"`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""Prints tables, decisions and text."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ COLORS = {"chosen": "bold green", "usable": "green", "refused": "red"}
 
 
 def console(stderr: bool = False) -> Console:
-    """Where to print; made anew by each command, because tests and pipes replace the standard streams.
+    """Opens a console for one command, because tests and pipes replace the standard streams.
 
     Args:
         stderr: Whether on the standard error, because the standard output is for JSON.
@@ -71,7 +71,7 @@ def print_table(
 
 
 def _least_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: Container[str]) -> int:
-    """How wide a table is at least: its longest cells, and the longest words of its sentences."""
+    """Computes the least width of a table: its longest cells, and the longest words of its sentences."""
     widths = [GAP * (len(columns) - 1)]
     for number, column in enumerate(columns):
         texts = [column, *(row[number].plain for row in rows)]
@@ -81,7 +81,7 @@ def _least_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: C
 
 
 def _print_list(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
-    """Rows as paragraphs: the first cell, where it has changed, and the others with their headings."""
+    """Prints rows as paragraphs: the first cell, if it has changed, and the others with their headings."""
     wrapper = textwrap.TextWrapper(width=max(out.width, 20), initial_indent="  ", subsequent_indent="    ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
     for first, *others in rows:
@@ -135,13 +135,13 @@ def print_plain(out: Console, text: str, style: str = "") -> None:
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, with three significant digits or the whole ones."""
+    """Formats seconds as milliseconds, with at least three significant digits."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def megabytes(size: int | None) -> str:
-    """Bytes as megabytes."""
+    """Formats bytes as megabytes."""
     return "unknown" if size is None else f"{size / 1e6:.1f}"
 
 

@@ -1,4 +1,4 @@
-"""The devices that `--target` can name: known kinds, and those that installed distributions can predict for."""
+"""Finds the devices that `--target` names: known kinds, and those that installed distributions predict for."""
 
 import importlib.metadata
 
@@ -43,7 +43,7 @@ def find_kind(name: str) -> DeviceInfo:
 
 
 def _targets() -> tuple[dict[str, Target], list[str]]:
-    """The targets of installed distributions, and a sentence for each distribution whose targets do not load."""
+    """Loads the targets of installed distributions; a sentence for each distribution that fails."""
     targets: dict[str, Target] = {}
     problems: list[str] = []
     for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):

@@ -1,4 +1,4 @@
-"""Points in time on the command line and in stored entries."""
+"""Reads points in time on the command line and in stored entries."""
 
 import datetime
 import re

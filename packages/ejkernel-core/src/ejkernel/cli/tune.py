@@ -1,4 +1,4 @@
-"""`ejkernel tune`."""
+"""Implements `ejkernel tune`."""
 
 import contextlib
 import dataclasses
@@ -48,13 +48,13 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the options say about tuning, whatever the call.
+    """Holds the options that do not describe the call.
 
     Attributes:
         direction: A key of `DIRECTIONS`.
-        repeat: Samples of a candidate.
-        target: Device to predict for; None measures on the one that is here.
-        export: Folder of the tables to write too.
+        repeat: Number of samples of each candidate.
+        target: Device to predict for; None measures on this machine.
+        export: Folder of the tables to write as well.
         as_json: Whether to print JSON.
     """
 
@@ -116,7 +116,7 @@ def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Pa
 
 
 def _calls(spec: CallSpec | None, file: Path | None) -> list[Call]:
-    """Those of the file, or the one that the command line describes."""
+    """Returns the calls of the file, or the one that the command line describes."""
     if file is None:
         if spec is None:
             raise click.UsageError("give the operation, OP, or --calls")
@@ -132,7 +132,7 @@ def _calls(spec: CallSpec | None, file: Path | None) -> list[Call]:
 def _tuned(
     call: Call, settings: Settings, measured_store: PersistentCache, store_of_results: PersistentCache, out: Console
 ) -> list[dict[str, Any]]:
-    """Tunes one call, stores what won and exports it; the results as plain data."""
+    """Tunes one call, stores and exports the results, and returns them as plain data."""
     with one_line_errors():
         if settings.target is None:
             results, plan = _measured(call, settings, measured_store, out)
@@ -163,7 +163,7 @@ def _report(
 
 
 def _plain(plan: CallPlan, result: TuningResult) -> dict[str, Any]:
-    """A result as plain data."""
+    """Converts a result to plain data."""
     return {
         "operation": plan.op.name,
         "implementation": result.implementation,
@@ -189,7 +189,7 @@ Tuned = tuple[list[TuningResult], CallPlan]
 
 
 def _measured(call: Call, settings: Settings, measured_store: PersistentCache, out: Console) -> Tuned:
-    """On the device that is here."""
+    """Measures on this machine's device."""
     show_progress = sys.stderr.isatty()
     chain = ConfigSelectorChain(
         tuner=Tuner(timing_iterations=settings.repeat, show_progress=show_progress), persistent=measured_store
@@ -204,7 +204,7 @@ def _measured(call: Call, settings: Settings, measured_store: PersistentCache, o
 
 
 def _predicted(call: Call, direction: str, target: Target, measured_store: PersistentCache, out: Console) -> Tuned:
-    """For a device that may be anywhere."""
+    """Predicts for a device that need not be in this machine."""
     if call.mesh is not None:
         raise click.ClickException("a call with a mesh cannot be predicted for a --target")
     with _one_line_tuner_errors():
@@ -226,10 +226,10 @@ def _one_line_tuner_errors() -> Generator[None]:
 
 
 def _check_served(plan: CallPlan, call: Call, direction: str, results: list[TuningResult], out: Console) -> None:
-    """Exits where no kernel serves a pass that was to be tuned."""
+    """Raises an error if no kernel supports a pass that the user wants to tune."""
     tuned = {result.key.direction for result in results}
     missing = [one for one in DIRECTIONS[direction] if one not in tuned and "both" not in tuned]
-    # An operation without a gradient has one pass to tune, and `both` is what it has.
+    # An operation without a gradient has one pass to tune, and then `both` means that pass.
     if "forward" in missing or (missing and direction == "backward"):
         decision = decide(call.op, call.abstract, platform=call.platform, chain=plan.chain)
         print_choice(out, decision.forward if missing[0] == "forward" else decision.backward)
@@ -253,7 +253,7 @@ def _print_result(out: Console, call: Call, result: TuningResult, where: str) ->
 
 
 def _note(result: TuningResult, measured: Measurement) -> str:
-    """Which candidate the heuristic chooses, and why it is stored if it is not the fastest."""
+    """Marks the candidate that the heuristic chooses, and says why it is stored if it is not the fastest."""
     if measured.part != result.rule:
         return ""
     stays = measured is result.winner and measured is not result.best
@@ -261,7 +261,7 @@ def _note(result: TuningResult, measured: Measurement) -> str:
 
 
 def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, Entry]:
-    """The entries that tuning left in the store, as they ship: by the key they ship under, without defaults."""
+    """Returns the stored entries as a table that ships: by the key they ship under, without defaults."""
     stored = store.entries()
     unstored = [result for result in results if str(result.key) not in stored]
     if unstored:
@@ -272,7 +272,7 @@ def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, En
 
 
 def _set(part: Any) -> dict[str, Any]:
-    """The fields of a configuration part that differ from their defaults."""
+    """Returns the fields of a configuration that differ from their defaults."""
     values = msgspec.to_builtins(part)
     return {f.name: values[f.name] for f in dataclasses.fields(part) if getattr(part, f.name) != f.default}
 
