@@ -14,6 +14,7 @@ from ejkernel_conformance.test_capabilities import (
 from ejkernel_conformance.test_determinism import test_determinism, test_gradient_determinism
 from ejkernel_conformance.test_gradients import test_gradients
 from ejkernel_conformance.test_padding import test_padding, test_padding_gradients
+from ejkernel_conformance.test_requests import test_request_gradients, test_requests
 from ejkernel_conformance.test_shards import test_shard
 from ejkernel_conformance.test_value import test_eager_equals_jit, test_residuals, test_shapes, test_value
 from ejkernel_conformance.test_vmap import test_vmap
@@ -29,6 +30,8 @@ __all__ = [
     "test_padding",
     "test_padding_gradients",
     "test_refusals",
+    "test_request_gradients",
+    "test_requests",
     "test_residuals",
     "test_serves_some_case",
     "test_shapes",

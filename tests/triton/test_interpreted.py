@@ -24,6 +24,7 @@ ALL = " or ".join(
         f"(test_padding and {FEW})",
         f"(test_vmap and (sinks or dropout) and {FEW})",
         "(test_shard and (everything or packed))",
+        "(test_request and (packed or segments) and not bfloat16)",
         "(test_candidates and forward)",
     )
 )
@@ -35,7 +36,7 @@ PARTS = {
     "patterns": (
         SPARSE,
         f"(({VALUES} or {GRADIENTS} or test_padding) and (patterns or scattered or chunks))"
-        " or ((test_vmap or test_shard) and patterns)",
+        " or ((test_vmap or test_shard) and patterns) or (test_request and segments)",
     ),
     "other operations": (OTHERS, f"{VALUES} or {GRADIENTS}"),
 }

@@ -25,7 +25,7 @@ GATED = ("gated_linear_attention",)
 PARTS = {
     "one operation": (
         GATED,
-        f"{GRADIENTS} or test_gives_gradient or test_padding or (packed and ({VALUES} or test_vmap))",
+        f"{GRADIENTS} or test_gives_gradient or test_padding or (packed and ({VALUES} or test_vmap or test_request))",
     ),
     "gradients of others": (("recurrent_attention", "lightning_attention", "state_space_v2"), GRADIENTS),
 }
@@ -39,7 +39,7 @@ def test_conformance(part):
 
 def test_conformance_of_the_delta_rule():
     ops = ("ragged_gated_delta_rule", "gated_delta_rule", "kernel_delta_attention")
-    tests = f"(ragged and {VALUES}) or (not ragged and {GRADIENTS})"
+    tests = f"(ragged and ({VALUES} or test_request)) or (not ragged and {GRADIENTS})"
     assert_conforms(ops, f"test_gives_gradient or (({tests}) and not bfloat16)", "triton_delta", serves_all=False)
 
 

@@ -30,7 +30,7 @@ DEMANDING = [("sm_90", 192, 128, jnp.bfloat16), ("sm_80", 128, 128, jnp.float32)
 
 
 def test_conformance():
-    tests = f"({VALUES}) or ({GRADIENTS}) or ({VMAP})"
+    tests = f"({VALUES}) or ({GRADIENTS}) or ({VMAP}) or (test_request and packed)"
     assert_conforms(("native_sparse_attention",), tests)
 
 

@@ -19,7 +19,7 @@ GRADIENTS = "test_gradients and (three or token or gate) and not after"
 
 
 def test_conformance():
-    assert_conforms(("state_space_v1",), f"({VALUES}) or ({GRADIENTS})")
+    assert_conforms(("state_space_v1",), f"({VALUES}) or ({GRADIENTS}) or (test_request and packed)")
 
 
 def scan_record(rows=8, size=16, dtype=jnp.bfloat16, tokens=4096):

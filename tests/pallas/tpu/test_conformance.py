@@ -16,7 +16,10 @@ PAGED = ("ragged_page_attention_v3", "page_attention")
 PARTS = {
     "claims": (TILED, "test_gives_gradient"),
     "calls": (TILED, "(everything and not eager and not determinism) or (test_candidates and forward)"),
-    "packed": (TILED, "flash_attention and packed and not other and (test_padding or test_shard or test_vmap)"),
+    "packed": (
+        TILED,
+        "flash_attention and packed and not other and (test_padding or test_request or test_shard or test_vmap)",
+    ),
     "patterns": (TILED, "blocksparse_attention and patterns and (test_gradients or test_shard)"),
     "paged": (PAGED, "(int8 and test_value) or (lengths and test_vmap)"),
 }

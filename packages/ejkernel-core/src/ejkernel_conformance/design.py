@@ -5,19 +5,24 @@ Appear at least once, each where some test has it:
 - each operation with each implementation under each transform (a test function is a transform);
 - each argument that an implementation handles, with each transform, on whichever operation;
 - each pair of such arguments that one case gives, in a value and in a gradient, and each dtype with each transform;
+- each array of ids, lengths, tables or slots with each kernel, where requests are poisoned;
 - each claim, each gradient that is claimed, and the candidates of each direction.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.arguments import array_fields, given_fields
 from ejkernel_conformance.covering import Candidate, cover, pairs
+from ejkernel_conformance.running import is_floating
 from ejkernel_conformance.selection import Tunable
 from ejkernel_conformance.subjects import Subject, abstract_record
 
 PAIRED_TRANSFORMS = ("test_value", "test_gradients")
 """The transforms in which arguments appear in pairs: what others do to a call does not depend on two of them."""
+
+OF_REQUESTS = ("test_requests", "test_request_gradients")
+"""The transforms that only the arrays matter to which say where requests lie: ids, lengths, tables and slots."""
 
 
 def features(transform: str, parameter: Any) -> frozenset[Hashable]:
@@ -33,6 +38,10 @@ def features(transform: str, parameter: Any) -> frozenset[Hashable]:
 def _of_subject(transform: str, subject: Subject) -> Iterator[Hashable]:
     op, implementation = subject.op, subject.implementation
     record, kernel = abstract_record(op, subject.case), (implementation.family, implementation.name)
+    if transform in OF_REQUESTS:
+        yield (transform, *kernel)
+        yield from ((transform, *kernel, name) for name, x in array_fields(record).items() if not is_floating(x))
+        return
     yield (transform, *kernel, "operation", op.name)
     yield (transform, *kernel, "dtype", str(op.family.dtype(record)))
     given = implementation.requires.handles & set(given_fields(record))

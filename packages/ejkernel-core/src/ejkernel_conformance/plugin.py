@@ -11,6 +11,8 @@ PARAMETERS = (
     "ejk_kernel_on_gpu",
     "ejk_padded",
     "ejk_padded_differentiable",
+    "ejk_requests",
+    "ejk_requests_differentiable",
     "ejk_implementation",
     "ejk_claim",
     "ejk_gradient",

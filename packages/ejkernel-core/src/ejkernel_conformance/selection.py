@@ -14,6 +14,7 @@ from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.claims import record_refusals
 from ejkernel_conformance.padding import has_segments
+from ejkernel_conformance.requests import may_have_several
 from ejkernel_conformance.running import is_floating
 from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, differentiable_fields
 
@@ -96,6 +97,8 @@ class Selection:
             "ejk_kernel_on_gpu": lambda: filter(_is_kernel, subjects) if current_device().platform == "gpu" else (),
             "ejk_padded": lambda: filter(_can_be_padded, subjects),
             "ejk_padded_differentiable": lambda: filter(_can_be_differentiated, filter(_can_be_padded, subjects)),
+            "ejk_requests": lambda: filter(_may_have_requests, subjects),
+            "ejk_requests_differentiable": lambda: filter(_can_be_differentiated, filter(_may_have_requests, subjects)),
             "ejk_implementation": lambda: _family_targets(self),
             "ejk_claim": lambda: _claims(self, lambda i: i.requires.handles),
             "ejk_gradient": lambda: _claims(self, lambda i: i.gradients),
@@ -173,6 +176,10 @@ def _is_kernel(subject: Subject) -> bool:
 
 def _can_be_padded(subject: Subject) -> bool:
     return has_segments(abstract_record(subject.op, subject.case))
+
+
+def _may_have_requests(subject: Subject) -> bool:
+    return may_have_several(subject.op.family, abstract_record(subject.op, subject.case))
 
 
 def _can_be_differentiated(subject: Subject) -> bool:

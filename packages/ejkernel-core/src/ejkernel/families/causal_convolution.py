@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 from ejkernel.planning import packing
+from ejkernel.planning.requests import packed_requests
 
 
 @arguments
@@ -119,6 +121,13 @@ def localise(record: CausalConvolution, offsets: Mapping[str, jax.Array]) -> Cau
     return record
 
 
+def requests(record: CausalConvolution) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: packed sequences, or the rows."""
+    if record.cu_seqlens is None:
+        return ({"b": np.arange(record.x.shape[0])},)
+    return (packed_requests(record.cu_seqlens, record.x.shape[1]),)
+
+
 FAMILY = Family(
     name="causal_convolution",
     record=CausalConvolution,
@@ -139,4 +148,5 @@ FAMILY = Family(
     aligned=(),
     localise=localise,
     reference=reference,
+    requests=requests,
 )

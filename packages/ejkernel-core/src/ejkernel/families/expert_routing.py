@@ -14,9 +14,11 @@ Source: the routing of the dropless mixture of experts of Gale et al. 2022, arXi
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
@@ -77,6 +79,11 @@ def localise(record: ExpertRouting, offsets: Mapping[str, jax.Array]) -> ExpertR
     return record
 
 
+def requests(record: ExpertRouting) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: its tokens."""
+    return ({"t": np.arange(record.logits.shape[0])},)
+
+
 FAMILY = Family(
     name="expert_routing",
     record=ExpertRouting,
@@ -89,4 +96,5 @@ FAMILY = Family(
     localise=localise,
     unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
+    requests=requests,
 )

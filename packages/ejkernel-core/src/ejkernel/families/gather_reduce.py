@@ -20,9 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.ops.arguments import arguments
 from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING, UNUSED, claimed
 
 
 @arguments
@@ -80,6 +82,16 @@ def localise(record: GatherReduce, offsets: Mapping[str, jax.Array]) -> GatherRe
     return record
 
 
+def requests(record: GatherReduce) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the tokens, with the rows that only one of them names."""
+    indices, owners = np.asarray(record.indices), np.full(record.rows.shape[0], UNUSED)
+    for token, row in np.argwhere(np.ones(indices.shape, bool)):
+        if 0 <= indices[token, row] < owners.size:
+            claimed(owners, indices[token, row], token)
+    # Rows that no token names have no gradient.
+    return ({"m": np.where(owners == UNUSED, PADDING, owners), "t": np.arange(indices.shape[0])},)
+
+
 FAMILY = Family(
     name="gather_reduce",
     record=GatherReduce,
@@ -91,4 +103,5 @@ FAMILY = Family(
     aligned=(),
     localise=localise,
     reference=reference,
+    requests=requests,
 )

@@ -19,10 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING, UNUSED
 
 LEFT_OVER = ("zero", "undefined")
 """What rows of no group may be: with `"undefined"`, any numbers, infinities and NaN too."""
@@ -135,8 +137,12 @@ def gradients_of_rows(
         lhs: [..., K].
         scale: [..., blocks].
     """
-    shares = (product * lhs.astype(product.dtype)).reshape(*scale.shape, -1)
-    return {"lhs": rows(record, product, scale), "lhs_scale": jnp.sum(shares, axis=-1)}
+    shares = jnp.sum((product * lhs.astype(product.dtype)).reshape(*scale.shape, -1), axis=-1)
+    first, end = group_rows(record)
+    row = jnp.arange(lhs.shape[0], dtype=jnp.int32)
+    # Rows without a matrix have gradients of 0, whatever they and their scales hold.
+    assigned = ((row >= first[:, None]) & (row < end[:, None])).any(axis=0)[:, None]
+    return {"lhs": jnp.where(assigned, rows(record, product, scale), 0), "lhs_scale": jnp.where(assigned, shares, 0)}
 
 
 def spread(record: GroupedMatmul, scale: jax.Array) -> jax.Array:
@@ -195,6 +201,25 @@ EXPERTS_OVER_DEVICES = (
     "docs/operations/grouped_matmul.md, 'A whole expert layer'"
 )
 
+
+def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the groups, with their matrices, and the rows, which share those."""
+    owner, matrices = _group_of_rows(record), np.arange(record.rhs.shape[0])
+    rows = np.where(owner >= 0, np.arange(owner.size), PADDING)
+    if record.existing_out is None and record.left_over == "zero":
+        return {"m": owner, "e": matrices}, {"m": rows}
+    # Rows without a matrix keep what is there.
+    kept = [{n: np.where(owner >= 0, x, UNUSED)[:, None] for n in ("output", "existing_out")} for x in (owner, rows)]
+    return {"m": owner, "e": matrices, **kept[0]}, {"m": rows, **kept[1]}
+
+
+def _group_of_rows(record: GroupedMatmul) -> np.ndarray:
+    """The matrix of every row, [M]; `PADDING` for rows without one."""
+    (first, end), row = (np.asarray(x) for x in group_rows(record)), np.arange(record.lhs.shape[0])
+    owns = (row >= first[:, None]) & (row < end[:, None])
+    return np.where(owns.any(axis=0), owns.argmax(axis=0), PADDING)
+
+
 FAMILY = Family(
     name="grouped_matmul",
     record=GroupedMatmul,
@@ -208,4 +233,5 @@ FAMILY = Family(
     localise=localise,
     unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
+    requests=requests,
 )

@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 from ejkernel.planning import packing, slots
+from ejkernel.planning.requests import SHARED, packed_requests, segment_owners
 
 
 @arguments
@@ -245,6 +247,20 @@ def axes(record: LinearRecurrence) -> dict[str, Any]:
     }
 
 
+def requests(record: LinearRecurrence) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: packed sequences, segments of rows, or the rows."""
+    if record.cu_seqlens is not None:
+        return (packed_requests(record.cu_seqlens, record.query.shape[1], record.sequence_state, record.state_slots),)
+    if record.segment_ids is None:
+        return ({"b": np.arange(record.query.shape[0])},)
+    owners = segment_owners(record.segment_ids)
+    first, last = (
+        np.array([next((x for x in row if x >= 0), SHARED) for row in rows]) for rows in (owners, owners[:, ::-1])
+    )
+    # The first segment of a row continues its initial state, and the last one leaves the final state.
+    return ({"b t": owners, "initial_state": first[:, None, None, None], "output.1": last[:, None, None, None]},)
+
+
 FAMILY = Family(
     name="linear_recurrence",
     record=LinearRecurrence,
@@ -256,4 +272,5 @@ FAMILY = Family(
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,
+    requests=requests,
 )

@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import soft_capped
@@ -36,6 +37,7 @@ from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
 from ejkernel.planning import paged_cache
 from ejkernel.planning.precision import rounded
+from ejkernel.planning.requests import PADDING, UNUSED, claimed
 from ejkernel.types.integers import as_int32, fits_int32
 
 Window = tuple[int | None, int | None]
@@ -253,6 +255,29 @@ def axes(record: PagedAttention) -> dict[str, Any]:
     }
 
 
+def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the sequences, with the slots of the cache that hold their tokens."""
+    sequences, tokens = np.arange(record.kv_lens.shape[0]), np.asarray(paged_cache.token_places(record)[0])
+    live = paged_cache.live_sequences(record)
+    lens, starts = np.asarray(record.kv_lens), np.zeros_like(sequences)
+    if record.kv_starts is not None:
+        starts = np.asarray(record.kv_starts)
+    pages = np.full((paged_cache.page_count(record), paged_cache.page_size(record)), UNUSED)
+    for n in sequences if live is None else sequences[: int(live)]:
+        position = np.arange(starts[n], min(lens[n], paged_cache.capacity(record)), dtype=np.int32)
+        page, slot = (np.asarray(x) for x in paged_cache.find(record, jnp.int32(n), jnp.asarray(position)))
+        there = page < pages.shape[0]
+        claimed(pages, (page[there], slot[there]), n)
+    places = "r s" if record.block_tables is None else "p s"
+    return (
+        {
+            "t": tokens,
+            "r": sequences if live is None else np.where(sequences < int(live), sequences, PADDING),
+            places: pages,
+        },
+    )
+
+
 FAMILY = Family(
     name="paged_attention",
     record=PagedAttention,
@@ -264,4 +289,5 @@ FAMILY = Family(
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,
+    requests=requests,
 )

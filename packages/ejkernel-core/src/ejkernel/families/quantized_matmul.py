@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
@@ -97,6 +98,11 @@ def axes(record: QuantizedMatmul) -> dict[str, str]:
     return {"x": "m k", **packed, "output": "m n"}
 
 
+def requests(record: QuantizedMatmul) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: its rows."""
+    return ({"m": np.arange(record.x.shape[0])},)
+
+
 FAMILY = Family(
     name="quantized_matmul",
     record=QuantizedMatmul,
@@ -108,4 +114,5 @@ FAMILY = Family(
     aligned=(),
     localise=localise,
     reference=reference,
+    requests=requests,
 )

@@ -23,10 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING
 
 GATES = {"tanh": 1, "relu": 1, "gru": 3, "lstm": 4}
 
@@ -243,6 +245,13 @@ def axes(record: RecurrentNetwork) -> dict[str, Any]:
     }
 
 
+def requests(record: RecurrentNetwork) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the rows, and their padding."""
+    (rows, tokens), row = record.x.shape[:2], np.arange(record.x.shape[0])
+    lengths = np.full(rows, tokens) if record.seq_lengths is None else np.asarray(record.seq_lengths)
+    return ({"b": row, "b t": np.where(np.arange(tokens) < lengths[:, None], row[:, None], PADDING)},)
+
+
 FAMILY = Family(
     name="recurrent_network",
     record=RecurrentNetwork,
@@ -263,4 +272,5 @@ FAMILY = Family(
     aligned=(),
     localise=localise,
     reference=reference,
+    requests=requests,
 )

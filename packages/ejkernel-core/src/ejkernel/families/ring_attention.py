@@ -131,5 +131,7 @@ FAMILY = Family(
     aligned=(("h", "g"), ("t", "s")),
     localise=localise,
     reference=reference,
+    requests=tiled_attention.requests,
+    isolate=tiled_attention.FAMILY.isolate,
     lse="b h t",
 )

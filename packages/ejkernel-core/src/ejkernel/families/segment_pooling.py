@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING
 
 
 @arguments
@@ -101,6 +103,17 @@ def localise(record: SegmentPooling, offsets: Mapping[str, jax.Array]) -> Segmen
     return record
 
 
+def requests(record: SegmentPooling) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the pools, since none has a token of another."""
+    (first, end), token = (np.asarray(x) for x in spans(record)), np.arange(record.values.shape[1])
+    rows, pools = record.values.shape[0], first.shape[1]
+    first, end = (np.broadcast_to(x, (rows, pools)) for x in (first, end))
+    inside = (token >= first[..., None]) & (token < end[..., None])
+    pool = np.arange(rows * pools).reshape(rows, pools)
+    tokens = np.where(inside.any(axis=1), np.take_along_axis(pool, inside.argmax(axis=1), axis=1), PADDING)
+    return ({"b t": tokens, "b p": np.where(inside.any(axis=2), pool, PADDING)},)
+
+
 FAMILY = Family(
     name="segment_pooling",
     record=SegmentPooling,
@@ -112,4 +125,5 @@ FAMILY = Family(
     aligned=(),
     localise=localise,
     reference=reference,
+    requests=requests,
 )

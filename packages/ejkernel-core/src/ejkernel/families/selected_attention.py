@@ -23,13 +23,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.model import Family
+from ejkernel.ops.model import Family, Isolation
 from ejkernel.planning import block_selection
 from ejkernel.planning.block_selection import BlockPlaces
+from ejkernel.planning.isolation import has_segments, isolate_selected, isolate_selected_pullback
+from ejkernel.planning.requests import segment_owners
 
 
 @arguments
@@ -242,6 +245,18 @@ def localise(record: SelectedAttention, offsets: Mapping[str, jax.Array]) -> Sel
     return dataclasses.replace(record, q_positions=query_positions(record) + queries)
 
 
+def requests(record: SelectedAttention) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the segments of rows, those of compressed keys among them, or the rows."""
+    ids = [np.asarray(x) for x in (record.q_segment_ids, record.kv_segment_ids) if x is not None]
+    if not ids:
+        return ({"b": np.arange(record.query.shape[0])},)
+    if record.compressed_segment_ids is not None:
+        ids.append(np.asarray(record.compressed_segment_ids))
+    owners = segment_owners(np.concatenate(ids, axis=1))
+    parts = np.split(owners, np.cumsum([x.shape[1] for x in ids])[:-1], axis=1)
+    return (dict(zip(("b t", "b s", "b m"), parts, strict=False)),)
+
+
 FAMILY = Family(
     name="selected_attention",
     record=SelectedAttention,
@@ -269,4 +284,6 @@ FAMILY = Family(
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,
+    requests=requests,
+    isolate=Isolation(record=isolate_selected, pullback=isolate_selected_pullback, concerns=has_segments),
 )

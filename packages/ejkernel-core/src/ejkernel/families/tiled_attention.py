@@ -25,13 +25,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejkernel.ops.arguments import arguments, static
-from ejkernel.ops.model import Family
+from ejkernel.ops.model import Family, Isolation
 from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import dropout
+from ejkernel.planning.isolation import has_segments, isolate_pullback, isolate_record
 from ejkernel.planning.precision import rounded
+from ejkernel.planning.requests import same_owner, segment_owners
 from ejkernel.promotion import promoting
 from ejkernel.types.integers import NO_LIMIT
 from ejkernel.types.sparse_masks import Mask
@@ -294,6 +297,16 @@ def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
     return jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
+def requests(record: Any) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the segments of rows, or the rows."""
+    if record.q_segment_ids is None:
+        return ({"b": np.arange(record.query.shape[0])},)
+    queries, keys = np.asarray(record.q_segment_ids), np.asarray(record.kv_segment_ids)
+    owners = segment_owners(np.concatenate([queries, keys], axis=1))
+    queries, keys = owners[:, : queries.shape[1]], owners[:, queries.shape[1] :]
+    return ({"b t": queries, "b s": keys, "b t s": same_owner(queries[:, :, None], keys[:, None])},)
+
+
 AXES = {
     "query": "b t h d",
     "key": "b s g d",
@@ -321,6 +334,8 @@ FAMILY = Family(
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,
+    requests=requests,
+    isolate=Isolation(record=isolate_record, pullback=isolate_pullback, concerns=has_segments),
     lse="b h t",
 )
 

@@ -30,6 +30,7 @@ from ejkernel.ops.fingerprint import (
     stable_json,
 )
 from ejkernel.ops.invocations import get_invocations, record_invocation
+from ejkernel.ops.isolation import isolate_sequences
 from ejkernel.ops.model import Case, Family, Implementation, Op, Requires, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.plugins import hookimpl, registry
@@ -89,6 +90,7 @@ __all__ = [
     "get_invocations",
     "get_recorded",
     "hookimpl",
+    "isolate_sequences",
     "operation",
     "overlay_cache",
     "policy_override",

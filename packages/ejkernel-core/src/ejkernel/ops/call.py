@@ -17,6 +17,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import CallPlan, differentiable_call
+from ejkernel.ops.isolation import SENTENCE, sequences_isolated
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_wanted
@@ -114,7 +115,16 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         chain=chain,
         returns_lse=op.returns_residual_lse(args),
         differentiable_twice=second_derivatives_wanted(),
+        isolates=sequences_isolated(),
     )
+
+
+def isolation_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
+    """What `explain` says where sequences of a call may reach each other."""
+    isolate = plan.op.family.isolate
+    if isolate is None or plan.isolates or plan.op.padding_only or not isolate.concerns(record):
+        return ()
+    return (SENTENCE,)
 
 
 def decide(op: Op, args: Any, **options: Any) -> Decision:
@@ -136,7 +146,8 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
     def note(record: Any) -> Any:
         wanted = frozenset(op.family.differentiable) & set(array_fields(record))
         forward = plan.choose(record, "forward")
-        forward = dataclasses.replace(forward, notes=(*forward.notes, *suspicions(op, args)))
+        notes = (*forward.notes, *suspicions(op, args), *isolation_notes(plan, record))
+        forward = dataclasses.replace(forward, notes=notes)
         first, backward = plan.pick_both(record, wanted)
         other = first.implementation not in (None, forward.implementation)
         decisions.append(

@@ -38,6 +38,7 @@ class CallPlan:
         chain: Who is asked for configurations.
         returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
         differentiable_twice: Whether the call was made in a `second_derivatives` block.
+        isolates: Whether the call was made in an `isolate_sequences` block.
     """
 
     op: Op
@@ -47,6 +48,7 @@ class CallPlan:
     chain: ConfigSelectorChain
     returns_lse: bool = False
     differentiable_twice: bool = False
+    isolates: bool = False
 
     @property
     def tunes_on_miss(self) -> bool:
@@ -96,7 +98,8 @@ class CallPlan:
             NoImplementationError: Every implementation refuses; holds the table.
         """
         choice = self.choose(record, "forward") if choice is None else choice
-        return Results(*self._apply(choice, record))
+        isolate = None if self.op.padding_only or not self.isolates else self.op.family.isolate
+        return Results(*self._apply(choice, record if isolate is None else isolate.record(record)))
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
         """`run(argument)`, the forward pass of a record or the backward pass of a pullback, for a second derivative.
@@ -120,7 +123,8 @@ class CallPlan:
 
     def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
         """Runs the backward pass of a configured choice: gradients by field name."""
-        return self._apply(choice, pullback)
+        isolate = self.op.family.isolate if self.isolates else None
+        return self._apply(choice, pullback if isolate is None else isolate.pullback(pullback))
 
 
 @arguments

@@ -21,10 +21,12 @@ class Isolation:
     Attributes:
         record: Record -> the record that forward functions are given.
         pullback: Pullback -> the pullback that backward functions are given.
+        concerns: Record -> whether requests may share a tile.
     """
 
     record: Callable[[Any], Any]
     pullback: Callable[[Any], Any]
+    concerns: Callable[[Any], bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,8 +56,8 @@ class Family:
         requests: Record -> how its arrays belong to the requests that the call serves, in one or several ways, each as
             `ejkernel.planning.requests` describes it; None where the requests are the rows of axis `b` and their
             segments. What one request holds never reaches another: the conformance suite poisons it.
-        isolate: How the passes of every implementation are given what they get, so that requests that share a tile
-            cannot reach each other; None where kernels keep them apart by themselves.
+        isolate: What the passes of every implementation are given in an `isolate_sequences` block, so that requests
+            that share a tile cannot reach each other; None where kernels keep them apart by themselves.
     """
 
     name: str
@@ -145,6 +147,8 @@ class Op:
         route: (argument record, call options) -> the operation, the record and the options that carry the call out,
             where those are not its own; None where they always are.
         conditions: Argument record -> what the values of its integers have to satisfy; None where they may be any.
+        padding_only: Whether segment ids of its records mark padding and nothing else. A row is then one request, and
+            forward functions are given the record as it is: a pass over a cache would cost as much as the kernel.
         version: Raised when the meaning of a stored configuration changes.
     """
 
@@ -167,6 +171,7 @@ class Op:
     route: "Callable[[Any, dict[str, Any]], tuple[Op, Any, dict[str, Any]]] | None" = None
     axes_of: Callable[[Any], Mapping[str, Any]] | None = None
     conditions: Conditions | None = None
+    padding_only: bool = False
     version: str = "1"
 
     @functools.cached_property

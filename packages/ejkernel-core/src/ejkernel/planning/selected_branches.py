@@ -25,6 +25,7 @@ from ejkernel.families.selected_attention import (
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.nested import Nested
 from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.isolation import isolate_rows
 
 Gradients = dict[str, jax.Array]
 SHARED = frozenset({"query", "key", "value"})
@@ -112,6 +113,9 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
             collect({gate: jnp.sum(cotangent * branch.output.astype(wide), axis=-1)})
             gated_cotangent = cotangent * factor[..., None].astype(wide)
         gated_cotangent = gated_cotangent.astype(record.query.dtype)
+        if record.q_segment_ids is not None:  # a product may be larger than its dtype holds
+            gated_cotangent, lse = isolate_rows(gated_cotangent, branch.lse)
+            branch = dataclasses.replace(branch, lse=lse)
         if name != "selected":
             collect(_dense(record, name, branch, gated_cotangent, wanted, dense))
         elif wanted & SHARED:

@@ -39,14 +39,13 @@ def load_number(at, token, there, STRIDE: tl.constexpr):
 def load_token(
     query, key, value, decay, value_decay, beta, dt, roles, token, end, channels, columns, spec: tl.constexpr
 ):
-    """What a token brings: its row of every field, 0 of those that there are not, and whether it begins a segment."""
+    """What a token brings: its row of every field, 0 of those that there are not, and its role in its segment."""
     # The load of the token behind the last is issued too, and masked: the loop has no branch for it.
     there = tl.cast(token < end, tl.int32)
-    restart = end < 0
+    role = there
     if spec.SEGMENTS:
         role = tl.load(roles + token, mask=there > 0, other=0)
         there = role
-        restart = role > 1
     q = load_row(query, token, channels, there, spec.K, spec.HQ * spec.K)
     k = load_row(key, token, channels, there, spec.K, spec.HK * spec.K)
     v = load_row(value, token, columns, there, spec.V, spec.HV * spec.V)
@@ -64,15 +63,16 @@ def load_token(
         b = load_number(beta, token, there, spec.H)
     if spec.DT:
         b = load_number(dt, token, there, spec.H)
-    return q, k, v, g, w, b, restart
+    return q, k, v, g, w, b, role
 
 
 @triton.jit
-def update_state(state, k, v, g, w, b, restart, spec: tl.constexpr):
+def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
     """The state [K, V] behind a token: restart, decay, write."""
     if spec.SEGMENTS:
         # where and not a product: inf or NaN of the segment before must not reach this one.
-        state = tl.where(restart, 0.0, state)
+        state = tl.where(role > 1, 0.0, state)
+    before = state
     if spec.DECAY == 1:
         state *= tl.exp2(g * LOG2E)
     if spec.DECAY > 1:
@@ -86,7 +86,10 @@ def update_state(state, k, v, g, w, b, restart, spec: tl.constexpr):
         # The sum crosses the program's warps through shared memory; a program of one warp needs none.
         # Products of a single token are matrix times vector: no tensor cores, and memory bounds them anyway.
         u = b * (v - tl.sum(state * k[:, None], axis=0))
-    return state + k[:, None] * u[None, :]
+    state += k[:, None] * u[None, :]
+    if spec.SEGMENTS:
+        state = tl.where(role > 0, state, before)  # padding leaves a state as it is, infinities too
+    return state
 
 
 @triton.jit
@@ -163,22 +166,24 @@ def decode_kernel(
         skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
     if spec.SEGMENTS:
         roles = at_batch(roles, row, per.ROLES, spec.T)
-    q, k, v, g, w, b, restart = load_token(
+    q, k, v, g, w, b, role = load_token(
         query, key, value, decay, value_decay, beta, dt, roles, first, end, channels, columns, spec
     )
     for token in tl.range(first, end):
         # Issued before this token's arithmetic, which hides it.
-        next_q, next_k, next_v, next_g, next_w, next_b, next_restart = load_token(
+        next_q, next_k, next_v, next_g, next_w, next_b, next_role = load_token(
             query, key, value, decay, value_decay, beta, dt, roles, token + 1, end, channels, columns, spec
         )
-        state = update_state(state, k, v, g, w, b, restart, spec)
+        state = update_state(state, k, v, g, w, b, role, spec)
         # Read behind the write: a token sees what it wrote.
         read = spec.SCALE * tl.sum(state * q[:, None], axis=0)
         if spec.SKIP:
             read += skip_weight * v
+        if spec.SEGMENTS:
+            read = tl.where(role > 0, read, 0.0)
         at_token = output + token * (spec.H * spec.V) + columns
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
-        q, k, v, g, w, b, restart = next_q, next_k, next_v, next_g, next_w, next_b, next_restart
+        q, k, v, g, w, b, role = next_q, next_k, next_v, next_g, next_w, next_b, next_role
     # In place, the tile was read at the top by this program alone.
     tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
     if spec.PACKED:

@@ -103,6 +103,8 @@ def queries_kernel(
         # Masked weights are replaced after exp2, which may be inf for keys that lse does not count.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
         dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
+        if spec.SEGMENTS:  # products of other segments' rows may be inf, and 0 x inf is NaN
+            dscores = tl.where(attends[None, :], dscores, 0.0)
         # K is an operand of two products, of scores and of dq, with one load.
         acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
@@ -212,6 +214,8 @@ def keys_kernel(
             weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
             dv = add_dot(dv, weights.to(do.dtype), do, spec)
             dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])
+            if spec.SEGMENTS:
+                dscores = tl.where(attends, dscores, 0.0)
             dk = add_dot(dk, dscores.to(q.dtype), q, spec)
         dk = dk * spec.SCALE
         # The whole list: this is the gradient. Where sequences are packed, a block may reach into the next sequence,

@@ -80,8 +80,10 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     # Measured on an H200 with N 16: 1.11 ms with columns 3 tokens ahead instead of 3.11, which waits for each of them.
     # Wider columns leave no registers for that.
     if chip_of(device).architecture == "hopper" and size <= 16 and record.write.dtype.itemsize == 2:
-        # Masked loads of a last, partial block take registers as well: longer blocks of such would spill.
-        block_t, columns = 4 if interpreting() or record.x.shape[1] % 8 else 8, 3
+        # Masked loads of a last, partial block take registers as well: longer blocks of such would spill. Each packed
+        # sequence has one.
+        masked = record.cu_seqlens is not None or record.x.shape[1] % 8 > 0
+        block_t, columns = 4 if interpreting() or masked else 8, 3
     return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, prefetched_columns=columns)
 
 

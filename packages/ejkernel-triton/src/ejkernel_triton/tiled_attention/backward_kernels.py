@@ -172,7 +172,9 @@ def _query_block_step(
     if DV:
         dv = add_dot(dv, drop(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
     if DK:
-        gradient = score_gradient(weights, slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec)
+        gradient = score_gradient(
+            weights, slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec, MASKED
+        )
         dk = add_dot(dk, gradient.to(q_tile.dtype), q_tile, spec)
     return dk, dv
 

@@ -70,7 +70,7 @@ def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, 
 
 
 @triton.jit
-def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr):
+def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr):
     """Gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped weights.
 
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
@@ -84,7 +84,7 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
         dweights = add_dot_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
         dweights = dot_rows(a, b, spec.DV, spec)
-    # Both factors are finite: what may be NaN in memory was read as 0.
+    # What may be NaN in memory was read as 0.
     gradient = weights * dweights
     if spec.NORMALIZE:
         pass
@@ -94,6 +94,9 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
         gradient -= tl.where(k == argmax, delta, 0.0)
     if spec.CAP is not None:
         gradient = gradient * slope
+    if MASKED and spec.SEGMENTS:
+        # Products of other segments' rows may be larger than float32 holds, and 0 x inf is NaN.
+        gradient = tl.where(weights == 0.0, 0.0, gradient)
     return gradient
 
 
@@ -126,5 +129,7 @@ def tile_gradient(
     v_rows = (v, v_base, start, valid, spec.HK * spec.DV)
     products = dot_rows(q, k_rows, spec.D, spec)
     weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, masks, spec, MASKED)
-    gradient = score_gradient(weights, slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec)
+    gradient = score_gradient(
+        weights, slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED
+    )
     return k, gradient

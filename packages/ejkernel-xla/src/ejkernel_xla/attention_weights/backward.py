@@ -100,12 +100,15 @@ def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTil
     weights = jnp.exp(scores.value - lse[..., None])
     dweights = drop(dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, ALL_KEYS)
     if scores.allowed is not None:  # of pairs that do not attend, the cotangent may be anything
-        dweights = jnp.where(scores.allowed, dweights, 0)
+        # Their weights are replaced, too: lse is NaN in rows that are not finite.
+        dweights, weights = jnp.where(scores.allowed, dweights, 0), jnp.where(scores.allowed, weights, 0)
     # From the weights: the cotangent of the weights is in it too, so <do, o> would not do.
     delta = jnp.sum(weights * dweights, axis=-1)
     dscores = weights * (dweights - delta[..., None])
     if scores.slope is not None:
         dscores = dscores * scores.slope
+    if scores.allowed is not None:
+        dscores = jnp.where(scores.allowed, dscores, 0)
     return WeightsTile(query, key, cotangent, drop(weights, rows, record, ALL_KEYS), dscores, lse, delta)
 
 

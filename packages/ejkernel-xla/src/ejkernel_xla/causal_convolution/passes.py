@@ -54,11 +54,13 @@ def _output(record: CausalConvolution) -> jax.Array:
     """Activated sums, [B, T, C]."""
     dtype, width = accumulator(record), record.weight.shape[1]
     weight, tokens = record.weight.astype(dtype), record.x.shape[1]
+    sequence, position = places(record)
     if record.cu_seqlens is None:
         longer = jnp.concatenate([jnp.swapaxes(states(record), 1, 2), record.x], axis=1)
     else:
-        longer = jnp.pad(record.x, ((0, 0), (width - 1, 0), (0, 0)))
-    sequence, position = places(record)
+        # The gradient of a token of no sequence is 0, and its derivative must be none of NaN.
+        real = jnp.where((sequence >= 0)[..., None], record.x, 0)
+        longer = jnp.pad(real, ((0, 0), (width - 1, 0), (0, 0)))
     # W is small: XLA fuses the shifted views into one loop over x.
     sums = jnp.zeros(record.x.shape, dtype)
     for k in range(width):

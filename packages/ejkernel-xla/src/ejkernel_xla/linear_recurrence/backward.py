@@ -18,6 +18,7 @@ from ejkernel.planning.recurrent_states import with_plain_state_gradients
 from ejkernel_xla.linear_recurrence.chunk import next_state, precision
 from ejkernel_xla.linear_recurrence.chunking import Chunking, assemble, cut, loop, make_chunking, paste, slices
 from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
+from ejkernel_xla.linear_recurrence.segment_runs import next_state_of_segments
 from ejkernel_xla.linear_recurrence.single_tokens import read_single_tokens
 from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
 
@@ -53,7 +54,11 @@ def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
         at = chunking.chunk_at(n)
         state = load(record, table, at)
         found = lax.dynamic_update_index_in_dim(found, state, n, 0)
-        after = next_state(state, assemble(record, chunking, at, slices(record, chunking, at)), precision(record))
+        parts = slices(record, chunking, at)
+        if chunking.roles is not None:
+            after = next_state_of_segments(record, chunking, at, state, parts)
+        else:
+            after = next_state(state, assemble(record, chunking, at, parts), precision(record))
         return found, store(record, table, at, after)
 
     return loop(chunking.count, step, (found, table))[0]

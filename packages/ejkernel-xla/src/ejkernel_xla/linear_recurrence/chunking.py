@@ -126,12 +126,19 @@ def valid_tokens(chunking: Chunking, at: ChunkSlice) -> jax.Array | None:
     return part if chunking.roles is None else part & cut(chunking.roles[0], chunking, at)
 
 
-def assemble(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, parts: dict[str, jax.Array]) -> ChunkTokens:
+def assemble(
+    record: LinearRecurrence,
+    chunking: Chunking,
+    at: ChunkSlice,
+    parts: dict[str, jax.Array],
+    run: jax.Array | None = None,
+) -> ChunkTokens:
     """A chunk from its slices, in the accumulator's dtype; differentiable in them.
 
-    Masked tokens get zeros, whatever their slices hold.
+    Masked tokens get zeros, whatever their slices hold; with `run`, bool [B, C], those outside of it too.
     """
     valid, dtype, rows = valid_tokens(chunking, at), accumulator(record), record.query.shape[0]
+    valid = valid if run is None else run
 
     def canonical(name: str, x: jax.Array) -> jax.Array:
         x = x.astype(dtype)
@@ -142,9 +149,6 @@ def assemble(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, parts
         return merge_heads(jnp.broadcast_to(x, (rows, chunking.length, heads, *x.shape[3:])))
 
     made: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in TOKEN_FIELDS}
-    if chunking.roles is not None and valid is not None:  # to restart from a zero state is to forget everything
-        restart = jnp.repeat(cut(chunking.roles[1], chunking, at) & valid, head_count(record), axis=0)[..., None]
-        made["decay"] = jnp.where(restart, -jnp.inf, 0 if made["decay"] is None else made["decay"]).astype(dtype)
     return ChunkTokens(**made)
 
 

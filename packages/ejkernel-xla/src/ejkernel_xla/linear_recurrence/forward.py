@@ -24,6 +24,7 @@ from ejkernel_xla.linear_recurrence.chunking import (
     split_heads,
     valid_tokens,
 )
+from ejkernel_xla.linear_recurrence.segment_runs import segment_step
 from ejkernel_xla.linear_recurrence.single_tokens import read_single_tokens
 from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
 
@@ -83,6 +84,8 @@ def chunk_step(
     record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """The states after a chunk and its outputs [r, C, H, V], differentiable in the states before it and its slices."""
+    if chunking.roles is not None:
+        return segment_step(record, chunking, at, state, parts)
     chunk = assemble(record, chunking, at, parts)
     output, state = advance(state, chunk, record.softmax_scale, precision(record))
     output, valid = split_heads(output, head_count(record)), valid_tokens(chunking, at)

@@ -106,10 +106,13 @@ def _read(
     scores, query, key = score(record, operands, plan, at, start, rows)
     value = block_of(operands.value, at, start, record.block_size)
     cotangent = take(query_rows["cotangent"], rows)
-    # Rows that fill up a tile have scores of -inf: weights of 0, and gradients that go nowhere.
-    weights = jnp.exp(scores - take(query_rows["lse"], rows)[..., None])
+    # Rows that fill up a tile have scores of -inf: weights of 0, and gradients that go nowhere. Both are selected: lse
+    # is NaN in rows that are not finite.
+    masked = scores == -jnp.inf
+    weights = jnp.where(masked, 0, jnp.exp(scores - take(query_rows["lse"], rows)[..., None]))
     dweights = dot("pgv,kv->pgk", cotangent, value)
     dscores = weights * (dweights - take(query_rows["delta"], rows)[..., None]) * record.softmax_scale
+    dscores = jnp.where(masked, 0, dscores)
     dscores, weights = dscores.astype(key.dtype), weights.astype(value.dtype)
     offsets = (at.batch, at.head, start, 0)
     return {

@@ -38,7 +38,6 @@ from ejkernel_xla.tiled_attention.scores import (
     load_keys,
     load_query,
     load_rows,
-    mask,
     score,
 )
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
@@ -153,10 +152,11 @@ def _key_tile(
     start = plan.keys.start(tile)
     key, value = (load_keys(x, record, plan, at, tile) for x in (record.key, record.value))
     scores = score(record, plan, at, tile, rows.query, key)
-    if masked:
-        scores = mask(scores, allow(record, plan, at, tile))
     # Normalised where the shift is lse: neither the maximum nor the row sum is made again.
     weights = jnp.exp(scores.value - rows.shift[..., None])
+    if masked and (pairs := allow(record, plan, at, tile)) is not None:
+        # Masked after the exponential, which is NaN in all of a row whose shift is: it is replaced, not multiplied.
+        weights, scores = jnp.where(pairs, weights, 0), scores._replace(allowed=pairs)
     where, grads = (at.batch, start, at.head, 0), dict(grads)
     if "value" in grads:
         dropped = drop(weights, rows.dropout, record, start).astype(rows.cotangent.dtype)

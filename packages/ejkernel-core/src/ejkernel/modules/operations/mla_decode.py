@@ -226,6 +226,7 @@ class MLADecode(Kernel[MLADecodeConfig, Array]):
 
 OP = Op(
     name="mla_decode",
+    padding_only=True,
     function=mla_decode,
     arguments=MLADecodeArguments,
     family=tiled_attention.FAMILY,

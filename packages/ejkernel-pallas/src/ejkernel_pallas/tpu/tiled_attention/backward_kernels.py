@@ -176,7 +176,9 @@ def _recompute_weights(
     weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
     # Masked after the exponential, which may overflow for a masked score: it is replaced, not multiplied.
     at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.masked else weights
-    return slope, allowed(refs, at) if at.masked and at.spec.ragged_queries else None
+    # Products of other segments' rows may be larger than float32 holds, and 0 x inf is NaN.
+    replaced = at.masked and (at.spec.ragged_queries or refs.q_ids is not None)
+    return slope, allowed(refs, at) if replaced else None
 
 
 def _score_gradient(
@@ -191,7 +193,7 @@ def _score_gradient(
     dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
     if slope is not None:
         dscores = dscores * slope
-    # Beyond the last query delta is whatever memory holds, NaN included.
+    # Past the last query delta is whatever memory holds, NaN included.
     return dscores if kept is None else jnp.where(kept, dscores, 0.0)
 
 

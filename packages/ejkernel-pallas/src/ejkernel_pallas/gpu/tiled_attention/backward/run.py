@@ -70,6 +70,10 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
         gradients = _gradients(spec, tile, operands, pullback.record)
     if "softmax_aux" in wanted:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
+    if spec.segments and "query" in wanted:
+        # The query's gradient shows that a row was not finite; the keys that it attends get nothing from it.
+        lost = jnp.isnan(pullback.residuals.lse).swapaxes(1, 2)[..., None]
+        gradients["query"] = jnp.where(lost, jnp.nan, gradients["query"])
     return {name: gradients[name] for name in sorted(wanted)}
 
 
@@ -82,8 +86,9 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
         delta = without_padding(delta, record.q_segment_ids)
     delta = jnp.sum(delta, axis=-1).swapaxes(1, 2)
     padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
-    # A row that attends to nothing has no weights: they are powers of two of minus infinity.
-    shift = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    # A row that attends to nothing has no weights: they are powers of two of minus infinity. Scores are masked before
+    # the exponential, so a shift of NaN would be a weight of NaN for the keys of other segments, too.
+    shift = jnp.where((lse == -jnp.inf) | jnp.isnan(lse), jnp.inf, lse * LOG2E)
     operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
     operands |= {"k": whole(record.key, WGMMA_M), "v": whole(record.value, WGMMA_M)}
     # Infinity: weights of rows past the end are powers of minus infinity, 0.

@@ -1,0 +1,47 @@
+"""The policy under which sequences that share a tile of attention are kept apart, whatever they hold."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import jax
+
+# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
+_wanted: Any = jax.make_user_context(False)
+
+SENTENCE = (
+    "a NaN or infinity of one sequence may reach sequences that share a tile with it; to keep it where it is, at the "
+    "cost of a pass over keys and values, make the call under ejkernel.ops.isolate_sequences()"
+)
+"""What `explain` says of a call of packed attention outside of the policy."""
+
+
+@contextlib.contextmanager
+def isolate_sequences() -> Generator[None]:
+    """Keeps sequences apart that share tiles of attention, in the calls traced inside of the block.
+
+    Dense attention with segment ids or cumulative lengths multiplies weights of 0 with rows of other sequences, and
+    0 x NaN is NaN. In the block, what a sequence holds reaches no other one's output or gradient. It costs a read and a
+    write of keys and values before the forward kernel, and of five arrays before the backward one. Every other
+    operation keeps its requests apart without the block.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import flash_attention
+        from ejkernel.ops import isolate_sequences
+
+        x = jax.random.normal(jax.random.key(0), (1, 8, 1, 16))
+        lengths = jnp.array([0, 5, 8])
+        with isolate_sequences():
+            output = flash_attention(x, x, x.at[:, :5].set(jnp.nan), cum_seqlens_q=lengths)
+        assert jnp.isfinite(output[:, 5:]).all()
+        ```
+    """
+    with _wanted(True):
+        yield
+
+
+def sequences_isolated() -> bool:
+    """Whether an `isolate_sequences` block is around."""
+    return _wanted.value

@@ -1,0 +1,125 @@
+"""Segments that share tiles of attention, kept apart whatever they hold: NaN and infinities stay in their own segment.
+
+A tile of scores has pairs of several segments, and a product multiplies the weight of each, 0 where they differ, with
+the other's rows: 0 x NaN is NaN. So the rows that are multiplied are made finite, and what was not is marked where only
+pairs that attend are read:
+
+    forward     value   0 instead of what is not finite       key     NaN where the value was not
+    backward    q, k, v, do, o   likewise                     lse     NaN in rows where q, do, o or lse were not
+
+A score of NaN is masked by selecting, never by adding or multiplying, so a mark reaches what attends and nothing else.
+The cost is a pass over keys and values before the forward kernel, and over the arrays of the backward one, of calls
+with segment ids alone; XLA fuses it with what makes them. So it is for calls in an `isolate_sequences` block.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+FIELDS = ("query", "key", "value")
+
+
+def has_segments(record: Any) -> bool:
+    """Whether a record of attention has segments, which may share tiles."""
+    return record.q_segment_ids is not None and record.kv_segment_ids is not None
+
+
+def isolate_record(record: Any) -> Any:
+    """A record of attention whose values are finite; the keys of those that were not are NaN."""
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return record
+    return dataclasses.replace(record, **marked_keys(record.key, record.value))
+
+
+def marked_keys(key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
+    """Finite values [B, S, Hk, Dv], and keys [B, S, Hk, D] that are NaN where the values were not."""
+    marked = jnp.isfinite(value).all(axis=-1, keepdims=True)
+    return {"key": jnp.where(marked, key, jnp.nan), "value": finite_or_zero(value)}
+
+
+def isolate_pullback(pullback: Any) -> Any:
+    """A pullback of attention whose arrays are finite, with lse NaN in rows that had something else."""
+    record = pullback.record
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return pullback
+    residuals, lse = pullback.residuals, pullback.residuals.lse
+    kept = _finite_rows(record.query) & (jnp.isfinite(lse) | (lse == -jnp.inf))
+    for tree in (pullback.output, pullback.cotangent):
+        first, *weights = jax.tree.leaves(tree)  # [B, T, H, D], and of some families the weights [B, H, T, S]
+        kept = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all(axis=-1) for x in weights], kept)
+        kept &= _finite_rows(first)
+    more: dict[str, Any] = {}
+    if pullback.lse_cotangent is not None:
+        kept &= jnp.isfinite(pullback.lse_cotangent)
+        more["lse_cotangent"] = finite_or_zero(pullback.lse_cotangent)
+    # Padding has no gradient, whatever it holds.
+    kept |= (record.q_segment_ids < 0)[:, None]
+    shifts = {name: getattr(residuals, name, None) for name in ("lse", "row_max")}
+    shifts = {name: jnp.where(kept, x, jnp.nan) for name, x in shifts.items() if x is not None}
+    return dataclasses.replace(
+        pullback,
+        record=dataclasses.replace(record, **{name: finite_or_zero(getattr(record, name)) for name in FIELDS}),
+        residuals=dataclasses.replace(residuals, **shifts),
+        output=jax.tree.map(finite_or_zero, pullback.output),
+        cotangent=jax.tree.map(finite_or_zero, pullback.cotangent),
+        **more,
+    )
+
+
+def isolate_rows(cotangent: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Finite cotangents [B, T, H, Dv], and lse [B, H, T] that is NaN where they were not."""
+    return finite_or_zero(cotangent), jnp.where(_finite_rows(cotangent), lse, jnp.nan)
+
+
+def finite_or_zero(x: jax.Array) -> jax.Array:
+    """x with 0 instead of NaN and infinities."""
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _finite_rows(x: jax.Array) -> jax.Array:
+    """Which rows of [B, T, H, D] are finite, [B, H, T]."""
+    return jnp.isfinite(x).all(axis=-1).swapaxes(1, 2)
+
+
+def isolate_selected(record: Any) -> Any:
+    """A record of selected attention whose values are finite, those of compressed blocks too; keys are marked."""
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return record
+    fields = marked_keys(record.key, record.value)
+    if record.compressed_key is not None and record.compressed_value is not None:
+        compressed = marked_keys(record.compressed_key, record.compressed_value)
+        fields |= {f"compressed_{name}": x for name, x in compressed.items()}
+    return dataclasses.replace(record, **fields)
+
+
+def isolate_selected_pullback(pullback: Any) -> Any:
+    """A pullback of selected attention whose arrays are finite, with lse NaN in rows that had something else."""
+    record, residuals = pullback.record, pullback.residuals
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return pullback
+    branches = {name: getattr(residuals, name) for name in ("selected", "compressed", "window")}
+    branches = {name: branch for name, branch in branches.items() if branch is not None}
+    kept = _finite_rows(record.query) & _finite_rows(pullback.output) & _finite_rows(pullback.cotangent)
+    for branch in branches.values():
+        kept &= _finite_rows(branch.output) & (jnp.isfinite(branch.lse) | (branch.lse == -jnp.inf))
+    for gate in (record.g_slc, record.g_cmp, record.g_swa):
+        kept = kept if gate is None else kept & jnp.isfinite(gate).swapaxes(1, 2)
+    kept |= (record.q_segment_ids < 0)[:, None]
+    marked = {
+        name: dataclasses.replace(
+            branch, output=finite_or_zero(branch.output), lse=jnp.where(kept, branch.lse, jnp.nan)
+        )
+        for name, branch in branches.items()
+    }
+    names = (*FIELDS, "compressed_key", "compressed_value", "g_slc", "g_cmp", "g_swa")
+    fields = {name: getattr(record, name) for name in names}
+    return dataclasses.replace(
+        pullback,
+        record=dataclasses.replace(record, **{n: finite_or_zero(x) for n, x in fields.items() if x is not None}),
+        residuals=dataclasses.replace(residuals, **marked),
+        output=finite_or_zero(pullback.output),
+        cotangent=finite_or_zero(pullback.cotangent),
+    )
