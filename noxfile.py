@@ -190,7 +190,8 @@ def random(session: nox.Session) -> None:
         pytest(session, "tests/core/modules/operations/test_random_calls.py", EJKERNEL_RANDOM_SETTINGS="150")
         return
     install_for_gpu(session)
-    session.run("python", "-m", "ejkernel_conformance.random_calls", "run", "--out", ".confirm", *session.posargs)
+    command = ("python", "-m", "ejkernel_conformance.random_calls", "run", "--out", ".confirm")
+    session.run(*command, "--loops", "tests/loops/device_loops.py", *session.posargs)
 
 
 @nox.session

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import re
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from click.testing import CliRunner
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.confirm.listing import SuiteTest
 from ejkernel_conformance.confirm.state import Result
-from ejkernel_conformance.random_calls import command, comparing
+from ejkernel_conformance.random_calls import command, comparing, loops
 from ejkernel_conformance.random_calls.comparing import WrongError, compare
 from ejkernel_conformance.random_calls.programs import DRAWN, Program, make_program
 
@@ -110,13 +112,35 @@ def test_results_that_differ_from_run_to_run_are_found(monkeypatch):
         compare(program(), 1)
 
 
+@pytest.fixture
+def device_loops(monkeypatch):
+    """The file of loops, as a run names it."""
+    path = Path(__file__).parents[1] / "loops/device_loops.py"
+    monkeypatch.setenv(loops.VARIABLE, str(path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    loops.named_loops.cache_clear()
+    yield loops.named_loops()
+    loops.named_loops.cache_clear()
+
+
+@pytest.mark.parametrize("op", ["mean_pooling", "grouped_matmul", "kernel_delta_attention"])
+def test_references_say_what_loops_say(device_loops, op):
+    drawn = make_program(f"0:{op}:3")
+    args = drawn.arguments(0, poisoned=False)
+    output = jax.tree.leaves(comparing._truth(drawn, ())(args)[0])[0]
+    single = comparing._cast(args, np.float64)
+    assert loops.differs(op, single, output) == ""
+    assert "is off from the loop" in loops.differs(op, single, output * 1.001)
+    assert loops.differs("rnn", single, output) is None
+
+
 def test_a_failure_prints_the_command_that_repeats_it(capsys):
     tests = [SuiteTest(f"7:rnn:{n}", "", "default", "rnn", f"7:rnn:{n}") for n in range(3)]
     right = {"calls": 6, "refused": "", "loose": 0, "error": 0.25, "xla_error": 0.5, "implementation": "xla, triton"}
     results = {"7:rnn:0": Result("passed", 1.0, json.dumps(right)), "7:rnn:1": Result("failed", 1.0, "values 3: wrong")}
     command.print_summary(tests, results)
     out = capsys.readouterr().out
-    assert re.search(r"^rnn +6 +1 +1 +0 +0 +0.25 +0.5  triton, xla$", out, re.MULTILINE)
+    assert re.search(r"^rnn +6 +1 +1 +0 +0 +0 +0.25 +0.5  triton, xla$", out, re.MULTILINE)
     assert "WRONG 7:rnn:1: values 3: wrong" in out
     (line,) = re.findall(r"python3 -m ejkernel_conformance.random_calls (run .*)", out)
     assert CliRunner().invoke(command.main, [*line.split(), "--help"]).exit_code == 0

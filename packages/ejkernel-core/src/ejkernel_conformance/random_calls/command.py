@@ -14,6 +14,7 @@ import click
 from ejkernel_conformance.confirm import runner
 from ejkernel_conformance.confirm.listing import SuiteTest
 from ejkernel_conformance.confirm.state import Result, Run, Writer, read
+from ejkernel_conformance.random_calls.loops import VARIABLE
 
 WORKER = ("-m", "ejkernel_conformance.random_calls.worker")
 VALUES = 6
@@ -31,6 +32,7 @@ def main() -> None:
 @click.option("--seed", default=0, show_default=True, help="Another seed draws other programs.")
 @click.option("--op", "ops", multiple=True, metavar="NAME", help="Draw calls of these operations alone (all).")
 @click.option("--only", metavar="SEED:OP:NUMBER", help="Run one program, as it is named where it failed.")
+@click.option("--loops", type=click.Path(path_type=Path, exists=True), help="File with independent loops (LOOPS).")
 @click.option("--minutes", default=9.0, show_default=True, help="Begin no further program after that.")
 @click.option("--processes", default=max(1, (os.cpu_count() or 2) - 1), show_default=True, help="Worker processes.")
 @click.option("--longest", default=240.0, show_default=True, help="Seconds after which a program counts as failed.")
@@ -40,6 +42,8 @@ def run(ctx: click.Context, out: Path, seed: int, ops: tuple[str, ...], only: st
 
     Exits with 0 if every call is right, with 1 if one is wrong, and with 2 if programs are left.
     """
+    if options["loops"]:
+        os.environ[VARIABLE] = str(options["loops"].resolve())
     settings = runner.Settings(
         processes=1 if only else options["processes"],
         until=time.time() + 60 * options["minutes"],
@@ -76,7 +80,7 @@ def print_summary(tests: Iterable[SuiteTest], results: dict[str, Result]) -> Non
     rows: dict[str, list[Result | None]] = {}
     for test in tests:
         rows.setdefault(test.op, []).append(results.get(test.id))
-    headings = ("calls", "wrong", "left", "no gradient", "loose", "error", "XLA's")
+    headings = ("calls", "wrong", "left", "no gradient", "loose", "by loops", "error", "XLA's")
     click.echo(f"\n{'operation':<40}" + "".join(f"{heading:>12}" for heading in headings) + "  implementations")
     for op, found in sorted(rows.items()):
         click.echo(_row(op, found))
@@ -91,7 +95,7 @@ def _row(op: str, results: list[Result | None]) -> str:
     wrong = sum(x is not None and x.outcome == "failed" for x in results)
     largest = [max((x[name] for x in found), default=0.0) for name in ("error", "xla_error")]
     sums = [sum(x["calls"] for x in found), wrong, results.count(None), sum(bool(x["refused"]) for x in found)]
-    sums.append(sum(x["loose"] for x in found))
+    sums += [sum(x.get(name, 0) for x in found) for name in ("loose", "loops")]
     names = sorted({name for x in found for name in x["implementation"].split(", ")})
     return (
         f"{op:<40}"

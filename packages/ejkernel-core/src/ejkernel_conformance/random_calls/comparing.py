@@ -14,6 +14,7 @@ from ejkernel.ops.model import Case
 from ejkernel_conformance import running
 from ejkernel_conformance.checks import public_arguments
 from ejkernel_conformance.compare import assert_close, assert_gradients_close, assert_same_bits
+from ejkernel_conformance.random_calls import loops
 from ejkernel_conformance.random_calls.draws import HARMLESS
 from ejkernel_conformance.random_calls.programs import Program
 from ejkernel_conformance.subjects import tolerance
@@ -45,6 +46,7 @@ class Findings:
         error: The largest error of the chosen implementation, in parts of the largest number.
         xla_error: That of XLA in float32.
         loose: Calls beyond the tolerance where XLA in the same dtype is as far off.
+        loops: Calls of which an independent loop agreed with the reference.
     """
 
     implementation: str
@@ -55,6 +57,7 @@ class Findings:
     error: float = 0.0
     xla_error: float = 0.0
     loose: int = 0
+    loops: int = 0
 
 
 def compare(program: Program, values: int) -> dict[str, Any]:
@@ -84,6 +87,8 @@ def compare(program: Program, values: int) -> dict[str, Any]:
         got, again = run(args), run(args)
         assert_bits(got, again)
         want = truth(clean)
+        if number == 0:
+            findings.loops += _check_loop(program, clean, want)
         got, single = _unpoisoned(got, want), _unpoisoned(plain(_cast(clean, np.float32)), want)
         findings.error = max(findings.error, _error(got, want))
         findings.xla_error = max(findings.xla_error, _error(single, want))
@@ -94,6 +99,14 @@ def compare(program: Program, values: int) -> dict[str, Any]:
                 raise WrongError(f"values {number}: {problem}; {findings}; {program.drawn.options}")
             findings.loose += 1
     return dataclasses.asdict(findings)
+
+
+def _check_loop(program: Program, clean: Any, want: Results) -> int:
+    """Compares the reference with an independent loop; returns whether there is one."""
+    problem = loops.differs(program.op.name, _cast(clean, np.float64), jax.tree.leaves(want[0])[0])
+    if problem:
+        raise WrongError(f"values 0: {problem}; {program.drawn.options}")
+    return int(problem is not None)
 
 
 def assert_bits(got: Results, again: Results) -> None:
