@@ -15,6 +15,7 @@ from triton_chips import H200
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.selected_attention import SelectedAttention
+from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import target_device
 from ejkernel_triton import chips, paged_attention, selected_attention
 from ejkernel_triton.chips import chip_of
@@ -25,6 +26,7 @@ from ejkernel_triton.paged_attention.groups import group_of
 from ejkernel_triton.paged_attention.shared_memory import fitted, shared_memory
 from ejkernel_triton.selected_attention import config as selected
 from ejkernel_triton.selected_attention.shared_memory import shared_memory as of_selected
+from ejkernel_triton.tiled_attention import tiles
 
 
 @pytest.mark.parametrize("target", DEVICES)
@@ -147,3 +149,18 @@ def test_many_heads_in_float32_are_refused_with_the_sizes():
         (reason,) = selected_attention._reasons(selected_record(64, 256, jnp.float32))
     assert reason.startswith("64 query heads a KV head take up to")
     assert reason.endswith("bytes of shared memory, and sm_90 has 232448")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_candidates_with_a_bias_have_room_for_its_tiles(dtype):
+    """Tiles of 128 by 128 with three stages asked for 360,448 bytes of an H200's 232,448."""
+    array, length = SHAPE((2, 2048, 4, 128), jnp.bfloat16), 2048
+    record = TiledAttention(
+        query=array, key=array, value=array, softmax_scale=0.1, bias=SHAPE((1, 4, length, length), dtype)
+    )
+    sizes = {(x.block_q, x.block_kv) for x in tiles.candidates(record, H200, "forward")}
+    assert (64, 64) in sizes
+    assert (128, 128) not in sizes
+    assert (128, 128) in {
+        (x.block_q, x.block_kv) for x in tiles.candidates(dataclasses.replace(record, bias=None), H200, "forward")
+    }

@@ -15,7 +15,8 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.chips import KIBI, chip_of
-from ejkernel_triton.tiled_attention.spec import in_pieces, padded, padded_row
+from ejkernel_triton.tiled_attention.shared_memory import pair_bytes, row_bytes
+from ejkernel_triton.tiled_attention.spec import padded, padded_row
 
 Pass = Literal["forward", "keys", "queries"]
 Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
@@ -242,20 +243,6 @@ RICH: Exceptions = {
 TABLES: dict[Pass, dict[Generation, Preference]] = {"forward": FORWARD, "keys": KEYS, "queries": QUERIES}
 
 
-class Share(NamedTuple):
-    """How often shared memory holds the rows that a program keeps, and those of a stage that it streams."""
-
-    stationary: int
-    streamed: int
-
-
-HALVES = {"forward": Share(1, 2), "keys": Share(2, 2), "queries": Share(2, 2)}
-SPLIT = {"forward": Share(2, 1), "keys": Share(4, 2), "queries": Share(4, 2)}
-"""In float32, whose parts pass through shared memory."""
-PIECES = {"forward": Share(2, 1), "keys": Share(0, 1), "queries": Share(0, 1)}
-"""In float32 with rows of which the backward kernels hold pieces."""
-
-
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> TritonForward | TritonBackward:
     """The configuration for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
@@ -329,23 +316,17 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
     unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
     exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
     first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
-    budget = chip_of(device).shared_memory - (0 if which == "forward" else 4 * KIBI)
-    fits = [tile for tile in dict.fromkeys((*first, *preferred)) if _bytes(record, which, tile) <= budget]
+    memory = chip_of(device).shared_memory
+    budget = memory - (0 if which == "forward" else 4 * KIBI)
+    fits = [tile for tile in dict.fromkeys((*first, *preferred)) if row_bytes(record, which, tile) <= budget]
+    if unit in ("hopper", "blackwell"):  # where all stages are in shared memory, and leave the least room
+        fits = [tile for tile in fits if row_bytes(record, which, tile) + pair_bytes(record, tile) <= memory]
     fits = fits or [preferred[-1]]
     stationary = fits[0].stationary
     # Where no diagonal cuts a tile, long ones are better.
     if which == "forward" and itemsize <= 2 and exceptions is not RICH and not first and _is_open(record):
         fits.sort(key=lambda tile: 0 if tile.stationary != stationary else -tile.streamed)
     return tuple(fits)
-
-
-def _bytes(record: TiledAttention, which: Pass, tile: Tile) -> int:
-    """Bytes of shared memory of a tile."""
-    itemsize = jnp.dtype(record.query.dtype).itemsize
-    pieces = in_pieces(record, tile.stationary, tile.streamed)
-    share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]
-    rows = share.stationary * tile.stationary + share.streamed * tile.stages * tile.streamed
-    return rows * itemsize * padded_row(record)
 
 
 def _is_rich(record: TiledAttention) -> bool:
