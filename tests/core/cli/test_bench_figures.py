@@ -75,7 +75,7 @@ def test_what_nobody_counted_has_no_rate(run):
 
 def test_the_table_states_rates_their_count_device_and_versions(run):
     output = run("bench", *SMALL).output
-    for words in ("TFLOP/s", "GB/s", "spread", "on cpu; ejkernel 0.2.0, jax ", "FLOP: 2 * (D + Dv) a pair and head"):
+    for words in ("TFLOP/s", "GB/s", "spread", "on cpu; ejkernel 0.2.0, jax ", "FLOP: 2 * (D + Dv) per head and"):
         assert words in output
 
 

@@ -61,15 +61,15 @@ MISTAKES = {
     "no option of that name": ((*SMALL, "-o", "colour=red"), "no option 'colour'; it has softmax_scale"),
     "option without a value": ((*SMALL, "-o", "causal"), "got 'causal', wants NAME=VALUE"),
     "array as an option": ((*SMALL, "-o", "query=3"), "query of flash_attention is an array: --shape"),
-    "call option": ((*SMALL, "-o", "mesh=3"), "mesh is no argument of the call"),
+    "call option": ((*SMALL, "-o", "mesh=3"), "mesh is not an argument of the operation"),
     "value of the wrong kind": ((*SMALL, "-o", "causal=7"), "causal: got int 7"),
     "value out of range": ((*SMALL, "-o", "sliding_window=0"), "sliding_window: got int 0"),
     "dtype that is none": ((*SMALL, "--dtype", "floaty"), "there is no dtype 'floaty'"),
     "dtype that does not fit": (("--shape", "1,64,2,16:int32"), "wants a floating dtype"),
     "platform": ((*SMALL, "--platform", "abacus"), "platform: got 'abacus'"),
     "case": (("--case", "none of these"), "no case 'none of these'"),
-    "case and shape": ((*SMALL, "--case", "plain"), "--case brings its own shapes"),
-    "two cases": (("--case", "plain", "--case", "causal"), "--case can be given once"),
+    "case and shape": ((*SMALL, "--case", "plain"), "--case has its own shapes"),
+    "two cases": (("--case", "plain", "--case", "causal"), "--case can be used only once"),
     "value size without a value": (("--value-dim", "3"), "no shape of 'value'"),
 }
 
