@@ -51,7 +51,8 @@ def test_paged_attention_takes_what_its_bound_says(name, target):
 @pytest.mark.parametrize("gates", GATES)
 def test_the_delta_rule_fits_with_heads_of_256(gates, dtype, target):
     calls = delta_launches(delta_record(gates, dtype), DEVICES[target])
-    took = {call.kernel.__name__: ahead.shared_memory(call, target) for call in calls}
-    assert "states_kernel" in took
-    assert "state_gradients_kernel" in took
+    # Those that hold all key channels of a state.
+    of_states = [call for call in calls if call.kernel.__name__ in ("states_kernel", "state_gradients_kernel")]
+    took = {call.kernel.__name__: ahead.shared_memory(call, target) for call in of_states}
+    assert len(took) == 2
     assert max(took.values()) <= chips.named(target).shared_memory, took
