@@ -42,6 +42,12 @@ which decides what `ejkernel.__version__` says, and nothing else:
 export EJKERNEL_UPSTREAM_VERSION=0.0.78
 export EASYDEL_AUTO=0 # otherwise EasyDeL sets flags of XLA that JAX 0.10 no longer has, and XLA ends the process
 ```
+
+Small Llama, Qwen3-Next and DeepSeek-V3 models generate the same tokens with both libraries (EasyDeL 0.3.0, ejkernel
+0.0.78, JAX 0.10.2, CPU), and so does EasyDeL's server for Llama with `ragged_page_attention_v2`,
+`ragged_page_attention_v3` and `unified_attention`, and for DeepSeek-V3 with both versions of
+`multi_latent_ragged_page_attention`. Logits of padding differ, as the table of other meanings says of rows with nothing
+to attend. Caches of TurboQuant are not here yet.
 """
 
 NAMES = """## Names and signatures
