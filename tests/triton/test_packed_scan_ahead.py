@@ -3,9 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
-
 from triton_chips import CHIPS, assert_fits_and_spills_nothing
 
 from ejkernel.families.selective_scan import SelectiveScan
