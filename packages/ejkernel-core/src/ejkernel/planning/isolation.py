@@ -7,6 +7,9 @@ pairs that attend are read:
     forward     value   0 instead of what is not finite       key     NaN where the value was not
     backward    q, k, v, do, o   likewise                     lse     NaN in rows where q, do, o or lse were not
 
+"Finite" means so in a product too: the largest float32 numbers are brought down to the largest of TF32, because a
+tensor core rounds them to infinity. Each is off by at most a part in 2,048.
+
 A score of NaN is masked by selecting, never by adding or multiplying, so a mark reaches what attends and nothing else.
 The cost is a pass over keys and values before the forward kernel, and over the arrays of the backward one, of calls
 with segment ids alone; XLA fuses it with what makes them. So it is for calls in an `isolate_sequences` block.
@@ -20,6 +23,9 @@ import jax
 import jax.numpy as jnp
 
 FIELDS = ("query", "key", "value")
+
+LARGEST = (2 - 2.0**-10) * 2.0**127
+"""The largest number of TF32, to which float32 products on tensor cores round their operands."""
 
 
 def has_segments(record: Any) -> bool:
@@ -75,8 +81,8 @@ def isolate_rows(cotangent: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def finite_or_zero(x: jax.Array) -> jax.Array:
-    """x with 0 instead of NaN and infinities."""
-    return jnp.where(jnp.isfinite(x), x, 0)
+    """x with 0 instead of NaN and infinities, and float32 numbers no larger than TF32 has."""
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST) if x.dtype == jnp.float32 else x, 0)
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:
