@@ -127,19 +127,20 @@ def rows(record: GroupedMatmul, lhs: jax.Array, scale: jax.Array | None) -> jax.
 
 
 def gradients_of_rows(
-    record: GroupedMatmul, product: jax.Array, lhs: jax.Array, scale: jax.Array
+    record: GroupedMatmul, product: jax.Array, lhs: jax.Array, scale: jax.Array, first_row: jax.Array | int = 0
 ) -> dict[str, jax.Array]:
     """Gradients of rows and of their scales, in the dtype of that of their product.
 
     Args:
         record: Whose they are.
-        product: [..., K], the gradient of `rows(record, lhs, scale)`.
-        lhs: [..., K].
-        scale: [..., blocks].
+        product: [m, K], the gradient of `rows(record, lhs, scale)`.
+        lhs: [m, K], some of the record's rows.
+        scale: [m, blocks], their scales.
+        first_row: Which of the record's rows is the first of them.
     """
     shares = jnp.sum((product * lhs.astype(product.dtype)).reshape(*scale.shape, -1), axis=-1)
     first, end = group_rows(record)
-    row = jnp.arange(lhs.shape[0], dtype=jnp.int32)
+    row = first_row + jnp.arange(lhs.shape[0], dtype=jnp.int32)
     # Rows without a matrix have gradients of 0, whatever they and their scales hold.
     assigned = ((row >= first[:, None]) & (row < end[:, None])).any(axis=0)[:, None]
     return {"lhs": jnp.where(assigned, rows(record, product, scale), 0), "lhs_scale": jnp.where(assigned, shares, 0)}

@@ -87,7 +87,9 @@ def _tile(
 def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gradients:
     """Gradients of a tile's rows and of their scales, from that of the product of the two."""
     scale = at.scales(record)
-    return {"lhs": product} if scale is None else gradients_of_rows(record, product, at.take(record.lhs), scale)
+    if scale is None:
+        return {"lhs": product}
+    return gradients_of_rows(record, product, at.take(record.lhs), scale, at.start)
 
 
 def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
