@@ -168,7 +168,7 @@ def test_cases_are_served():
     first, behind_triton = cuda.IMPLEMENTATIONS
     with target_device(H200):
         for case in CASES.values():
-            record = OP.lower(jax.eval_shape(case.make, jax.random.key(0)))
+            record = jax.eval_shape(OP.lower, jax.eval_shape(case.make, jax.random.key(0)))
             assert not list(behind_triton.requires.extra(record)), case.name
             # The cases without transpose are too narrow to come before Triton.
             assert bool(list(first.requires.extra(record))) == (not record.transpose), case.name
@@ -229,14 +229,14 @@ def test_chips_without_code_are_refused(capability):
 )
 def test_splits_fill_the_chip_in_one_wave(rows, k, n, transpose, parts):
     for m in rows:
-        record = OP.lower(sizes(m=m, k=k, n=n, transpose=transpose))
+        record = jax.eval_shape(OP.lower, sizes(m=m, k=k, n=n, transpose=transpose))
         assert splits.heuristic(record, H200, "forward") == QuantizedSplits(splits=parts)
 
 
 @pytest.mark.parametrize(("k", "n"), [(14336, 4096), (4096, 4096), (8192, 3072)])
 def test_blocks_of_narrow_matrices_have_whole_columns(k, n):
     for m in (1, 16):
-        record = OP.lower(sizes(m=m, k=k, n=n, transpose=True))
+        record = jax.eval_shape(OP.lower, sizes(m=m, k=k, n=n, transpose=True))
         assert splits.heuristic(record, H200, "forward") == QuantizedSplits(splits=0)
 
 
@@ -254,7 +254,7 @@ def test_blocks_of_narrow_matrices_have_whole_columns(k, n):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_other_calls_have_clusters(changes, possible):
-    record = OP.lower(sizes(**{"transpose": True, "k": 14336, "n": 4096, **changes}))
+    record = jax.eval_shape(OP.lower, sizes(**{"transpose": True, "k": 14336, "n": 4096, **changes}))
     assert splits.heuristic(record, H200, "forward").splits > 0
     assert (QuantizedSplits(splits=0) in splits.candidates(record, H200, "forward")) == possible
 
@@ -266,7 +266,7 @@ def test_other_calls_have_clusters(changes, possible):
 def test_the_call_lowers(monkeypatch, m, transpose, symbol):
     monkeypatch.setattr("ejkernel_cuda.quantized_matmul.forward.registered", lambda symbol: symbol)
     call = functools.partial(forward, config=QuantizedSplits(splits=4))
-    record = OP.lower(sizes(m=m, transpose=transpose))
+    record = jax.eval_shape(OP.lower, sizes(m=m, transpose=transpose))
     text = jax.jit(call).trace(record).lower(lowering_platforms=("cuda",)).as_text()
     assert f"@ejkernel_quantized_{symbol}" in text
     assert f"tensor<{m}x14336xbf16>" in text

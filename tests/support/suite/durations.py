@@ -7,9 +7,9 @@ process takes before its first test, to import and to collect, is in the line of
 
 import json
 import os
-import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -56,9 +56,9 @@ class Clock:
 
     def _measure(self, item: pytest.Item) -> Generator[None, Any, Any]:
         self.events.clear()
-        (own, children), began = _processor(), time.perf_counter()
+        (own, children), began = _processor(), perf_counter()
         result = yield
-        (own_after, children_after), wall = _processor(), time.perf_counter() - began
+        (own_after, children_after), wall = _processor(), perf_counter() - began
         busy = min(1.0, (own_after - own) / wall) if wall else 0.0
         seconds = {kind: spent * busy for kind, spent in self.events.items()}
         seconds["run"] = max(0.0, own_after - own - sum(seconds.values()))
