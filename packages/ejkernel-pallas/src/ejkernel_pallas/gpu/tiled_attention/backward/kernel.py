@@ -258,7 +258,7 @@ def _make_weights(
         else:
             weights = jnp.exp2(scores * spec.log2_scale - shift)
         made = (
-            _dropped(call, slot, dropout_keys, *_factors(weights, capped))
+            _dropped(call, slot, dropout_keys, mask_scores is not None, *_factors(weights, capped))
             if spec.has_dropout
             else _factors(weights, capped)
         )
@@ -279,17 +279,27 @@ def _factors(weights: Any, capped: Any) -> Iterator[Any]:
         yield weights * (1 - capped * capped)
 
 
-def _dropped(call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], *given: Any) -> list[Any]:
+def _dropped(
+    call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *given: Any
+) -> list[Any]:
     """What `_make_weights` makes of a step's weights, and of these times the cap's slope where there is a cap.
 
     A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
     for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
     their factor is tiny, instead of p: what <do, v> adds is lost, and so is the weight in dv.
+
+    Where pairs are masked, rows of other segments may hold any number: p times delta comes first, as 0 times an
+    infinite delta / tiny is NaN, and the factor is no larger than p, 0 of a masked pair, for which nothing is lost.
     """
     spec, buffers, (rows, columns) = call.spec, call.buffers, dropout_keys()
     delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *given
     shape, tiny = factors.shape, dropout.TINY[spec.dtype.name]
-    begun = over_rows(delta, shape), factors * over_rows(delta * (1 / tiny), shape)
+    if masked:
+        lost = factors * over_rows(delta, shape) * (1 / tiny)
+        tiny = jnp.minimum(factors, tiny)
+    else:
+        lost = factors * over_rows(delta * (1 / tiny), shape)
+    begun = over_rows(delta, shape), lost
     return dropout.where_kept(spec, rows, columns, *((x, 0.0) for x in weights), (factors, tiny), begun)
 
 
