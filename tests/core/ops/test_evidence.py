@@ -9,7 +9,7 @@ import toy
 
 from ejkernel.modules.base import detect_platform
 from ejkernel.ops import DeviceInfo, evidence, explain, target_device
-from ejkernel.ops.evidence import Confirmation, EvidenceFile, EvidenceWarning, FamilyEvidence, Tally
+from ejkernel.ops.evidence import Confirmation, EvidenceFile, EvidenceWarning, FamilyEvidence, Tally, trouble
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 H100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H100 80GB HBM3", compute_capability=9.0)
@@ -124,6 +124,15 @@ def test_evidence_is_about_a_toolchain(ship):
 def test_evidence_has_to_be_whole(ship, shipped, problem):
     ship(shipped)
     assert sentence() == f"not confirmed on NVIDIA H200 with jax {JAX}.77: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("kin", "holds"), [(Tally(passed=3), True), (Tally(passed=3, not_run=("test_value[a]",)), False), (Tally(), False)]
+)
+def test_an_operation_without_a_served_case_has_the_evidence_of_its_kin(kin, holds):
+    found = FamilyEvidence(digest="d", operations={"toy": Tally(refused=9), "another": kin})
+    assert trouble(found, "toy") == ("" if holds else "no test of toy has run")
+    assert trouble(found, "unknown") == "no test of unknown has run"
 
 
 def test_the_last_run_on_the_same_kind_of_device_counts(ship):
