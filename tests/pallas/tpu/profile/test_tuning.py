@@ -79,7 +79,7 @@ def test_what_depends_on_unknown_values_is_no_prediction(run, faked):
 def test_a_pass_that_nobody_serves_is_an_error_with_the_reasons(run, faked):
     output = run(*SMALL, "--target", "v5p", "--platform", "triton", status=1)
     assert "platform='triton' was asked for" in output
-    assert "no implementation serves the forward pass" in output
+    assert "no implementation supports the forward pass" in output
 
 
 def test_a_target_that_nobody_offers_is_refused(run):
@@ -87,7 +87,7 @@ def test_a_target_that_nobody_offers_is_refused(run):
 
 
 def test_repetitions_of_a_prediction_are_refused(run):
-    assert "--repeat: a prediction" in run(*SMALL, "--target", "v5e", "--repeat", "3", status=2)
+    assert "--repeat has no effect with --target" in run(*SMALL, "--target", "v5e", "--repeat", "3", status=2)
 
 
 def test_without_libtpu_it_says_what_to_install(run, monkeypatch):
