@@ -13,6 +13,7 @@ FAULTS = read_faults()
 def test_there_are_enough_of_each_part():
     assert len(FAULTS) >= 120
     assert len({(fault.file, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS)
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     packages = Counter(fault.file.split("/")[1] for fault in FAULTS)
     assert packages.keys() >= {"ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda"}
     kinds = {"mask", "rescale", "stride", "gradient", "heads", "pages", "barrier", "tier", "lock", "dtype"}

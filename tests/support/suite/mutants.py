@@ -1,8 +1,10 @@
 """Plants faults, one at a time, in a copy of the project, and tells which command catches each: `nox -s mutants`.
 
-tests/mutants/faults.toml lists the faults. `--piece 3/8` takes every eighth, from the third on, so that eight machines
-share the work. `--fast` runs the tests that the list names for a file, and no others: first those that `nox -s tests`
-runs, then the rest of them. Without it both commands run whole, after those, until a test fails.
+tests/mutants/faults.toml lists the faults, and tests/mutants/results.md has a row for each that has been tried. A fault
+that is in the results is not tried again, unless `--again` asks for those that survived or `--names` names it.
+`--piece 3/8` takes every eighth, from the third on, so that eight machines share the work. `--fast` runs the tests that
+the list names for a file, and no others: first those that `nox -s tests` runs, then the rest of them. Without it both
+commands run whole, each after the tests that the list names, until a test fails.
 """
 
 import dataclasses
@@ -12,19 +14,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
 FAULTS = ROOT / "tests" / "mutants" / "faults.toml"
+RESULTS = ROOT / "tests" / "mutants" / "results.md"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".nox", "__pycache__", ".*_cache", "dist", "site")
-FIRST, THOROUGH, SURVIVES = "nox -s tests", "nox -s thorough", "survives"
-COMMON = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no")
+FIRST, THOROUGH, SURVIVES, EQUIVALENT = "nox -s tests", "nox -s thorough", "survives", "equivalent"
+COMMON = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--timeout=300")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +34,24 @@ class Fault:
     """A change of a line that some test must notice.
 
     Attributes:
-        number: Its place in the list, from 1.
+        name: Its name, which results are kept under.
         file: Path in the project.
         kind: What goes wrong: a mask, a rescale, a lock ...
         old: The only such text in the file.
         new: What replaces it.
         tests: Files of tests to try first.
         ops: Operations of the conformance suite to try first.
+        equivalent: Why no test can notice the change; empty where one can.
     """
 
-    number: int
+    name: str
     file: str
     kind: str
     old: str
     new: str
     tests: tuple[str, ...]
     ops: tuple[str, ...]
+    equivalent: str = ""
 
     def is_stale(self, root: Path) -> bool:
         """Whether the text is not there exactly once: the source has changed since."""
@@ -71,19 +75,23 @@ class Fault:
 class Outcome:
     """What became of a fault: the command that caught it, and the first test that failed."""
 
-    fault: int
+    fault: str
     command: str
     test: str
-    seconds: float
+
+    def row(self) -> str:
+        """Its row of the table of results."""
+        return f"| {self.fault} | {self.command} | {self.test} |"
 
 
 def read_faults() -> list[Fault]:
     """The list."""
-    groups = tomllib.loads(FAULTS.read_text(encoding="utf-8"))["group"]
-    rows = [(group, row) for group in groups for row in group["faults"]]
+    listed = tomllib.loads(FAULTS.read_text(encoding="utf-8"))
+    equivalent = listed.get("equivalent", {})
+    rows = [(group, row) for group in listed["group"] for row in group["faults"]]
     return [
-        Fault(number, group["file"], row[0], row[1], row[2], tuple(group["tests"]), tuple(group["ops"]))
-        for number, (group, row) in enumerate(rows, 1)
+        Fault(name, group["file"], kind, old, new, tuple(group["tests"]), tuple(group["ops"]), equivalent.get(name, ""))
+        for group, (name, kind, old, new) in rows
     ]
 
 
@@ -91,7 +99,7 @@ class Workshop:
     """A copy of the project to plant faults in."""
 
     def __init__(self, folder: Path, plan: Path) -> None:
-        self.root, self.plan = folder / "project", plan
+        self.root, self.plan, self.passing = folder / "project", plan, set[str]()
         shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
         sources = map(str, sorted(self.root.glob("packages/*/src")))
         # Before the editable installations, whose metadata stay in use.
@@ -102,7 +110,7 @@ class Workshop:
 
     def try_fault(self, fault: Fault, fast: bool) -> Outcome:
         """Plants a fault, runs tests until one fails that passes without it, and takes the fault out again."""
-        path, began, outcome = self.root / fault.file, time.monotonic(), (SURVIVES, "")
+        path, outcome = self.root / fault.file, (SURVIVES, "")
         original, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
 
         def restore() -> None:
@@ -113,17 +121,22 @@ class Workshop:
             fault.plant(self.root)
             test = self._failure(*arguments)
             restore()
-            if test and not self._failure(test):
+            if test and self._passes(test):
                 outcome = (command, test)
                 break
-        return Outcome(fault.number, *outcome, round(time.monotonic() - began, 1))
+        return Outcome(fault.name, *outcome)
+
+    def _passes(self, test: str) -> bool:
+        """Whether a test passes where no fault is planted."""
+        if test not in self.passing and not self._failure(test):
+            self.passing.add(test)
+        return test in self.passing
 
     def _runs(self, fault: Fault, fast: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
         """What is run until a test fails: arguments of pytest, and the command that they are a part of."""
-        for command, options in ((FIRST, (f"--only={self.plan}",)), (THOROUGH, ())):
+        for command, cover, options in ((FIRST, "first", (f"--only={self.plan}",)), (THOROUGH, "rest", ())):
             yield from ((command, (*target, *options)) for target in fault.targets())
-        if not fast:
-            for command, cover in ((FIRST, "first"), (THOROUGH, "rest")):
+            if not fast:
                 yield command, ("-n", "auto", "--maxprocesses", "4", f"--ejk-cover={cover}", "tests")
 
     def _failure(self, *arguments: str) -> str:
@@ -145,58 +158,65 @@ class Workshop:
         return subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, check=False)
 
 
-def report(faults: Sequence[Fault], outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The table: a line per fault, then how many each command catches."""
-    by_number = {fault.number: fault for fault in faults}
-    for outcome in outcomes:
-        fault = by_number[outcome.fault]
-        yield f"{fault.number:4} {outcome.command:15} {fault.kind:9} {fault.file}"
-        yield f"{'':20} {fault.old.strip()} -> {fault.new.strip()}"
-        yield f"{'':20} {outcome.test or 'no test fails'} ({outcome.seconds:.0f} s)"
+def report(outcomes: Sequence[Outcome]) -> str:
+    """How many faults each command catches."""
     counts = Counter(outcome.command for outcome in outcomes)
-    total = len(outcomes)
-    yield f"{total} faults: " + ", ".join(f"{name} {counts[name]}" for name in (FIRST, THOROUGH, SURVIVES))
+    names = (FIRST, THOROUGH, SURVIVES, EQUIVALENT)
+    return f"{len(outcomes)} faults: " + ", ".join(f"{name} {counts[name]}" for name in names)
 
 
-def read_outcomes(path: Path | None) -> list[Outcome]:
-    """What an earlier run has written."""
-    if path is None or not path.exists():
-        return []
-    return [Outcome(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_outcomes(path: Path = RESULTS) -> dict[str, Outcome]:
+    """What earlier runs have written, by the names of faults; the last row counts."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| "))
+    return {row[0]: Outcome(*row) for row in rows if row[0] != "Fault"}
+
+
+def write_outcomes(outcomes: Iterable[Outcome], path: Path = RESULTS) -> None:
+    """Writes the table anew, in the order of the list of faults."""
+    place = {fault.name: index for index, fault in enumerate(read_faults())}
+    ordered = sorted((outcome for outcome in outcomes if outcome.fault in place), key=lambda one: place[one.fault])
+    head = ("# Which command catches which fault", "", "| Fault | Caught by | Test |", "|---|---|---|")
+    path.write_text("\n".join((*head, *(outcome.row() for outcome in ordered), "")), encoding="utf-8")
+
+
+def choose(faults: Sequence[Fault], known: Mapping[str, Outcome], options: Mapping[str, str]) -> Iterator[Fault]:
+    """The faults to try now; says of those that cannot be planted why."""
+    piece, pieces = map(int, options.get("--piece", "1/1").split("/"))
+    names = options["--names"].split(",") if "--names" in options else None
+    again = "--again" in options
+    for fault in faults[piece - 1 :: pieces]:
+        tried = fault.name in known and not (again and known[fault.name].command == SURVIVES)
+        if (fault.name not in names) if names is not None else tried:
+            continue
+        if fault.is_stale(ROOT):
+            print(f"{fault.name} is out of date: {fault.file} has no {fault.old!r}", flush=True)
+        else:
+            yield fault
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a piece of the list.
 
     Args:
-        arguments: `--piece K/N`, `--fast`, `--numbers 3,17`, `--plan FILE`, `--out FILE` (outcomes as JSON lines,
-            which a later run continues).
+        arguments: `--piece K/N`, `--fast`, `--again`, `--names A,B`, `--plan FILE` (the ids of the first command's
+            tests, written where it is not there), `--out FILE` (the table of results that a run continues).
     """
     options = dict(zip(arguments, (*arguments[1:], ""), strict=True))
-    faults = read_faults()
-    piece, pieces = map(int, options.get("--piece", "1/1").split("/"))
-    chosen = faults[piece - 1 :: pieces]
-    if "--numbers" in options:
-        chosen = [faults[int(number) - 1] for number in options["--numbers"].split(",")]
-    out = Path(options.get("--out", "")) if "--out" in options else None
-    outcomes = read_outcomes(out)
-    known = {outcome.fault for outcome in outcomes}
+    out = Path(options.get("--out", RESULTS)).absolute()
+    faults, outcomes = read_faults(), read_outcomes(out)
+    outcomes |= {fault.name: Outcome(fault.name, EQUIVALENT, fault.equivalent) for fault in faults if fault.equivalent}
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(options.get("--plan", f"{folder}/plan.json")).absolute()
         workshop = Workshop(Path(folder), plan)
-        for fault in chosen:
-            if fault.number in known:
-                continue
-            if fault.is_stale(ROOT):
-                print(f"{fault.number:4} is out of date: {fault.file} has no {fault.old!r}", flush=True)
-                continue
-            outcomes.append(workshop.try_fault(fault, "--fast" in options))
-            print(*report(faults, outcomes[-1:]), sep="\n", flush=True)
-            if out is not None:
-                with out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(dataclasses.asdict(outcomes[-1])) + "\n")
-    print(*report(faults, outcomes), sep="\n")
-    return int(any(outcome.command == SURVIVES for outcome in outcomes))
+        for fault in choose(faults, outcomes, options):
+            outcome = workshop.try_fault(fault, "--fast" in options)
+            print(outcome.row(), flush=True)
+            outcomes[fault.name] = outcome
+            write_outcomes(outcomes.values(), out)
+    write_outcomes(outcomes.values(), out)
+    print(report(list(outcomes.values())))
+    return int(any(outcome.command == SURVIVES for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":
