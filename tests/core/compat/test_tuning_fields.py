@@ -7,13 +7,17 @@ import jax
 import numpy as np
 import pytest
 
+from ejkernel.compat.upstream import listed, unread_fields
 from ejkernel.modules import (
     GroupedMatmulConfig,
     MultiLatentRaggedPageAttentionConfig,
     MultiLatentRaggedPageAttentionV2Config,
     UnifiedAttentionConfig,
 )
+from ejkernel.modules.operations import configs
 from ejkernel.ops.call import call, decide
+from ejkernel.ops.config.params import BaseOperationConfig, given_leaves
+from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
 
 OPS = sorted(name for name, op in registry().ops.items() if op.function.__module__.startswith("ejkernel."))
@@ -67,3 +71,44 @@ def test_what_a_server_sets_changes_no_result(name):
         jax.tree.leaves(call(op, record, cfg=SERVERS[name])), jax.tree.leaves(call(op, record)), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+UNREAD = {name: frozenset(names) for name, names in listed()["unread"].items()}
+
+
+def pairs(name: str) -> list[tuple[str, BaseOperationConfig]]:
+    """The public fields of an operation that only tune, each with a configuration that sets it alone."""
+    config = registry().op(name).config
+    alone = [config(**{field: value}) for field, value in fields(config)]
+    parts = [(cfg.part("forward") or cfg.part("backward"), cfg) for cfg in alone]
+    return [(leaf, cfg) for part, cfg in parts for leaf in given_leaves(part) if leaf not in config.about_call]
+
+
+def test_the_table_of_fields_that_nothing_reads_is_that_of_the_kernels():
+    """A field that is added to a configuration without a kernel that reads it, or loses its last one, shows here."""
+    ours = {name: fields for name, fields in unread_fields(registry()).items() if hasattr(configs, name)}
+    assert {name: frozenset(names) for name, names in ours.items()} == UNREAD
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_field_can_only_raise(name):
+    op = registry().op(name)
+    record = op.cases[0].make(jax.random.key(0))
+    for leaf, cfg in pairs(name):
+        decision = decide(op, record, cfg=cfg)
+        assert decision.forward.implementation is not None, leaf
+        if leaf in UNREAD.get(op.config.__name__, ()) and cfg.part("forward") is not None:
+            assert f"{leaf}: no effect" in str(decision), leaf
+
+
+def test_fields_of_another_kernels_own_type_are_refused():
+    """Public fields may have no effect; a kernel's own type has no field that its kernel does not read."""
+    op = registry().op("flash_attention")
+    record = op.cases[0].make(jax.random.key(0))
+    own = registry().implementations["flash_attention"]
+    triton = next(i for i in own if i.platform == "triton").config
+    device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+    part = triton.heuristic(op.lower(record), device, "forward")
+    verdicts = decide(op, record, cfg=op.config(fwd_params=part)).forward.verdicts
+    xla = next(v for v in verdicts if v.implementation.name == "xla")
+    assert xla.reasons == (f"cfg: {type(part).__name__} is a configuration of another kernel",)

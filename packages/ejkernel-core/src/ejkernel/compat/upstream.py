@@ -8,7 +8,7 @@ from typing import Any
 from ejkernel.compat.differences import differences, reason, upstream_surface
 from ejkernel.ops.config.params import BaseOperationConfig
 from ejkernel.ops.config.space import leaf_names
-from ejkernel.ops.plugins import Registry, registry
+from ejkernel.ops.plugins import Registry
 
 INTRODUCTION = """# Coming from upstream
 
@@ -64,7 +64,7 @@ says so by name.
 
 
 def listed() -> dict[str, Any]:
-    """The tables written by hand: `reason` and `difference`."""
+    """The tables written by hand: `reason`, `unread` and `difference`."""
     return tomllib.loads(Path(__file__).with_name("upstream.toml").read_text(encoding="utf-8"))
 
 
@@ -77,7 +77,7 @@ def upstream_page() -> str:
             INTRODUCTION,
             names_and_signatures(tables["reason"]),
             FIELDS,
-            _table(("configuration", "fields"), unread_fields(registry())),
+            _table(("configuration", "fields"), [_unread_row(*item) for item in tables["unread"].items()]),
             "## Other meanings\n",
             _table(("topic", "upstream", "here"), other),
         )
@@ -102,16 +102,20 @@ def names_and_signatures(reasons: dict[str, str]) -> str:
     return "\n".join((NAMES.format(**counts), _table(("upstream", "here", "reason"), lines)))
 
 
-def unread_fields(found: Registry) -> list[tuple[str, str]]:
-    """Configuration class -> its public fields that no registered kernel reads."""
-    rows: list[tuple[str, str]] = []
+def unread_fields(found: Registry) -> dict[str, list[str]]:
+    """Configuration class -> its public fields that no registered kernel reads, as listed in `upstream.toml`."""
+    unread: dict[str, list[str]] = {}
     for name, op in sorted(found.ops.items()):
         spaces = [implementation.config for implementation in found.implementations.get(name, ())]
         read = {field for space in spaces for role in ("forward", "backward", "both") for field in space.read(role)}
-        unread = sorted(_public_fields(op.config) - read)
-        if unread:
-            rows.append((f"`{op.config.__name__}`", ", ".join(f"`{field}`" for field in unread)))
-    return list(dict.fromkeys(rows))
+        fields = sorted(_public_fields(op.config) - read)
+        if fields:
+            unread[op.config.__name__] = fields
+    return unread
+
+
+def _unread_row(config: str, fields: list[str]) -> tuple[str, str]:
+    return f"`{config}`", ", ".join(f"`{field}`" for field in fields)
 
 
 def _public_fields(config: type[BaseOperationConfig]) -> set[str]:
