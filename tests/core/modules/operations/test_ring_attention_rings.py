@@ -108,9 +108,10 @@ def test_chunks_go_by_positions_and_are_not_causal_by_themselves():
 @pytest.mark.parametrize("segments", [False, True])
 def test_chunks_are_those_of_the_mask(size, segments):
     query, key, value, _, _ = inputs()
-    info = MaskInfo(_q_segment_ids=ring_calls.IDS, _kv_segment_ids=ring_calls.IDS) if segments else None
+    ids = {"_q_segment_ids": ring_calls.IDS, "_kv_segment_ids": ring_calls.IDS} if segments else {}
+    info = MaskInfo(**ids) if segments else None
     chunked = MaskInfo.create_chunked_attention_mask(5, T)
-    explicit = (info or MaskInfo()).replace(attention_mask=jnp.broadcast_to(chunked, (1, 1, T, T)))
+    explicit = MaskInfo(_attention_mask=jnp.broadcast_to(chunked, (1, 1, T, T)), **ids)
     want = quickly(flash, query, key, value, mask_info=explicit)
     call = functools.partial(spread, chunk_size=5, causal=True, mask_info=info)
     np.testing.assert_allclose(quickly(call, query, key, value, **on(ring(size))), want, rtol=2e-5, atol=2e-6)
