@@ -5,9 +5,9 @@
     python tests/project/machine_code.py --compare before.json after.json
 
 Every implementation of a backend lowers the conformance cases it serves, both passes, for a chip that need not be
-there. Kept are the Mosaic modules of TPU and Hopper kernels, and the PTX of Triton kernels, without locations, debug
-information and symbol names; dispatch wants jax-triton installed for these. Modules are compared as a set for each
-call: the order of a program's kernels is XLA's.
+there. Kept are the Mosaic modules of TPU and Hopper kernels, the PTX of Triton kernels, and whole StableHLO programs of
+the XLA backend (`cpu --backend xla`), without locations, debug information and symbol names; dispatch wants jax-triton
+installed for PTX. Modules are compared as a set for each call: the order of a program's kernels is XLA's.
 """
 
 import argparse
@@ -26,12 +26,13 @@ from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.plugins import registry
 
 CHIPS = {
+    "cpu": DeviceInfo(platform="cpu", vendor="", kind="cpu"),
     "v5e": DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite"),
     "v6e": DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite"),
     "v7x": DeviceInfo(platform="tpu", vendor="google", kind="TPU7x"),
     "h200": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
 }
-LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda"}
+LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 KERNEL_CALLS = re.compile("tpu_custom_call|mosaic_gpu")
 NAMES = re.compile(r'@[\w$.]+|@"[^"]*"|sym_name = "[^"]*"|loc\([^()]*\)|#loc.*')
 DEBUG = re.compile(r"^\s*(//.*|\.loc\b.*|\.file\b.*|\$L__(tmp|func)\w*:.*)$|//.*$", re.MULTILINE)
@@ -41,7 +42,7 @@ def main() -> int:
     """Writes what kernels lower to, or compares two files of it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("chip", nargs="?", choices=sorted(CHIPS))
-    parser.add_argument("--backend", default="pallas", choices=("pallas", "triton"))
+    parser.add_argument("--backend", default="pallas", choices=("pallas", "triton", "xla"))
     parser.add_argument("--only", default="", help="regular expression: operation-implementation-case")
     parser.add_argument("--tag", default="ci", help="tag of the cases; empty for all")
     parser.add_argument("--out", type=Path)
@@ -110,6 +111,9 @@ def kernels(subject: Any, chip: str, backend: str) -> list[str]:
         return output, pull(jax.tree.map(jnp.ones_like, output))
 
     run = gradients if back else call
+    if backend == "xla":
+        program = jax.jit(run).trace(args).lower(lowering_platforms=(LOWERED_FOR[CHIPS[chip].platform],))
+        return [NAMES.sub("@", program.as_text())]
     return triton_kernels(run, args, chip) if backend == "triton" else mosaic_kernels(run, args, chip)
 
 
