@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from style import BLUE, CARD, LIGHT_BLUE, MUTED, save
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.block_maps import block_map
+from ejkernel.families.tiled_attention.block_maps import block_map
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import NumpyMask
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.selective_scan import SelectiveScan, reference
-from ejkernel.planning import packed_scan
-from ejkernel.planning.scan_sequences import sequences
+from ejkernel.families.selective_scan import SelectiveScan, packed_scan, reference
+from ejkernel.families.selective_scan.scan_sequences import sequences
 from ejkernel_cuda.selective_scan.backward import WARPGROUP_CHANNELS
 from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning.paged_work import deal, find_work
+from ejkernel.families.paged_attention.work import deal, find_work
 from ejkernel_triton.paged_attention import forward
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.spec import make_spec

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_and_spills_nothing, run_interpreted
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention.work import Work, deal
 from ejkernel.ops.device import target_device
-from ejkernel.planning.paged_work import Work, deal
 from ejkernel_triton import launch
 from ejkernel_triton.paged_attention import config
 from ejkernel_triton.paged_attention.forward import forward

@@ -12,8 +12,8 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import target_device
+from ejkernel.ops.nested import DISPATCHED
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning.selected_branches import DISPATCHED
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.selected_attention import compressed, config, lists
 from ejkernel_triton.selected_attention.backward import selected_gradients

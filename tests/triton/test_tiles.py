@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.planning.tile_pairs import padding_as_segments
 from ejkernel_triton.requirements import JAX_TRITON
 from ejkernel_triton.tiled_attention import implementations, tiles
 from ejkernel_triton.tiled_attention.block_lists import key_blocks, query_blocks

@@ -28,7 +28,7 @@ inline bool belongs(
          int64_t(intervals.element_count()) == count;
 }
 
-// Stored states of all rows of tokens: `interval_count` of ejkernel.planning.packed_scan, of packed sequences.
+// Stored states of all rows of tokens: `interval_count` of ejkernel.families.selective_scan.packed_scan, of packed sequences.
 inline int64_t stored_intervals(const Packing& packing, int64_t rows, int64_t tokens) {
   if (packing.bounds == nullptr) return rows * ((tokens + kInterval - 1) / kInterval);
   return rows * (tokens / kInterval + packing.sequences);

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from ejkernel.families import tiled_attention
-from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import PagedAttention, latent_pages
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations import mla_decode
 from ejkernel.modules.operations.mla_decode import MLADecodeArguments
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
-from ejkernel.planning import latent_pages
 from ejkernel_pallas.gpu.hopper import wgmma
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
 from ejkernel_pallas.gpu.latent_attention import combine, implementations, kernel, plan, plan_kernel, run, spec

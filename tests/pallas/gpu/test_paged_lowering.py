@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ejkernel.families.paged_attention import PagedAttention, reference
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
-from ejkernel.planning import paged_cache
 from ejkernel_pallas.gpu.paged_attention import implementations, plan, prefill, prefill_plan, producer, run, spec
 
 SHAPE = jax.ShapeDtypeStruct

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.block_maps import block_map
+from ejkernel.families.tiled_attention.block_maps import block_map
 from ejkernel.types.sparse_masks import LocalMask, MultiHeadMask, NumpyMask
 from ejkernel_pallas.gpu.tiled_attention.masks.pattern import key_lists, query_lists
 

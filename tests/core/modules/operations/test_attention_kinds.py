@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.attention_kinds import kind, kind_of_large
+from ejkernel.families.tiled_attention.kinds import kind, kind_of_large
 from ejkernel.types.sparse_masks import LocalMask
 
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from ring_calls import on, ring
 
 from ejkernel.families.ring_attention import RingAttention
+from ejkernel.families.ring_attention.schedule import load_of, local_part, ring_of, step_record
 from ejkernel.modules import ring_attention
-from ejkernel.planning.ring_schedule import load_of, local_part, ring_of, step_record
 from ejkernel_xla.tiled_attention.blocks import make_plan
 from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
 

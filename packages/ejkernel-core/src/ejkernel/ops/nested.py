@@ -50,3 +50,7 @@ class Nested:
 
         op = registry().ops[self.op]
         return CallPlan(op=op, device=current_device(), platform="auto", cfg=None, chain=default_chain())
+
+
+DISPATCHED = Nested("flash_attention")
+"""Tiled attention, by whichever implementation serves it best."""

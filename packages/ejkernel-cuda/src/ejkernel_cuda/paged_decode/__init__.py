@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning import paged_cache
 from ejkernel_cuda.paged_decode import blocks
 from ejkernel_cuda.requirements import decoding_requires
 

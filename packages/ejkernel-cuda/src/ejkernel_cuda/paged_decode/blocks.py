@@ -3,9 +3,9 @@
 import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.planning import paged_cache
 from ejkernel_cuda.dense_decode.splits import CHIPS, HEADS_PER_BLOCK
 
 ENOUGH_BLOCKS = 0.95

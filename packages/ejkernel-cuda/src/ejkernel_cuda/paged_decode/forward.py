@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.planning.in_place import unfused
 from ejkernel_cuda.dense_decode.forward import FAR
 from ejkernel_cuda.dense_decode.splits import HEADS_PER_BLOCK

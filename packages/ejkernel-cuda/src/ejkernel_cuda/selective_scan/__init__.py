@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import current_device
-from ejkernel.planning import scan_sequences
 from ejkernel_cuda import library
 from ejkernel_cuda.selective_scan import tiles
 

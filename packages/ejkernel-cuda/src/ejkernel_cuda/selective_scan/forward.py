@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan
-from ejkernel.planning import packed_scan
-from ejkernel.planning.scan_sequences import sequences, with_states
+from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan, packed_scan
+from ejkernel.families.selective_scan.scan_sequences import sequences, with_states
 from ejkernel_cuda.library import registered
 from ejkernel_cuda.selective_scan.tiles import PIECE_CHANNELS, ScanTile, padded
 

@@ -3,9 +3,9 @@
 import dataclasses
 
 from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.families.selective_scan.scan_sequences import sequences
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.planning.scan_sequences import sequences
 
 LARGEST = 16
 """Numbers of a state that the kernels hold."""

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
-from ejkernel.planning.row_tiles import find_row_tiles, most_tiles
+from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.gated_grouped_matmul.config import GatedTiles, rows_shape
 from ejkernel_triton.grouped_matmul.spec import dot_precision, widens
 from ejkernel_triton.launch import Shape, launch

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.grouped_matmul import FAMILY
+from ejkernel.families.grouped_matmul.kinds import kind_of
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import current_device
-from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_triton import requirements
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.planning.row_tiles import find_row_tiles, most_tiles
+from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.grouped_matmul.config import GroupedForward
 from ejkernel_triton.grouped_matmul.spec import (
     GroupedRowsSpec,

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-# Fields of an entry of the tile list, `ejkernel.planning.row_tiles`.
+# Fields of an entry of the tile list, `ejkernel.families.grouped_matmul.row_tiles`.
 MATRIX = tl.constexpr(0)
 ROW = tl.constexpr(1)
 END = tl.constexpr(2)

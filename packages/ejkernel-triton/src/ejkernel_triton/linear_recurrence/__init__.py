@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.linear_recurrence import plain_states as recurrent_states
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning import recurrent_states
 from ejkernel_triton.linear_recurrence import config, decode_config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo, current_device
-from ejkernel.planning import paged_cache
 from ejkernel_triton.paged_attention import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 

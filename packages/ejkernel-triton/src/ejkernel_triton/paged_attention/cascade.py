@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
-from ejkernel.planning import paged_cache
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.paged_attention.config import SCORE_ROWS, PagedForward

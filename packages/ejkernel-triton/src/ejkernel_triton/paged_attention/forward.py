@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning import paged_cache
-from ejkernel.planning.latent_pages import Rotary, rotary_of
-from ejkernel.planning.paged_work import Deal, Work, deal, find_work
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.latent_pages import Rotary, rotary_of
+from ejkernel.families.paged_attention.work import Deal, Work, deal, find_work
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention import cascade
 from ejkernel_triton.paged_attention.config import PagedForward

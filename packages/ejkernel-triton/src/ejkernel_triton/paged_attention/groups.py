@@ -1,7 +1,7 @@
 """How many query heads of one KV head a tile of scores has."""
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_triton.chips import KIBI, Chip
 from ejkernel_triton.sizes import padded
 

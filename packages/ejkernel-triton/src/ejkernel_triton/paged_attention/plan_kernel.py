@@ -2,8 +2,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """The work list of a call and the programs' shares of it, in one launch.
 
-`ejkernel.planning.paged_work` says what they are; as XLA computes them, they are a dozen launches, which together take
-a quarter of the time of decoding 64 sequences of 2048 tokens.
+`ejkernel.families.paged_attention.work` says what they are; as XLA computes them, they are a dozen launches, which
+together take a quarter of the time of decoding 64 sequences of 2048 tokens.
 
     sequences   n       0     1  2     3          lengths of queries -> tiles of query rows -> first entry of each
     entries     w    0  1  2  3     4  5  6       n is put where its first entry is; a running maximum fills the rest

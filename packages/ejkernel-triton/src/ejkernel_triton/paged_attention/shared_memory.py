@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_triton.chips import KIBI, Chip
 from ejkernel_triton.paged_attention.groups import group_of
 from ejkernel_triton.sizes import padded

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.latent_pages import Rotary
 from ejkernel.ops.device import current_device
-from ejkernel.planning import paged_cache
-from ejkernel.planning.latent_pages import Rotary
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward

@@ -1,7 +1,7 @@
 """Ring attention in Triton: every step is one call of tiled attention."""
 
 from ejkernel.ops import Implementation
-from ejkernel.planning.ring_registration import ring_implementation
+from ejkernel.ops.ring_registration import ring_implementation
 from ejkernel_triton import tiled_attention
 
 PASSES = "ejkernel_triton.ring_attention.passes"

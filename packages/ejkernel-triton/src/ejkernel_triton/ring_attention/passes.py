@@ -1,13 +1,13 @@
-"""Ring attention in Triton: the ring loop of `ejkernel.planning.ring_loop`, each step one tiled attention kernel."""
+"""Ring attention in Triton: the loop of `families.ring_attention.loop`, each step one tiled attention kernel."""
 
 from typing import Any
 
 import jax
 
 from ejkernel.families.ring_attention import RingAttention
+from ejkernel.families.ring_attention import loop as ring_loop
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning import ring_loop
 from ejkernel_triton.tiled_attention import backward as tiled_backward
 from ejkernel_triton.tiled_attention import forward as tiled_forward
 

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.device import current_device
+from ejkernel.ops.nested import DISPATCHED
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning.selected_branches import DISPATCHED, DenseKernel
 from ejkernel_triton.chips import chip_of
 
 BLOCK_KV = 64

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals
-from ejkernel.planning import selected_branches
+from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selected_attention.compressed import DENSE
 from ejkernel_triton.selected_attention.config import SelectedForward

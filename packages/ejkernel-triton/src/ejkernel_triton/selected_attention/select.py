@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.families.selected_attention.block_selection import current_blocks
 from ejkernel.ops.device import current_device
-from ejkernel.planning.block_selection import current_blocks
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.selected_attention.config import group_size, padded

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning import scan_sequences
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selective_scan import config, step
 

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
-from ejkernel.planning import packed_scan
-from ejkernel.planning.scan_sequences import sequences
+from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, packed_scan
+from ejkernel.families.selective_scan.scan_sequences import sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
+from ejkernel.families.tiled_attention.block_maps import pattern_reasons
+from ejkernel.families.tiled_attention.kinds import kind_of_large
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.attention_kinds import kind_of_large
-from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import tiles
 

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning import block_maps
-from ejkernel.planning.block_maps import BlockMap, block_map
-from ejkernel.planning.tile_pairs import cuts, runs, sorted_pairs
+from ejkernel.families.tiled_attention import TiledAttention, block_maps
+from ejkernel.families.tiled_attention.block_maps import BlockMap, block_map
+from ejkernel.families.tiled_attention.tile_pairs import cuts, runs, sorted_pairs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.planning.tile_pairs import padding_as_segments, tiles
+from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.block_lists import key_blocks
 from ejkernel_triton.tiled_attention.operands import operands

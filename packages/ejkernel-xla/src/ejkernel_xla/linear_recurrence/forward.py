@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, states
-from ejkernel.planning.recurrent_states import with_plain_states
+from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel_xla.linear_recurrence.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.chunking import (
     Chunking,

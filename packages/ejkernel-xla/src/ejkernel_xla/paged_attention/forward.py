@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention import PagedAttention, as_computed, band, qq_terms
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.work import Work, find_work, longest_first, take
 from ejkernel.families.tiled_attention import soft_capped
-from ejkernel.planning import paged_cache
-from ejkernel.planning.paged_work import Work, find_work, longest_first, take
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.paged_attention.tiles import PagedTiles, PagedTiling, tiles
 

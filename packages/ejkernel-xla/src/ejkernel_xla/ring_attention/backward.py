@@ -14,9 +14,7 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.tiled_attention import SoftmaxResiduals, less_lse_cotangent
-from ejkernel.ops.pullback import Pullback
-from ejkernel.planning.ring_schedule import (
+from ejkernel.families.ring_attention.schedule import (
     Load,
     Ring,
     columns,
@@ -26,6 +24,8 @@ from ejkernel.planning.ring_schedule import (
     ring_of,
     step_record,
 )
+from ejkernel.families.tiled_attention import SoftmaxResiduals, less_lse_cotangent
+from ejkernel.ops.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention.schedule import Load, load_of, local_part, ring_of, step_record
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.planning.ring_schedule import Load, load_of, local_part, ring_of, step_record
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_xla.tiled_attention import forward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator

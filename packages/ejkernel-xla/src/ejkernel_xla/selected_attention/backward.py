@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning import selected_branches
 from ejkernel_xla.selected_attention.forward import DENSE
 from ejkernel_xla.selected_attention.lists import (
     Operands,

@@ -1,7 +1,7 @@
 """The selective scan in XLA: chunks of tokens, of which only the states between them are kept."""
 
+from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace
-from ejkernel.planning import scan_sequences
 from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.selective_scan import tiles
 

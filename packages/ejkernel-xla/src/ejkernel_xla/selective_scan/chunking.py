@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, accumulator
-from ejkernel.planning import packed_scan
-from ejkernel.planning.packed_scan import PackedIntervals
+from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, accumulator, packed_scan
+from ejkernel.families.selective_scan.packed_scan import PackedIntervals
 from ejkernel_xla.selective_scan.chunk import Tokens
 
 

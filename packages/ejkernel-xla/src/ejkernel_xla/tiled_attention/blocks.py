@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.tile_pairs import Cut
+from ejkernel.families.tiled_attention.tile_pairs import Cut
 
 TILE_ELEMENTS = 2**20
 """Scores computed at once: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""

@@ -3,10 +3,10 @@
     key tiles     |  empty  | partial |  full  |  full  | partial |  empty  |
                             ^ first   ^ full_start      ^ full_end ^ last
 
-`ejkernel.planning.tile_pairs` sorts the tile pairs, once per call, into empty, full and partial ones. Without explicit
-positions and segment ids this is arithmetic at trace time; otherwise the tables are traced, and loop bounds follow the
-values. Windows, causal order and segments leave a contiguous run of tiles. Those of a pattern need not be contiguous,
-and `ejkernel_xla.tiled_attention.patterns` lists them.
+`ejkernel.families.tiled_attention.tile_pairs` sorts the tile pairs, once per call, into empty, full and partial ones.
+Without explicit positions and segment ids this is arithmetic at trace time; otherwise the tables are traced, and loop
+bounds follow the values. Windows, causal order and segments leave a contiguous run of tiles. Those of a pattern need
+not be contiguous, and `ejkernel_xla.tiled_attention.patterns` lists them.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.tile_pairs import runs, sorted_pairs
+from ejkernel.families.tiled_attention.tile_pairs import runs, sorted_pairs
 from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan
 from ejkernel_xla.tiled_attention.patterns import KeyTileLists, list_key_tiles
 from ejkernel_xla.tiled_attention.scores import segment_ids

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.block_maps import BlockMap, block_lists, cut_pattern
+from ejkernel.families.tiled_attention.block_maps import BlockMap, block_lists, cut_pattern
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 from ejkernel_xla.tiled_attention.blocks import Axis, Cursor, TilePlan
 

@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.pages import LANES, packing
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
@@ -38,8 +40,6 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
-from ejkernel.planning import paged_cache
-from ejkernel.planning.paged_cache import LANES, packing
 
 
 @arguments

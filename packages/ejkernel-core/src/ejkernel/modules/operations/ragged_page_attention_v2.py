@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
@@ -41,7 +42,6 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
-from ejkernel.planning import paged_cache
 
 
 @arguments

@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.pages import LANES, packing
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
@@ -45,8 +47,6 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
-from ejkernel.planning import paged_cache
-from ejkernel.planning.paged_cache import LANES, packing
 
 Layout = Literal["interleaved", "lanes"]
 

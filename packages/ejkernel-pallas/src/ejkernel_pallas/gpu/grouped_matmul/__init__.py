@@ -3,8 +3,8 @@
 What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
 """
 
+from ejkernel.families.grouped_matmul.kinds import kind_of
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.grouped_kinds import kind_of
 from ejkernel_pallas.gpu.grouped_matmul import gated_spec, scaled_spec, spec
 from ejkernel_pallas.gpu.requirements import hopper_requires
 

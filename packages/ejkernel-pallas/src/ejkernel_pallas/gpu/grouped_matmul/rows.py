@@ -23,7 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.planning.row_tiles import FIELDS
+from ejkernel.families.grouped_matmul.row_tiles import FIELDS
 from ejkernel_pallas.gpu.grouped_matmul import gated, producer, scaled, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.scaled import Part

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.planning.row_tiles import FIELDS
+from ejkernel.families.grouped_matmul.row_tiles import FIELDS
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import GroupedSpec
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
 
 FEW_ITEMS = 1024

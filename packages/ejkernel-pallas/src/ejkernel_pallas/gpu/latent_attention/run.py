@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.latent_pages import Rotary, as_pages, rotary_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.planning import paged_cache
-from ejkernel.planning.latent_pages import Rotary, as_pages, rotary_of
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Call, Shared

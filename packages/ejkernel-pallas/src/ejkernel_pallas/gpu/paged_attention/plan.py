@@ -8,8 +8,8 @@ programs have equal shares; lengths are read on the device.
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel.planning import paged_cache
-from ejkernel.planning.paged_cache import QueryTiles
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.pages import QueryTiles
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT
 

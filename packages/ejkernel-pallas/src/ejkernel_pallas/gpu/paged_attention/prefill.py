@@ -22,7 +22,7 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import whole
 from ejkernel_pallas.gpu.hopper.registers import as_int32

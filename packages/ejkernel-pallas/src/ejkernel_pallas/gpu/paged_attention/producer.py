@@ -7,7 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.planning.paged_cache import COMBINED
+from ejkernel.families.paged_attention.pages import COMBINED
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.call import Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.pages import Places, block_places

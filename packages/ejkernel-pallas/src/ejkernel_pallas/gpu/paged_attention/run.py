@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning import paged_cache
-from ejkernel.planning.paged_cache import COMBINED
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.pages import COMBINED
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.combine import Parts, combined

@@ -1,7 +1,7 @@
 """Ring attention in Mosaic GPU, for NVIDIA's Hopper: every step is one kernel of tiled attention."""
 
 from ejkernel.ops import Implementation
-from ejkernel.planning.ring_registration import ring_implementation
+from ejkernel.ops.ring_registration import ring_implementation
 from ejkernel_pallas.gpu import tiled_attention
 
 PASSES = "ejkernel_pallas.gpu.ring_attention.passes"

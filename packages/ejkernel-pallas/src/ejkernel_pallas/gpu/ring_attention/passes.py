@@ -1,4 +1,5 @@
-"""Ring attention in Mosaic GPU: the loop of `ejkernel.planning.ring_loop`, each step one tiled attention kernel.
+"""Ring attention in Mosaic GPU: the loop of `ejkernel.families.ring_attention.loop`, each step one tiled attention
+kernel.
 
     XLA           send and receive the keys of step n + 1
     Mosaic GPU    tiled attention on the keys of step n        gpu/tiled_attention/{forward,backward}
@@ -11,9 +12,9 @@ from typing import Any
 import jax
 
 from ejkernel.families.ring_attention import RingAttention
+from ejkernel.families.ring_attention import loop as ring_loop
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.ops.pullback import Pullback
-from ejkernel.planning import ring_loop
 from ejkernel_pallas.gpu.tiled_attention.backward import run as tiled_backward
 from ejkernel_pallas.gpu.tiled_attention.forward import run as tiled_forward
 

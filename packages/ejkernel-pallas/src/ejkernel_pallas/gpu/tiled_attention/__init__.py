@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, SOFTMAX
+from ejkernel.families.tiled_attention.block_maps import pattern_reasons
+from ejkernel.families.tiled_attention.kinds import kind_of_large
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.attention_kinds import kind_of_large
-from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.gpu.requirements import hopper_requires
 from ejkernel_pallas.gpu.tiled_attention import tiles
 

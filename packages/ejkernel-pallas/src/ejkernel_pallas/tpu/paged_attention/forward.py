@@ -9,7 +9,7 @@ from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import operands

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import token_rows
 from ejkernel_pallas.tpu.paged_attention.tiles import tile_rows

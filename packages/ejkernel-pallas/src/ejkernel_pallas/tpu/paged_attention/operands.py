@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, as_computed
-from ejkernel.planning import paged_cache
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, PagedSpec, stored
 from ejkernel_pallas.tpu.paged_attention.work import WorkList

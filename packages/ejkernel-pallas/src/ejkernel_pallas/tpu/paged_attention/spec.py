@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
-from ejkernel.planning import paged_cache
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES

@@ -6,8 +6,8 @@ import jax
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention.schedule import Load, load_of, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.planning.ring_schedule import Load, load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.ring_plan import RingPlan, empty_state
 from ejkernel_pallas.tpu.ring_attention.softmax import RingForwardRefs, continue_softmax

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention
+from ejkernel.families.ring_attention.schedule import load_of, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.planning.ring_schedule import load_of, ring_of
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.ring_attention import remote_calls
 from ejkernel_pallas.tpu.ring_attention.forward import State, states

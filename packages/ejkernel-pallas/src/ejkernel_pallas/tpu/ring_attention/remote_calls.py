@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.families.ring_attention.schedule import Ring
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.ring_schedule import Ring
 from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
 from ejkernel_pallas.tpu.ring_attention.neighbours import Arrays, Channel, ChannelRefs, Route
 from ejkernel_pallas.tpu.ring_attention.ring_plan import Lister, RingPlan

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention.schedule import Load, Ring, local_part, step_record
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.planning.ring_schedule import Load, Ring, local_part, step_record
 from ejkernel_pallas.tpu.ring_attention.tiles import fitted
 from ejkernel_pallas.tpu.tiled_attention.operands import canonical
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spec

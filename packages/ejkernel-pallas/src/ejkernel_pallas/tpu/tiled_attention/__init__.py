@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
+from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.block_maps import pattern_reasons
 from ejkernel_pallas.tpu.requirements import tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import tiles
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
-from ejkernel.planning.block_maps import PatternTiles, pattern_tiles
-from ejkernel.planning.tile_pairs import padding_as_segments
+from ejkernel.families.tiled_attention.block_maps import PatternTiles, pattern_tiles
+from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded

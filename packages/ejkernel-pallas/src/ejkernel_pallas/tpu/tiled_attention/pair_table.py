@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.block_maps import block_map
+from ejkernel.families.tiled_attention.block_maps import block_map
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 WORK, MASKED, FIRST, LAST = 1, 2, 4, 8

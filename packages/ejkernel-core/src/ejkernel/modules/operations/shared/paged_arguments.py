@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.families.paged_attention.pages import LAYOUTS
 from ejkernel.modules.operations.shared.shapes import (
     as_number,
     as_window,
@@ -17,7 +18,6 @@ from ejkernel.modules.operations.shared.shapes import (
 )
 from ejkernel.ops.config.params import BaseOperationConfig
 from ejkernel.ops.model import Tolerance
-from ejkernel.planning.paged_cache import LAYOUTS
 
 Config = TypeVar("Config", bound=BaseOperationConfig)
 

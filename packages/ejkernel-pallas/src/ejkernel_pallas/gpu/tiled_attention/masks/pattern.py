@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
+from ejkernel.families.tiled_attention.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
 from ejkernel_pallas.gpu.tiled_attention.masks.tile_masks import SPAN
 
 QUAD = 4

@@ -1,0 +1,16 @@
+"""Softmax attention that also returns its weights."""
+
+import dataclasses
+
+from ejkernel.families import tiled_attention
+from ejkernel.families.attention_weights.reference import Output, reference
+
+__all__ = ["FAMILY", "Output", "reference"]
+
+
+FAMILY = dataclasses.replace(
+    tiled_attention.FAMILY,
+    name="attention_weights",
+    axes={**tiled_attention.AXES, "output": ("b t h v", "b h t s")},
+    reference=reference,
+)

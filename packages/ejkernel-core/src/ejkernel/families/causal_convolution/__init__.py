@@ -1,0 +1,60 @@
+"""The causal convolution family: the record its operations lower to and its meaning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.families.causal_convolution.record import CausalConvolution, accumulator, activate, places, states
+from ejkernel.families.causal_convolution.reference import reference
+from ejkernel.ops.model import Family
+from ejkernel.planning.requests import packed_requests
+
+__all__ = [
+    "FAMILY",
+    "CausalConvolution",
+    "accumulator",
+    "activate",
+    "localise",
+    "places",
+    "reference",
+    "requests",
+    "states",
+]
+
+
+def localise(record: CausalConvolution, offsets: Mapping[str, jax.Array]) -> CausalConvolution:
+    """One shard's record as it is: rows and channels know nothing of each other."""
+    return record
+
+
+def requests(record: CausalConvolution) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: packed sequences, or the rows."""
+    if record.cu_seqlens is None:
+        return ({"b": np.arange(record.x.shape[0])},)
+    return (packed_requests(record.cu_seqlens, record.x.shape[1]),)
+
+
+FAMILY = Family(
+    name="causal_convolution",
+    record=CausalConvolution,
+    differentiable=("x", "weight", "bias", "initial_state", "sequence_state"),
+    dtype=lambda record: record.x.dtype,
+    head_dims=lambda record: (record.weight.shape[1],),
+    axes={
+        "x": "b t i",
+        "weight": "i w",
+        "bias": "i",
+        "initial_state": "b i s",
+        "cu_seqlens": "n",
+        "sequence_state": "r i s",
+        # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
+        "output": ("b t i", "b i s"),
+    },
+    shardable="bi",
+    aligned=(),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+)

@@ -1,0 +1,82 @@
+"""What implementations of the causal convolution share: the states behind sequences and their part in gradients."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.causal_convolution.record import CausalConvolution, states
+
+States = jax.Array
+
+
+def final_states(record: CausalConvolution) -> States:
+    """The last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1], in x's dtype."""
+    before, held = states(record), record.weight.shape[1] - 1
+    tokens = record.x.shape[1]
+    if record.cu_seqlens is None:
+        last = jnp.swapaxes(record.x[:, max(0, tokens - held) :], 1, 2)
+        return jnp.concatenate([before, last], axis=2)[:, :, before.shape[2] + last.shape[2] - held :]
+    token, slot, inside = _packed(record)
+    rows = record.x[0].at[token].get(mode="clip")
+    kept = jnp.take_along_axis(before, jnp.clip(slot, 0, max(0, held - 1))[:, None], axis=2)
+    return jnp.where(inside[:, None], jnp.swapaxes(rows, 1, 2), kept)
+
+
+def add_state_gradients(
+    record: CausalConvolution, dx: jax.Array, dbefore: States, cotangent: States
+) -> tuple[jax.Array, States]:
+    """Adds the final states' cotangents to the gradients of what they hold.
+
+    Args:
+        record: The canonical arguments.
+        dx: [B, T, C], gradient of x by way of the output.
+        dbefore: [B, C, W - 1] or [N, C, W - 1], gradient of the states before, likewise.
+        cotangent: Cotangent of the final states, same shape.
+
+    Returns:
+        Both, in their dtypes.
+    """
+    held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
+    if held == 0:
+        return dx, dbefore
+    if record.cu_seqlens is None:
+        taken = min(held, tokens)
+        last = jnp.swapaxes(cotangent[:, :, held - taken :], 1, 2).astype(dx.dtype)
+        kept = cotangent[:, :, : held - taken].astype(dbefore.dtype)
+        return dx.at[:, tokens - taken :].add(last), dbefore.at[:, :, taken:].add(kept)
+    token, slot, inside = _packed(record)
+    rows = jnp.swapaxes(cotangent, 1, 2).astype(dx.dtype)
+    dx = dx.at[0, jnp.where(inside, token, tokens)].add(rows, mode="drop")
+    kept = jnp.where(inside[:, None], 0, cotangent).astype(dbefore.dtype)
+    sequence = jnp.arange(slot.shape[0])[:, None]
+    places = jnp.where(inside, held, slot)
+    return dx, dbefore.at[sequence, :, places].add(jnp.swapaxes(kept, 1, 2), mode="drop")
+
+
+def state_sums(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
+    """What the states before packed sequences add to the sums of their first W - 1 tokens.
+
+    Returns:
+        Tokens [N, W - 1] int32, T for those that a shorter sequence does not have, and [N, W - 1, C] in the
+        accumulator's dtype.
+    """
+    dtype = jnp.promote_types(record.x.dtype, jnp.float32)
+    before, width = states(record).astype(dtype), record.weight.shape[1]
+    weight, tokens = record.weight.astype(dtype), record.x.shape[1]
+    rows = [
+        sum(weight[:, width - 1 - k] * before[:, :, width - 1 + position - k] for k in range(position + 1, width))
+        for position in range(width - 1)
+    ]
+    bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)  # pyright: ignore[reportOptionalMemberAccess]
+    token = bounds[:-1, None] + jnp.arange(width - 1, dtype=jnp.int32)
+    return jnp.where(token < bounds[1:, None], token, tokens), jnp.stack([jnp.asarray(row) for row in rows], axis=1)
+
+
+def _packed(record: CausalConvolution) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What every slot of the final states holds, [N, W - 1]: a token, or a slot of the states before; and which."""
+    if record.cu_seqlens is None:
+        raise ValueError("cu_seqlens: got None, wants the bounds of packed sequences")
+    held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
+    bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
+    slot = jnp.arange(held, dtype=jnp.int32)
+    behind = slot + jnp.diff(bounds)[:, None]
+    return bounds[1:, None] - held + slot, behind, behind >= held

@@ -1,0 +1,61 @@
+"""The argument record of the causal convolution, and what follows from it alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.planning import packing
+
+
+@arguments
+class CausalConvolution:
+    """Canonical input of one convolution. B rows, T tokens, C channels, W weights a channel, N packed sequences.
+
+    Attributes:
+        x: [B, T, C] floating.
+        weight: [C, W] floating.
+        bias: [C] floating; None adds nothing.
+        initial_state: [B, C, W - 1] floating, the tokens before the first of every row; None is zeros.
+        cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and sees no
+            others.
+        sequence_state: [N, C, W - 1] floating, with `cu_seqlens`: the tokens before the first of every sequence.
+        activation: None, or `"silu"`.
+    """
+
+    x: jax.Array
+    weight: jax.Array
+    bias: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    sequence_state: jax.Array | None = None
+    activation: str | None = static(None)
+
+
+def accumulator(record: CausalConvolution) -> Any:
+    """The dtype of sums: float32, or float64 for float64 x."""
+    return jnp.promote_types(record.x.dtype, jnp.float32)
+
+
+def states(record: CausalConvolution) -> jax.Array:
+    """The tokens before the first ones, [B, C, W - 1], or [N, C, W - 1] of packed sequences, in x's dtype."""
+    given = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    if given is not None:
+        return given.astype(record.x.dtype)
+    rows = record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return jnp.zeros((rows, record.x.shape[2], record.weight.shape[1] - 1), record.x.dtype)
+
+
+def places(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
+    """Sequence (a row is one; -1 for none) and position in it of every token, int32 [B, T]."""
+    rows, tokens, _ = record.x.shape
+    if record.cu_seqlens is not None:
+        return packing.packed_ids(record.cu_seqlens, tokens)
+    row, token = jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.arange(tokens, dtype=jnp.int32)
+    return jnp.broadcast_to(row, (rows, tokens)), jnp.broadcast_to(token, (rows, tokens))
+
+
+def activate(record: CausalConvolution, p: jax.Array) -> jax.Array:
+    """The activation of sums."""
+    return jax.nn.silu(p) if record.activation == "silu" else p

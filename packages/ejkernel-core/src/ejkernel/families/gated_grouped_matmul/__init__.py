@@ -1,0 +1,87 @@
+"""The gated grouped matmul family: the record its operations lower to and its meaning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families import grouped_matmul
+from ejkernel.families.gated_grouped_matmul.record import (
+    ACTIVATIONS,
+    GatedGroupedMatmul,
+    gate,
+    gathered,
+    product_record,
+)
+from ejkernel.families.gated_grouped_matmul.reference import reference
+from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
+from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING, UNUSED, claimed
+
+__all__ = [
+    "ACTIVATIONS",
+    "FAMILY",
+    "GatedGroupedMatmul",
+    "axes",
+    "gate",
+    "gathered",
+    "localise",
+    "product_record",
+    "reference",
+    "requests",
+]
+
+
+def axes(record: GatedGroupedMatmul) -> Mapping[str, Any]:
+    """The axis letters of a record's fields and of its output."""
+    token = "m" if record.indices is None else "t"
+    return {"lhs": f"{token} k", "rhs": "e k n", "group_sizes": "e", "indices": "m", "output": "m f"}
+
+
+def localise(record: GatedGroupedMatmul, offsets: Mapping[str, jax.Array]) -> GatedGroupedMatmul:
+    """One shard's record as it is: nothing is split."""
+    return record
+
+
+def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the groups, with their matrices, and the tokens, which share those."""
+    rows = record.lhs if record.indices is None else jnp.zeros((record.indices.shape[0], 1), record.lhs.dtype)
+    (first, end), row = (
+        (np.asarray(x) for x in grouped_matmul.group_rows(product_record(record, rows, rows.dtype))),
+        np.arange(rows.shape[0]),
+    )
+    owns = (row >= first[:, None]) & (row < end[:, None])
+    group, tokens = np.where(owns.any(axis=0), owns.argmax(axis=0), -1), record.lhs.shape[0]
+    token = row if record.indices is None else np.asarray(record.indices)
+    token = np.where((token >= 0) & (token < tokens), token, PADDING)
+    left_over = PADDING if record.left_over == "zero" else UNUSED
+    groups, used = np.full(tokens, UNUSED), (group >= 0) & (token >= 0)
+    for m in np.flatnonzero(used):
+        claimed(groups, token[m], group[m])
+    return (
+        {
+            "lhs": groups[:, None],
+            "output": np.where(group >= 0, group, left_over)[:, None],
+            "e": np.arange(owns.shape[0]),
+        },
+        {"lhs": np.arange(tokens)[:, None], "output": np.where(used, token, left_over)[:, None]},
+    )
+
+
+FAMILY = Family(
+    name="gated_grouped_matmul",
+    record=GatedGroupedMatmul,
+    differentiable=(),
+    dtype=lambda record: record.lhs.dtype,
+    head_dims=lambda record: (record.lhs.shape[-1], record.rhs.shape[-1]),
+    axes=axes,
+    shardable="",
+    aligned=(),
+    permissions=frozenset({"left_over"}),
+    localise=localise,
+    unsplit={"e": EXPERTS_OVER_DEVICES},
+    reference=reference,
+    requests=requests,
+)

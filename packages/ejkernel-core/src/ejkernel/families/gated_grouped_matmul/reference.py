@@ -1,0 +1,27 @@
+"""The meaning of gated grouped matmul, in plain jnp.
+
+Every row names a token and is multiplied with the matrix of its group; the first half of the columns gates the second:
+
+    y = x_t W_e          t = i_m, e the group of row m          o_m = act(y[:F]) y[F:]
+
+The product is taken as `grouped_matmul` takes it, and gated before it is rounded. A row that names no token, and one of
+no group, is 0; with `left_over="undefined"`, rows of no group are any numbers.
+
+Source: the gated linear units of Shazeer 2020, arXiv:2002.05202, in the experts of Gale et al. 2022, arXiv:2211.15841.
+"""
+
+import jax
+
+from ejkernel.families import grouped_matmul
+from ejkernel.families.gated_grouped_matmul.record import GatedGroupedMatmul, gate, gathered, product_record
+
+
+def reference(record: GatedGroupedMatmul) -> tuple[jax.Array, tuple[()]]:
+    """The family's meaning in plain jnp; float64 if lhs is, else float32.
+
+    Returns:
+        [M, F] in lhs's dtype. There are no residuals.
+    """
+    wide = grouped_matmul.dtype_of_sums(record.lhs.dtype)
+    products, _ = grouped_matmul.reference(product_record(record, gathered(record), wide))
+    return gate(record, products), ()

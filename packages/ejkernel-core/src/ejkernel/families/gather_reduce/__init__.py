@@ -1,0 +1,44 @@
+"""The gather-reduce family: the record its operations lower to and its meaning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, named, take_rows
+from ejkernel.families.gather_reduce.reference import reference
+from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING, UNUSED, claimed
+
+__all__ = ["FAMILY", "GatherReduce", "accumulator", "localise", "named", "reference", "requests", "take_rows"]
+
+
+def localise(record: GatherReduce, offsets: Mapping[str, jax.Array]) -> GatherReduce:
+    """One shard's record as it is: channels know nothing of each other."""
+    return record
+
+
+def requests(record: GatherReduce) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the tokens, with the rows that only one of them names."""
+    indices, owners = np.asarray(record.indices), np.full(record.rows.shape[0], UNUSED)
+    for token, row in np.argwhere(np.ones(indices.shape, bool)):
+        if 0 <= indices[token, row] < owners.size:
+            claimed(owners, indices[token, row], token)
+    # Rows that no token names have no gradient.
+    return ({"m": np.where(owners == UNUSED, PADDING, owners), "t": np.arange(indices.shape[0])},)
+
+
+FAMILY = Family(
+    name="gather_reduce",
+    record=GatherReduce,
+    differentiable=("rows", "weights"),
+    dtype=lambda record: record.rows.dtype,
+    head_dims=lambda record: (record.rows.shape[-1],),
+    axes={"rows": "m d", "indices": "t k", "inverse": "m n", "weights": "t k", "output": "t d"},
+    shardable="d",
+    aligned=(),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+)

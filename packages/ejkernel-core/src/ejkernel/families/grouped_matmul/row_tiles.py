@@ -1,0 +1,87 @@
+"""The tile list of a grouped matmul: which rows, of which group, each tile of rows has.
+
+It is made on the device from group sizes that may be traced, and has a fixed length: m rows of e groups, and the rows
+before and after them, have at most `m // block + e + 2` tiles of `block` rows that are not empty. So nothing is
+recompiled when sizes change, and no row is copied or padded:
+
+    groups      |   0   | 1 |      2         |  rows of no group  |
+    tiles of 4  |0000|00|1|2222|2222|22      |----|----|---       |     a tile begins with its group's first row
+
+Rows of no group have tiles unless the record leaves them undefined.
+
+The list takes a few small kernels that compare and sum, one after the other; calls of few rows would feel more of them.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_rows, running_sum
+
+NONE = -1
+"""In place of a matrix: the rows are of no group that has one."""
+FIELDS = 4
+"""Fields of an entry: number of the matrix, or `NONE`; the tile's first row; the row after the last of its group;
+and the first row of its group.
+
+Entries that are not real are zeros. After the entries comes a line with how many have no matrix and come first, how
+many have one and follow, and how many are real.
+"""
+
+
+class Segments(NamedTuple):
+    """Rows of no group, the groups of all matrices, and rows of no group again: together all rows. int32 [E + 2].
+
+    Attributes:
+        first: First row.
+        end: The row after the last.
+        tiles: How many tiles the rows are.
+        stop: How many tiles these and the ones before are.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    tiles: jax.Array
+    stop: jax.Array
+
+
+def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
+    """The tiles of a record in the order of rows, every row that is written in one of them: int32 [W + 1, `FIELDS`].
+
+    Args:
+        record: The record.
+        block: Rows of a tile.
+    """
+    matrices = record.rhs.shape[0]
+    found, length = _segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
+    matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
+    matrix = jnp.where(matrix < matrices, matrix, NONE)
+    fields = (matrix, found.first - (found.stop - found.tiles) * block, found.end, found.first)
+    # One sum of everything: the fields of the segment that an entry is in, or, in the last line, tiles.
+    entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
+    in_segment = (entry < found.stop) & (entry >= found.stop - found.tiles) & (entry < length)
+    counted = jnp.arange(matrices + 2)
+    kinds = (counted == 0, (counted > 0) & (counted <= matrices), counted >= 0, counted < 0)
+    values = jnp.where(in_segment[..., None], jnp.stack(fields, axis=-1), 0)
+    values += jnp.where(entry[..., None] == length, found.tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
+    steps = jnp.where(jnp.arange(FIELDS) == 1, block, 0)
+    real = jnp.any(in_segment, axis=1, keepdims=True)
+    return jnp.sum(values, axis=1, dtype=jnp.int32) + jnp.where(real, entry * steps, 0)
+
+
+def most_tiles(rows: int, matrices: int, block: int) -> int:
+    """W, the most tiles there can be: those that are whole, and one of every group and of the rows beside them."""
+    return rows // block + matrices + 2
+
+
+def _segments(record: GroupedMatmul, block: int) -> Segments:
+    rows = record.lhs.shape[0]
+    begins, ends = group_rows(record)
+    first = jnp.concatenate((jnp.zeros((1,), jnp.int32), begins, ends[-1:]))
+    end = jnp.concatenate((begins[:1], ends, jnp.full((1,), rows, jnp.int32)))
+    tiles = -(-(end - first) // block)
+    if record.left_over == "undefined":
+        segment = jnp.arange(tiles.shape[0])
+        tiles = jnp.where((segment > 0) & (segment <= record.rhs.shape[0]), tiles, 0)
+    return Segments(first, end, tiles, running_sum(tiles))

@@ -1,0 +1,74 @@
+"""Kernels of the linear recurrence that take states one way only: [B, H, K, V], or [N, H, K, V] of packed sequences.
+
+    @with_plain_states
+    def forward(record, config): ...             # never sees slots nor transposed states
+
+Around such a kernel, states are read out of the slots before it and stored into them behind it: a state moves three
+times, where a kernel that reads and writes slots itself moves it once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import record as family
+from ejkernel.families.linear_recurrence.record import LinearRecurrence
+from ejkernel.ops.pullback import Pullback
+
+Forward = Callable[[LinearRecurrence, Any], Any]
+Backward = Callable[[Pullback, Any], dict[str, jax.Array]]
+
+HANDLES = frozenset({"state_slots", "transposed_states"})
+"""Optional fields that a kernel honours with the decorators."""
+
+
+def with_plain_states(forward: Forward) -> Forward:
+    """The forward function for records with slots or transposed states, of one for plain states."""
+
+    @functools.wraps(forward)
+    def run(record: LinearRecurrence, config: Any) -> Any:
+        if not _moved(record):
+            return forward(record, config)
+        (read, final), *rest = forward(family.with_plain_states(record), config)
+        return (read, family.as_recorded(record, final)), *rest
+
+    return run
+
+
+def with_plain_state_gradients(backward: Backward) -> Backward:
+    """The backward function for records with slots or transposed states, of one for plain states."""
+
+    @functools.wraps(backward)
+    def run(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
+        record: LinearRecurrence = pullback.record
+        if not _moved(record):
+            return backward(pullback, config)
+        name = "initial_state" if record.cu_seqlens is None else "sequence_state"
+
+        def plain(held: jax.Array | None) -> LinearRecurrence:
+            return family.with_plain_states(dataclasses.replace(record, **{name: held}))
+
+        def stored(held: jax.Array | None, final: jax.Array) -> jax.Array:
+            return family.as_recorded(dataclasses.replace(record, **{name: held}), final)
+
+        held, (read, final) = getattr(record, name), pullback.cotangent
+        # Both are linear: the values that they are differentiated at do not matter, and XLA drops them.
+        _, pull_stored = jax.vjp(stored, held, jnp.zeros_like(family.states(plain(held))))
+        kept, final = pull_stored(final)
+        inner = dataclasses.replace(pullback, record=plain(held), output=None, cotangent=(read, final))
+        gradients = backward(inner, config)
+        if name in pullback.wanted:
+            _, pull_read = jax.vjp(lambda held: getattr(plain(held), name), held)
+            gradients[name] = kept + pull_read(gradients[name])[0]
+        return gradients
+
+    return run
+
+
+def _moved(record: LinearRecurrence) -> bool:
+    """Whether a record's states are not as a kernel for plain ones takes them."""
+    return record.transposed_states or family.in_slots(record) is not None

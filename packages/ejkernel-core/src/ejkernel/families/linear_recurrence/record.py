@@ -1,0 +1,138 @@
+"""The argument record of the chunked linear recurrence, and what follows from it alone."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.planning import slots
+
+
+@arguments
+class LinearRecurrence:
+    """Canonical input of one recurrence. B rows, T tokens, H heads, K key channels, V value channels, N sequences.
+
+    Query, key and value may each have fewer heads than H: head h reads head `h // (H // heads)` of them.
+
+    Attributes:
+        query: [B, T, Hq, K] floating.
+        key: [B, T, Hk, K], same dtype as query.
+        value: [B, T, Hv, V] floating.
+        softmax_scale: Factor on the output.
+        decay: [B|1, T|1, H, K|1] floating, log of the factor on the state's rows.
+        value_decay: [B, T, H, V] floating, log of the factor on the state's columns.
+        beta: [B, T, H] floating; its presence makes the recurrence a delta rule.
+        dt: [B, T, H] floating, factor on what a token writes; not with beta.
+        skip: [1, 1, H] floating, factor on what a token's own value adds to its output.
+        initial_state: [B, H, K, V] floating, the state before the first token of every row; None is zeros.
+        cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and each has a
+            state of its own. Empty sequences are allowed.
+        sequence_state: [N, H, K, V] floating, the state before each packed sequence; None is zeros. With
+            `state_slots`, the slots [S, H, K, V] that hold them.
+        state_slots: [N] int, the slot in which each packed sequence has its state; those of sequences with tokens
+            differ. Outside of 0 to S - 1: the sequence starts from zeros, and its state is not kept. The final states
+            are then the slots, in their dtype, of which only those of sequences with tokens have changed.
+        segment_ids: [B, T] int32; a token whose id differs from that of the last real token before it starts from a
+            zero state, and negative ids are padding. The first real token continues from the initial state.
+        transposed_states: Whether states are [..., V, K], those at the end too.
+        precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    softmax_scale: float = static()
+    decay: jax.Array | None = None
+    value_decay: jax.Array | None = None
+    beta: jax.Array | None = None
+    dt: jax.Array | None = None
+    skip: jax.Array | None = None
+    initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    sequence_state: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+    state_slots: jax.Array | None = None
+    transposed_states: bool = static(default=False)
+    precision: lax.Precision | None = static(default=None)
+
+
+class InSlots(NamedTuple):
+    """States in slots.
+
+    Attributes:
+        slots: [S, H, K, V], or transposed.
+        indices: [N] int, the slot of each sequence.
+        starts: [N + 1] int, cumulative lengths of the sequences.
+    """
+
+    slots: jax.Array
+    indices: jax.Array
+    starts: jax.Array
+
+
+TOKEN_FIELDS = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "skip")
+"""What every token brings, [B|1, T|1, heads, ...]."""
+
+
+def accumulator(record: LinearRecurrence) -> Any:
+    """The dtype of states and sums: float32, or float64 for float64 inputs."""
+    return jnp.promote_types(record.query.dtype, jnp.float32)
+
+
+def by_channel(record: LinearRecurrence) -> bool:
+    """Whether each key channel has a gate of its own."""
+    return record.decay is not None and record.decay.shape[3] > 1
+
+
+def head_count(record: LinearRecurrence) -> int:
+    """H: the heads that have a state of their own."""
+    return max(record.query.shape[2], record.value.shape[2])
+
+
+def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
+    """The record with states [B, H, K, V] or [N, H, K, V]: read out of slots, and not transposed."""
+    given = {"initial_state": record.initial_state, "sequence_state": record.sequence_state}
+    if (held := in_slots(record)) is not None:
+        given["sequence_state"] = slots.read_slots(held.slots, held.indices, held.starts)
+    if record.transposed_states:
+        given = {name: None if x is None else x.swapaxes(2, 3) for name, x in given.items()}
+    return dataclasses.replace(record, **given, state_slots=None, transposed_states=False)
+
+
+def as_recorded(record: LinearRecurrence, final: jax.Array) -> jax.Array:
+    """The final states of a record, from those of the same record with plain states."""
+    final = final.swapaxes(2, 3) if record.transposed_states else final
+    held = in_slots(record)
+    return final if held is None else slots.write_slots(held.slots, held.indices, held.starts, final)
+
+
+def in_slots(record: LinearRecurrence) -> InSlots | None:
+    """The states of packed sequences in slots; None where a record has them elsewhere, or none."""
+    held, indices, starts = record.sequence_state, record.state_slots, record.cu_seqlens
+    return None if held is None or indices is None or starts is None else InSlots(held, indices, starts)
+
+
+def states(record: LinearRecurrence) -> jax.Array:
+    """The states before the first tokens of a record with plain states: [B, H, K, V], or [N, H, K, V] of packed
+    sequences, in the accumulator."""
+    given = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    if given is not None:
+        return given.astype(accumulator(record))
+    rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return jnp.zeros((rows, head_count(record), record.query.shape[3], record.value.shape[3]), accumulator(record))
+
+
+def segment_roles(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which tokens are real and which start from a zero state, both bool [B, T].
+
+    Args:
+        segment_ids: [B, T] int, as in `LinearRecurrence`.
+    """
+    real = segment_ids >= 0
+    index = jnp.where(real, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
+    latest = jnp.pad(lax.cummax(index, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    before = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
+    return real, real & (latest >= 0) & (segment_ids != before)

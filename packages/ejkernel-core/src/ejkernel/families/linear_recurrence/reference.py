@@ -1,0 +1,91 @@
+"""The meaning of the chunked linear recurrence, in plain jnp.
+
+Every head of every row (or packed sequence) carries a state S of shape [K, V]. For each token t, in order:
+
+    S   = S * exp(decay_t)[:, None] * exp(value_decay_t)[None, :]      log-space gates
+    u_t = dt_t * v_t                                                   without beta; dt is 1 if not given
+    u_t = beta_t * (v_t - S^T k_t)                                     with beta (the delta rule)
+    S   = S + k_t u_t^T
+    o_t = softmax_scale * S^T q_t + skip * v_t                         read after write; skip is 0 if not given
+
+So the order is: decay, write, read. A gate of -inf forgets. Tokens with a negative segment id, and tokens of no packed
+sequence, leave the state alone and have output 0.
+
+Sources: Katharopoulos et al. 2020 (linear attention); Yang et al. 2023, arXiv:2312.06635 (gated linear attention);
+Qin et al. 2024, arXiv:2401.04658 (constant decay); Dao & Gu 2024, arXiv:2405.21060 (state space duality);
+Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (decay per channel in it).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.linear_recurrence.record import (
+    TOKEN_FIELDS,
+    LinearRecurrence,
+    accumulator,
+    as_recorded,
+    head_count,
+    segment_roles,
+    states,
+    with_plain_states,
+)
+from ejkernel.planning import packing
+
+
+def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """The family's meaning, one token at a time; float64 if query is, else float32.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's;
+        those of a record with slots are its slots, and those of one with transposed states are transposed. There are
+        no residuals.
+    """
+    given, record = record, with_plain_states(record)
+    packed = record.cu_seqlens is not None
+
+    def step(table: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        old = table[token["row"]][None] if packed else table
+        new, output = _token(old, token, record.softmax_scale)
+        new = jnp.where(token["real"][:, None, None, None], new, old)
+        return (table.at[token["row"]].set(new[0]) if packed else new), output
+
+    final, outputs = lax.scan(step, states(record), _tokens(record))
+    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(given, final)), ()
+
+
+def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
+    """One step: states [B, H, K, V] after it, and its output [B, H, V]."""
+    highest = lax.Precision.HIGHEST
+    state = jnp.where(token["restart"][:, None, None, None], 0, state)
+    if "decay" in token:
+        state = state * jnp.exp(token["decay"])[..., :, None]
+    if "value_decay" in token:
+        state = state * jnp.exp(token["value_decay"])[..., None, :]
+    write = token["value"] * token["dt"][..., None] if "dt" in token else token["value"]
+    if "beta" in token:
+        known = jnp.einsum("bhkv,bhk->bhv", state, token["key"], precision=highest)
+        write = token["beta"][..., None] * (write - known)
+    state = state + token["key"][..., :, None] * write[..., None, :]
+    output = scale * jnp.einsum("bhkv,bhk->bhv", state, token["query"], precision=highest)
+    if "skip" in token:
+        output = output + token["skip"][..., None] * token["value"]
+    return state, jnp.where(token["real"][:, None, None], output, 0)
+
+
+def _tokens(record: LinearRecurrence) -> dict[str, jax.Array]:
+    """What each token brings, each [T, B, ...] with all heads."""
+    (rows, length), heads, dtype = record.query.shape[:2], head_count(record), accumulator(record)
+    fields = {name: getattr(record, name) for name in TOKEN_FIELDS}
+    tokens = {name: x.astype(dtype) for name, x in fields.items() if x is not None}
+    tokens = {name: jnp.repeat(x, heads // x.shape[2], axis=2) for name, x in tokens.items()}
+    tokens = {name: jnp.broadcast_to(x, (rows, length, *x.shape[2:])) for name, x in tokens.items()}
+    real, restart = jnp.ones((rows, length), bool), jnp.zeros((rows, length), bool)
+    if record.segment_ids is not None:
+        real, restart = segment_roles(record.segment_ids)
+    tokens = {**tokens, "real": real, "restart": restart}
+    if record.cu_seqlens is not None:
+        ids, _ = packing.packed_ids(record.cu_seqlens, length)
+        tokens |= {"real": real & (ids >= 0), "row": jnp.maximum(ids, 0)}
+    tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
+    return tokens if record.cu_seqlens is None else {**tokens, "row": tokens["row"][:, 0]}

@@ -1,0 +1,105 @@
+"""The paged softmax attention family: attention over a key-value cache that lies in pages, for inference."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.record import PagedAttention, Window, as_computed, band, qq_terms
+from ejkernel.families.paged_attention.reference import reference
+from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING, UNUSED, claimed
+
+__all__ = [
+    "FAMILY",
+    "PagedAttention",
+    "Window",
+    "as_computed",
+    "axes",
+    "band",
+    "localise",
+    "qq_terms",
+    "reference",
+    "requests",
+]
+
+
+def localise(record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
+    """One shard's record: heads are independent, and so are sequences; nothing in it is global.
+
+    Raises:
+        ValueError: The cache has heads that only pad it, which cannot be told from the others in a part of them.
+    """
+    if ("g" in offsets or "h" in offsets) and record.kv_heads is not None:
+        raise ValueError(f"in_specs: a cache with padded heads cannot be split by its {record.kv_heads} KV heads")
+    return record
+
+
+def axes(record: PagedAttention) -> dict[str, Any]:
+    """Axis letters of a record's fields and of its outputs: the cache's follow from its layout.
+
+    r counts sequences; without `query_start` they have a query row each. Without `block_tables` each has its own page.
+    """
+    rows = "r" if record.query_start is None else "t"
+    pages = record.kv_layout.replace("h", "g")
+    pages = " ".join(pages if record.block_tables is not None else pages.replace("p", "r"))
+    values = pages.replace("d", "v")
+    written = () if record.new_keys is None else (pages,) if record.value_pages is None else (pages, values)
+    return {
+        "query": f"{rows} h d",
+        "key_pages": pages,
+        "value_pages": values,
+        "block_tables": "r k",
+        "kv_lens": "r",
+        "query_start": "n",
+        "kv_starts": "r",
+        "num_seqs": "counts" if record.num_seqs is not None and record.num_seqs.ndim else "",
+        "shared_prefix": "",
+        "softmax_aux": "h",
+        "alibi_slopes": "h",
+        "qq_bias": "i j",
+        "new_keys": "t g d",
+        "new_values": "t g v",
+        "output": (f"{rows} h v", f"{rows} h", *written),
+    }
+
+
+def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the sequences, with the slots of the cache that hold their tokens."""
+    sequences, tokens = np.arange(record.kv_lens.shape[0]), np.asarray(paged_cache.token_places(record)[0])
+    live = paged_cache.live_sequences(record)
+    lens, starts = np.asarray(record.kv_lens), np.zeros_like(sequences)
+    if record.kv_starts is not None:
+        starts = np.asarray(record.kv_starts)
+    pages = np.full((paged_cache.page_count(record), paged_cache.page_size(record)), UNUSED)
+    for n in sequences if live is None else sequences[: int(live)]:
+        position = np.arange(starts[n], min(lens[n], paged_cache.capacity(record)), dtype=np.int32)
+        page, slot = (np.asarray(x) for x in paged_cache.find(record, jnp.int32(n), jnp.asarray(position)))
+        there = page < pages.shape[0]
+        claimed(pages, (page[there], slot[there]), n)
+    places = "r s" if record.block_tables is None else "p s"
+    return (
+        {
+            "t": tokens,
+            "r": sequences if live is None else np.where(sequences < int(live), sequences, PADDING),
+            places: pages,
+        },
+    )
+
+
+FAMILY = Family(
+    name="paged_attention",
+    record=PagedAttention,
+    differentiable=(),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
+    axes=axes,
+    shardable=lambda record: "rhg" if record.query_start is None else "hg",
+    aligned=(("h", "g"),),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+)

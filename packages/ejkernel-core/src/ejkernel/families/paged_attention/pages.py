@@ -1,0 +1,279 @@
+"""Where the tokens of sequences lie in a cache of pages: finding, reading and writing them.
+
+Sequence n keeps its token at position k in page `block_tables[n, k // S]`, slot `k % S`. A position is *absent* where
+the table has no entry for it, or an entry that is no page of the cache (padding such as -1): no query
+attends to an absent key, and absent tokens are never written.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.paged_attention.record import PagedAttention
+
+COMBINED = "pshcd"
+"""The layout in which one array holds keys (component 0) and values (component 1)."""
+
+LATENT = "psd"
+"""The layout of latent vectors, which all query heads attend to: one array without an axis of heads."""
+
+LANES = 128
+"""Numbers in a row of a combined cache, or a multiple; keys and values of 64 share a row."""
+
+LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED, LATENT)
+"""Orders of a cache's axes, a letter each: page, slot, head, component, size."""
+
+
+def packing(dtype: Any) -> int:
+    """Rows of a combined cache that are kept side by side: as many numbers as 32 bits hold."""
+    return max(1, 4 // jnp.dtype(dtype).itemsize)
+
+
+def page_count(record: PagedAttention) -> int:
+    """Pages of the cache."""
+    return record.key_pages.shape[record.kv_layout.index("p")]
+
+
+def page_size(record: PagedAttention) -> int:
+    """Slots of a page."""
+    return record.key_pages.shape[record.kv_layout.index("s")]
+
+
+def kv_heads(record: PagedAttention) -> int:
+    """KV heads, without those that only pad the cache."""
+    if record.kv_layout == LATENT:
+        return 1
+    return record.kv_heads or record.key_pages.shape[record.kv_layout.index("h")]
+
+
+def value_size(record: PagedAttention) -> int:
+    """Size of a value, and of the output."""
+    if record.latent is not None:
+        return record.latent[0]
+    return record.query.shape[-1] if record.value_pages is None else record.value_pages.shape[-1]
+
+
+def capacity(record: PagedAttention) -> int:
+    """The longest sequence that the tables can describe."""
+    entries = 1 if record.block_tables is None else record.block_tables.shape[1]
+    return entries * page_size(record)
+
+
+def live_sequences(record: PagedAttention) -> jax.Array | None:
+    """How many of the sequences are live, a scalar; None for all."""
+    counts = record.num_seqs
+    return counts[-1] if counts is not None and counts.ndim else counts
+
+
+def query_ranges(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+    """First row and number of rows of every sequence's queries, [N] int32; 0 rows from `num_seqs` on."""
+    sequences = record.kv_lens.shape[0]
+    if record.query_start is None:
+        return jnp.arange(sequences, dtype=jnp.int32), jnp.ones(sequences, jnp.int32)
+    starts = record.query_start.astype(jnp.int32)
+    lengths = jnp.maximum(jnp.diff(starts), 0)
+    live = live_sequences(record)
+    if live is not None:
+        lengths = jnp.where(jnp.arange(sequences) < live, lengths, 0)
+    return starts[:-1], lengths
+
+
+class RowLimits(NamedTuple):
+    """Sequences with so many query rows, from the least to the most."""
+
+    least: int
+    most: int
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of query rows, each of one sequence, in the order of sequences. All int32.
+
+    Attributes:
+        first: [N], number of a sequence's first tile.
+        total: [], tiles that have rows; those from there on have none.
+        sequence: [W].
+        skipped: [W], rows of the sequence before the tile.
+        rows: [W], rows of the tile.
+        position: [W], of its first row.
+    """
+
+    first: jax.Array
+    total: jax.Array
+    sequence: jax.Array
+    skipped: jax.Array
+    rows: jax.Array
+    position: jax.Array
+
+
+def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: RowLimits | None = None) -> QueryTiles:
+    """The query rows of sequences in tiles of at most `size`, as many as there can be.
+
+    Args:
+        record: The record.
+        size: Rows of a tile.
+        multiple: The number of tiles is one of it.
+        lengths: The sequences that have tiles, by their rows; None for all.
+    """
+    starts, rows_of = query_ranges(record)
+    sequences = starts.shape[0]
+    bound = sequences if record.query_start is None else record.query.shape[0] // size + sequences
+    if lengths is not None:
+        rows_of = jnp.where((rows_of >= lengths.least) & (rows_of <= lengths.most), rows_of, 0)
+        # So many sequences have the least rows at most, and none has more tiles than the most rows make.
+        among = min(sequences, record.query.shape[0] // max(1, lengths.least))
+        bound = min(record.query.shape[0] // size + among, among * -(-min(lengths.most, record.query.shape[0]) // size))
+    count = -(-rows_of // size)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    tile = jnp.arange(-(-bound // multiple) * multiple, dtype=jnp.int32)
+    # Unrolled: as a loop, the search is a chain of small launches in front of a kernel of a tenth of a millisecond.
+    found = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
+    sequence = jnp.minimum(found, starts.shape[0] - 1)
+    skipped = (tile - (ends - count)[sequence]) * size
+    rows = jnp.where(tile < ends[-1], jnp.clip(rows_of[sequence] - skipped, 0, size), 0)
+    position = record.kv_lens.astype(jnp.int32)[sequence] - rows_of[sequence] + skipped
+    return QueryTiles(ends - count, ends[-1], sequence, skipped, rows, position)
+
+
+def token_places(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+    """Sequence (-1 for none) and position of every query row, [T] int32."""
+    starts, lengths = query_ranges(record)
+    token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
+    ends = lax.cummax(jnp.where(lengths > 0, starts + lengths, 0))
+    found = jnp.searchsorted(ends, token, side="right", method="scan_unrolled").astype(jnp.int32)
+    sequence = jnp.minimum(found, starts.shape[0] - 1)
+    offset = token - starts[sequence]
+    in_sequence = (found == sequence) & (offset >= 0) & (offset < lengths[sequence])
+    position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + offset
+    return jnp.where(in_sequence, sequence, -1), jnp.where(in_sequence, position, 0)
+
+
+def find(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Page and slot of positions of sequences.
+
+    Args:
+        record: The record.
+        sequence: int32; negative for none.
+        position: int32, broadcastable with it; negative for none.
+
+    Returns:
+        Page and slot, int32; the page of what is absent is the number of pages, one more than there are.
+    """
+    pages, size = page_count(record), page_size(record)
+    sequence, position = jnp.broadcast_arrays(sequence, position)
+    present = (sequence >= 0) & (position >= 0)
+    sequence, position = jnp.where(present, sequence, 0), jnp.where(present, position, 0)
+    if record.shared_prefix is not None:
+        sequence = jnp.where(position < record.shared_prefix, 0, sequence)
+    if record.block_tables is None:
+        page, slot, present = sequence, position, present & (position < size)
+    else:
+        tables = record.block_tables.astype(jnp.int32)
+        page, slot = tables.at[sequence, position // size].get(mode="fill", fill_value=-1), position % size
+    return jnp.where(present & (page >= 0) & (page < pages), page, pages), slot
+
+
+def load(record: PagedAttention, page: jax.Array, slot: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values at given places; 0 where the page is none of the cache's, whatever the cache holds.
+
+    Args:
+        record: The record.
+        page: int32, as `find` gives it.
+        slot: int32, broadcastable with it.
+        head: int32 KV heads, broadcastable with both.
+
+    Returns:
+        Keys [..., D] and values [..., Dv] in the caches' dtypes.
+    """
+    if record.latent is not None:
+        page, slot, _ = jnp.broadcast_arrays(page, slot, head)
+        rows_at = record.key_pages.at[page, slot].get(mode="fill", fill_value=0)
+        return _latent_keys(record, rows_at), rows_at[..., : record.latent[0]]
+    places = {"p": page, "s": slot, "h": head}
+
+    def rows(pages: jax.Array, component: int, size: int) -> jax.Array:
+        index = tuple(jnp.int32(component) if axis == "c" else places[axis] for axis in record.kv_layout[:-1])
+        return pages.at[index].get(mode="fill", fill_value=0)[..., :size]
+
+    values = record.key_pages if record.value_pages is None else record.value_pages
+    return rows(record.key_pages, 0, record.query.shape[-1]), rows(values, 1, value_size(record))
+
+
+def _latent_keys(record: PagedAttention, rows: jax.Array) -> jax.Array:
+    """Keys [..., D] of rows of a latent cache: the latent vector and the columns with rotary position."""
+    size, start = record.latent or (0, 0)
+    rotary = record.query.shape[-1] - size
+    return jnp.concatenate((rows[..., :size], rows[..., start : start + rotary]), axis=-1)
+
+
+def write(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
+    """The record with `new_keys` and `new_values` in its pages, and those pages.
+
+    Token i of a sequence that has q query rows goes to position `kv_len - q + i`. Only slots of tokens are touched:
+    rows of no sequence and absent positions are dropped. Where the caches are donated, XLA writes in place. (On the CPU
+    it copies floating caches of less than 32 bits, which it can only change as float32.)
+    """
+    if record.new_keys is None:
+        return record, ()
+    at = find(record, *token_places(record))
+    if record.latent is not None:
+        pages = (_write_latent(record, *at),)
+        return _without_news(record, key_pages=pages[0]), pages
+    if record.new_values is None:
+        return record, ()
+    if record.kv_layout == COMBINED:
+        shape = record.key_pages.shape
+        stored = record.key_pages.reshape(_stored_shape(record.key_pages))
+        tokens = _combined(record.new_keys, record.new_values, record.key_pages).reshape(-1, *stored.shape[2:])
+        pages = (stored.at[at].set(tokens, mode="drop").reshape(shape),)
+        return _without_news(record, key_pages=pages[0]), pages
+    pairs = ((record.key_pages, record.new_keys), (record.value_pages, record.new_values))
+    keys, values = (x.at[at].set(new.astype(x.dtype), mode="drop") for x, new in pairs if x is not None)
+    return _without_news(record, key_pages=keys, value_pages=values), (keys, values)
+
+
+def _without_news(record: PagedAttention, **pages: Any) -> PagedAttention:
+    return dataclasses.replace(record, new_keys=None, new_values=None, **pages)
+
+
+def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
+    """How callers keep a combined cache [P, S, G, 2, L]: [P, S, rows, pack, lanes].
+
+    Written in another shape, with an axis of size 1 in one of them, it would be copied by XLA's CPU backend, which
+    gives that axis a layout of its own and has to undo it.
+    """
+    count, slots, heads, components, size = pages.shape
+    pack, lanes = packing(pages.dtype), max(size, LANES)
+    rows, rest = divmod(heads * components * size, pack * lanes)
+    return pages.shape if rest else (count, slots, rows, pack, lanes)
+
+
+def _write_latent(record: PagedAttention, page: jax.Array, slot: jax.Array) -> jax.Array:
+    """The pages of a latent cache with the new tokens in them, written in the shape in which callers keep it.
+
+    As with `_stored_shape`, an axis of size 1 must not come or go.
+    """
+    assert record.latent is not None
+    assert record.new_keys is not None
+    (count, slots, lanes), pack = record.key_pages.shape, packing(record.key_pages.dtype)
+    pack = pack if slots % pack == 0 else 1
+    tokens = _latent_rows(record.new_keys[:, 0], record.latent, record.key_pages)
+    stored = record.key_pages.reshape(count, slots // pack, pack, lanes)
+    return stored.at[page, slot // pack, slot % pack].set(tokens, mode="drop").reshape(count, slots, lanes)
+
+
+def _latent_rows(tokens: jax.Array, latent: tuple[int, int], pages: jax.Array) -> jax.Array:
+    """Tokens [T, D] as rows [T, L] of a latent cache, 0 in the lanes that only pad it."""
+    (size, start), tokens = latent, tokens.astype(pages.dtype)
+    rest = pages.shape[-1] - start - (tokens.shape[-1] - size)
+    first = jnp.pad(tokens[:, :size], ((0, 0), (0, start - size)))
+    return jnp.concatenate((first, jnp.pad(tokens[:, size:], ((0, 0), (0, rest)))), axis=-1)
+
+
+def _combined(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:
+    """Tokens [T, Hk, D] as rows [T, G, 2, L] of a combined cache, 0 in the heads and lanes that only pad it."""
+    rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)
+    padding = [(0, 0), *((0, wants - has) for has, wants in zip(rows.shape[1:], pages.shape[2:], strict=True))]
+    return jnp.pad(rows, padding)

@@ -1,0 +1,115 @@
+"""The argument record of paged softmax attention, and what follows from it alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.planning.precision import rounded
+from ejkernel.types.integers import as_int32, fits_int32
+
+Window = tuple[int | None, int | None]
+
+
+@arguments
+class PagedAttention:
+    """Canonical input of one call. T query rows, N sequences, P pages of S slots, H and Hk heads, D and Dv sizes.
+
+    Attributes:
+        query: [T, H, D] floating.
+        key_pages: The cache's keys, axes in the order of `kv_layout`; with `"pshcd"` [P, S, G, 2, L], keys (0) and
+            values (1) of G >= Hk heads in the first D of L lanes; with `"psd"` [P, S, L], latent vectors.
+        value_pages: The cache's values, [..., Dv]; None with `"pshcd"` and `"psd"`.
+        block_tables: [N, pages a sequence] int; None for one page a sequence, its own.
+        kv_lens: [N] int, tokens of each sequence, its queries included.
+        query_start: [N + 1] int, first query row of each sequence; None for one row each.
+        softmax_scale: Factor on the raw scores.
+        kv_layout: One of `paged_cache.LAYOUTS`.
+        kv_heads: Hk, where the cache has more heads, as padding.
+        kv_starts: [N] int, first key of each sequence; None for 0.
+        num_seqs: int, how many of the N sequences are live: a scalar, or the last entry of an array, which is not
+            sliced, since that would be a launch of its own in front of a kernel; None for all.
+        softmax_aux: [H] float32, one sink logit a head.
+        alibi_slopes: [H] float32.
+        qq_bias: [Q, Q] floating; pairs outside have none.
+        new_keys: [T, Hk, D] tokens of the query rows, to be written first.
+        new_values: [T, Hk, Dv], likewise; None where the cache is latent, and `new_keys` [T, 1, D] has them.
+        causal: Key position at most query position.
+        sliding_window: (left, right), inclusive; None on a side leaves it open.
+        logits_soft_cap: Cap c of `c * tanh(s / c)`.
+        compute_dtype: Queries, keys and values are rounded to it; None for no rounding.
+        value_scale: Factor on the output.
+        latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
+        shared_prefix: int scalar, tokens that all sequences begin with: they lie in the pages of sequence 0, whatever
+            the other tables say, and behind them all queries.
+    """
+
+    query: jax.Array
+    key_pages: jax.Array
+    value_pages: jax.Array | None
+    block_tables: jax.Array | None
+    kv_lens: jax.Array
+    query_start: jax.Array | None
+    softmax_scale: float = static()
+    kv_layout: str = static()
+    kv_heads: int | None = static()
+    kv_starts: jax.Array | None = None
+    num_seqs: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    qq_bias: jax.Array | None = None
+    new_keys: jax.Array | None = None
+    new_values: jax.Array | None = None
+    causal: bool = static(default=True)
+    sliding_window: Window | None = static(default=None)
+    logits_soft_cap: float | None = static(default=None)
+    compute_dtype: Any = static(default=None)
+    value_scale: float = static(default=1.0)
+    latent: tuple[int, int] | None = static(default=None)
+    shared_prefix: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        _without_empty_tables(self)
+        for name in ("block_tables", "kv_lens", "query_start", "kv_starts", "num_seqs", "shared_prefix"):
+            values = getattr(self, name)
+            if hasattr(values, "dtype") and not fits_int32(values.dtype):  # a cast would make pages of what are none
+                object.__setattr__(self, name, as_int32(values))
+
+
+def _without_empty_tables(record: PagedAttention) -> None:
+    """Gives tables without entries one that is no page, and a call without sequences one that has no tokens."""
+    tables, lengths, starts = record.block_tables, record.kv_lens, record.query_start
+    shape = getattr(tables, "shape", ())
+    if len(shape) != 2 or all(not isinstance(size, int) or size for size in shape):
+        return
+    assert tables is not None  # it has a shape
+    missing = [max(0, 1 - size) if isinstance(size, int) else 0 for size in shape]
+    changes: dict[str, Any] = {
+        "block_tables": jnp.pad(tables, [(0, count) for count in missing], constant_values=-1),
+        "kv_lens": jnp.pad(lengths, (0, missing[0])),
+    }
+    if starts is not None:
+        changes["query_start"] = jnp.pad(starts, (0, missing[0]), mode="edge")
+    for name, value in changes.items():
+        object.__setattr__(record, name, value)
+
+
+def band(record: PagedAttention) -> Window:
+    """(left, right) such that causal and window together allow `-left <= k - p <= right`; None is unbounded."""
+    left, right = record.sliding_window or (None, None)
+    if record.causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def qq_terms(bias: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+    """Entries of a [Q, Q] bias; 0 outside of it. The indices broadcast against each other."""
+    size = bias.shape[0]
+    outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
+    return bias.at[jnp.where(outside, size, row), column].get(mode="fill", fill_value=0)
+
+
+def as_computed(x: jax.Array, record: PagedAttention) -> jax.Array:
+    """Queries, keys or values rounded to `compute_dtype`, in their own dtype."""
+    return x if record.compute_dtype is None else rounded(x, record.compute_dtype)

@@ -1,0 +1,124 @@
+"""The work list of paged attention: one entry for every tile of query rows of one sequence.
+
+It is made on the device from lengths that may be traced, and has a fixed size: q rows of n sequences have at most
+`q // block + n` tiles of `block` rows that are not empty. `deal` gives the key tiles of all entries to programs in
+equal shares, so that one long sequence among short ones does not set the time.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.record import PagedAttention, band
+
+
+class Work(NamedTuple):
+    """Tiles of query rows, the real ones first. All int32.
+
+    Attributes:
+        live: [], how many entries are real.
+        sequence: [W].
+        row: [W], the tile's first row of the record's queries.
+        rows: [W], how many rows it has; 0 for entries that are not real.
+        position: [W], of its first row.
+        context: [W], tokens of the sequence before its queries.
+        low: [W], the first key any of its rows attends.
+        high: [W], one more than the last.
+    """
+
+    live: jax.Array
+    sequence: jax.Array
+    row: jax.Array
+    rows: jax.Array
+    position: jax.Array
+    context: jax.Array
+    low: jax.Array
+    high: jax.Array
+
+
+def find_work(record: PagedAttention, queries: int, multiple: int = 1) -> Work:
+    """The tiles of a record, in the order of sequences.
+
+    Args:
+        record: The record.
+        queries: Most query rows of a tile.
+        multiple: W is a multiple of it.
+    """
+    starts, _ = paged_cache.query_ranges(record)
+    _, _, sequence, skipped, rows, position = paged_cache.query_tiles(record, queries, multiple)
+    low, high = _reach(record, sequence, position, rows)
+    live = jnp.sum(rows > 0, dtype=jnp.int32)
+    return Work(live, sequence, starts[sequence] + skipped, rows, position, position - skipped, low, high)
+
+
+def longest_first(work: Work) -> Work:
+    """The entries with most keys first, so that entries worked on together end together."""
+    # Entries that are not real come last, after tiles without keys, whose rows still have an output.
+    order = jnp.argsort(jnp.where(work.rows > 0, work.low - work.high, 1), stable=True)
+    return Work(work.live, *(x[order] for x in work[1:]))
+
+
+class Deal(NamedTuple):
+    """Which key tiles of which entries each program works on. All int32.
+
+    The key tiles of all entries and KV heads form one line: entry by entry, in an entry head by head. Program p works
+    on those from `begin[p]` to `begin[p] + share`; the line ends at `total`.
+
+    Attributes:
+        start: [W], where an entry's tiles begin in the line.
+        tiles: [W], key tiles of one head of an entry; at least 1 where the entry is real, 0 elsewhere.
+        entry: [P], the entry in which a program begins.
+        begin: [P].
+        share: [], tiles a program.
+        total: [].
+    """
+
+    start: jax.Array
+    tiles: jax.Array
+    entry: jax.Array
+    begin: jax.Array
+    share: jax.Array
+    total: jax.Array
+
+
+def deal(work: Work, block_kv: int, kv_heads: int, programs: int) -> Deal:
+    """Deals the key tiles of a work list to programs, in shares that differ by none but the last.
+
+    Args:
+        work: The list. Key tiles begin at multiples of `block_kv`.
+        block_kv: Keys a tile.
+        kv_heads: KV heads, whose tiles are apart.
+        programs: P.
+    """
+    spanned = -(-work.high // block_kv) - work.low // block_kv
+    # A tile without keys still has rows to write.
+    tiles = jnp.where(work.rows > 0, jnp.maximum(jnp.where(work.high > work.low, spanned, 0), 1), 0)
+    ends = jnp.cumsum(tiles * kv_heads, dtype=jnp.int32)
+    total = ends[-1]
+    share = jnp.maximum(-(-total // programs), 1)
+    begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, total)
+    entry = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
+    return Deal(ends - tiles * kv_heads, tiles, jnp.minimum(entry, ends.shape[0] - 1), begin, share, total)
+
+
+def take(work: Work, batch: jax.Array, stack: int) -> Work:
+    """The entries of one batch, `stack` of them."""
+    parts = (jax.lax.dynamic_slice(x, (batch * stack,), (stack,)) for x in work[1:])
+    return Work(work.live, *parts)
+
+
+def _reach(
+    record: PagedAttention, sequence: jax.Array, position: jax.Array, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """First key and one more than the last key of tiles of `rows` rows from `position` on."""
+    left, right = band(record)
+    low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
+    high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.capacity(record))
+    if left is not None:
+        low = jnp.maximum(low, position - left)
+    if right is not None:
+        high = jnp.minimum(high, position + rows + right)
+    low = jnp.maximum(low, 0)
+    return low, jnp.where(rows > 0, jnp.maximum(high, low), low)

@@ -1,0 +1,102 @@
+"""The recurrent network family: the record its operations lower to, its meaning and its residuals."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.families.recurrent_network.record import (
+    GATES,
+    NetworkResiduals,
+    RecurrentNetwork,
+    State,
+    accumulator,
+    after_token,
+    combined,
+    first_state,
+    gates_of,
+    input_weights,
+    real_tokens,
+    separated,
+    shape,
+    stacked,
+)
+from ejkernel.families.recurrent_network.reference import reference
+from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING
+
+__all__ = [
+    "FAMILY",
+    "GATES",
+    "NetworkResiduals",
+    "RecurrentNetwork",
+    "State",
+    "accumulator",
+    "after_token",
+    "axes",
+    "combined",
+    "first_state",
+    "gates_of",
+    "input_weights",
+    "localise",
+    "real_tokens",
+    "reference",
+    "requests",
+    "separated",
+    "shape",
+    "stacked",
+]
+
+
+def localise(record: RecurrentNetwork, offsets: Mapping[str, jax.Array]) -> RecurrentNetwork:
+    """One shard's record as it is: rows know nothing of each other."""
+    return record
+
+
+def axes(record: RecurrentNetwork) -> dict[str, Any]:
+    """Axis letters of a record's fields and of its outputs, which end in the cells of a network that has them."""
+    states = ("s b u", "s b u") if record.cell == "lstm" else ("s b u",)
+    return {
+        "x": "b t f",
+        "weight_ih": "r g f",
+        "weight_hh": "l r g u",
+        "weight_ih_deep": "k r g w",
+        "bias_ih": "l r g",
+        "bias_hh": "l r g",
+        "initial_hidden": "s b u",
+        "initial_cell": "s b u",
+        "seq_lengths": "b",
+        "output": ("b t w", *states),
+    }
+
+
+def requests(record: RecurrentNetwork) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the rows, and their padding."""
+    (rows, tokens), row = record.x.shape[:2], np.arange(record.x.shape[0])
+    lengths = np.full(rows, tokens) if record.seq_lengths is None else np.asarray(record.seq_lengths)
+    return ({"b": row, "b t": np.where(np.arange(tokens) < lengths[:, None], row[:, None], PADDING)},)
+
+
+FAMILY = Family(
+    name="recurrent_network",
+    record=RecurrentNetwork,
+    differentiable=(
+        "x",
+        "weight_ih",
+        "weight_hh",
+        "weight_ih_deep",
+        "bias_ih",
+        "bias_hh",
+        "initial_hidden",
+        "initial_cell",
+    ),
+    dtype=lambda record: record.x.dtype,
+    head_dims=lambda record: (record.weight_hh.shape[3],),
+    axes=axes,
+    shardable="b",
+    aligned=(),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+)

@@ -1,0 +1,153 @@
+"""The argument record of recurrent networks, and what follows from it alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.arguments import arguments, static
+
+GATES = {"tanh": 1, "relu": 1, "gru": 3, "lstm": 4}
+
+
+@arguments
+class RecurrentNetwork:
+    """Canonical input of one network. B rows, T tokens, F features, L layers, R directions, G gates, H hidden size.
+
+    Attributes:
+        x: [B, T, F] floating.
+        weight_ih: [R, G * H, F] floating, of the first layer.
+        weight_hh: [L, R, G * H, H] floating.
+        cell: A key of `GATES`.
+        weight_ih_deep: [L - 1, R, G * H, R * H] floating, of the other layers; None is zeros.
+        bias_ih: [L, R, G * H] floating; None is zeros.
+        bias_hh: [L, R, G * H] floating; None is zeros.
+        initial_hidden: [L * R, B, H] floating, directions next to each other; None is zeros.
+        initial_cell: [L * R, B, H] floating, for lstm; None is zeros.
+        seq_lengths: [B] int32, tokens of each row; None is T.
+    """
+
+    x: jax.Array
+    weight_ih: jax.Array
+    weight_hh: jax.Array
+    cell: str = static()
+    weight_ih_deep: jax.Array | None = None
+    bias_ih: jax.Array | None = None
+    bias_hh: jax.Array | None = None
+    initial_hidden: jax.Array | None = None
+    initial_cell: jax.Array | None = None
+    seq_lengths: jax.Array | None = None
+
+
+@arguments
+class NetworkResiduals:
+    """What a forward pass leaves for the backward pass, of every layer and direction, in the accumulator's dtype.
+
+    Attributes:
+        gates: [L * R, B, T, ...], `combined` inputs and states of every token; 0 in padding.
+        hidden: [L * R, B, T, H], the states after every token.
+        cell: [L * R, B, T, H] likewise, for lstm.
+    """
+
+    gates: jax.Array
+    hidden: jax.Array
+    cell: jax.Array | None = None
+
+    @classmethod
+    def of(cls, tokens: tuple[jax.Array, ...]) -> "NetworkResiduals":
+        """From gates, states and, for lstm, cells."""
+        return cls(gates=tokens[0], hidden=tokens[1], cell=tokens[2] if len(tokens) > 2 else None)
+
+
+State = tuple[jax.Array, ...]
+"""(h,), or for lstm (h, c); each [B, H]."""
+
+
+def accumulator(record: RecurrentNetwork) -> Any:
+    """The dtype of states and sums: float32, or float64 for float64 x."""
+    return jnp.promote_types(record.x.dtype, jnp.float32)
+
+
+def shape(record: RecurrentNetwork) -> tuple[int, int, int]:
+    """L, R and H."""
+    layers, directions, _, hidden = record.weight_hh.shape
+    return layers, directions, hidden
+
+
+def input_weights(record: RecurrentNetwork, layer: int) -> jax.Array:
+    """[R, G * H, inputs] of a layer."""
+    if layer == 0:
+        return record.weight_ih
+    if record.weight_ih_deep is None:
+        _, directions, rows, hidden = record.weight_hh.shape
+        return jnp.zeros((directions, rows, directions * hidden), record.weight_hh.dtype)
+    return record.weight_ih_deep[layer - 1]
+
+
+def first_state(record: RecurrentNetwork, index: int) -> State:
+    """The state before the first token of a layer's direction."""
+    zeros = jnp.zeros((record.x.shape[0], record.weight_hh.shape[3]), accumulator(record))
+    given = (record.initial_hidden, record.initial_cell)[: 2 if record.cell == "lstm" else 1]
+    return tuple(zeros if x is None else x[index].astype(zeros.dtype) for x in given)
+
+
+def real_tokens(record: RecurrentNetwork) -> jax.Array | None:
+    """Which tokens a row has, bool [B, T]; None for all."""
+    if record.seq_lengths is None:
+        return None
+    return jnp.arange(record.x.shape[1], dtype=jnp.int32) < record.seq_lengths[:, None]
+
+
+def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
+    """What decides about the state after a token, beside the state before it.
+
+    Args:
+        cell: A key of `GATES`.
+        inputs: W_ih x + b_ih, [..., G * H].
+        recurrent: W_hh h + b_hh, [..., G * H].
+
+    Returns:
+        Their sum gate by gate, but both parts of gru's third; each [..., H]. Residuals have them in one array.
+    """
+    count = GATES[cell]
+    pairs = list(zip(gates_of(inputs, count), gates_of(recurrent, count), strict=True))
+    sums = tuple(x + y for x, y in (pairs[:2] if cell == "gru" else pairs))
+    return (*sums, *pairs[2]) if cell == "gru" else sums
+
+
+def gates_of(side_by_side: jax.Array, count: int) -> State:
+    """The gates [..., H] that stand side by side in an array."""
+    return tuple(jnp.split(side_by_side, count, axis=-1))
+
+
+def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of inputs and recurrent parts, from that of what they were `combined` to."""
+    if cell != "gru":
+        return cotangent, cotangent
+    two = cotangent.shape[-1] // 2
+    sums, inputs, recurrent = jnp.split(cotangent, (two, two + two // 2), axis=-1)
+    return jnp.concatenate((sums, inputs), axis=-1), jnp.concatenate((sums, recurrent), axis=-1)
+
+
+def after_token(cell: str, gates: State, state: State) -> State:
+    """The state after a token, entry by entry.
+
+    Args:
+        cell: A key of `GATES`.
+        gates: What `combined` gives.
+        state: The state before it.
+    """
+    if cell == "gru":
+        r, z, inputs, recurrent = gates
+        z = jax.nn.sigmoid(z)
+        return ((1 - z) * jnp.tanh(inputs + jax.nn.sigmoid(r) * recurrent) + z * state[0],)
+    if cell == "lstm":
+        i, f, g, o = gates
+        memory = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return jax.nn.sigmoid(o) * jnp.tanh(memory), memory
+    return (jnp.tanh(gates[0]) if cell == "tanh" else jnp.maximum(gates[0], 0),)
+
+
+def stacked(states: list[State]) -> State:
+    """The states of several layers and directions, in one array each."""
+    return tuple(jnp.stack(each) for each in zip(*states, strict=True))

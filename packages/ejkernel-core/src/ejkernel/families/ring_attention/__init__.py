@@ -1,0 +1,51 @@
+"""The ring attention family: tiled softmax attention whose sequence is spread over the devices of a mesh axis."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+
+from ejkernel.families import tiled_attention
+from ejkernel.families.ring_attention.record import RingAttention, axis_bound, axis_size, gathered, tiled
+from ejkernel.families.ring_attention.reference import reference
+from ejkernel.ops.model import Family
+
+__all__ = ["FAMILY", "RingAttention", "axis_bound", "axis_size", "gathered", "localise", "reference", "tiled"]
+
+
+def localise(record: RingAttention, offsets: Mapping[str, jax.Array]) -> RingAttention:
+    """On one device, makes the positions of a part of the queries those of the whole. A ring knows its own."""
+    if record.axis_name is not None:
+        return record
+    moved = tiled_attention.localise(tiled(record), offsets)
+    return dataclasses.replace(record, q_positions=moved.q_positions)
+
+
+FAMILY = Family(
+    name="ring_attention",
+    record=RingAttention,
+    differentiable=("query", "key", "value", "bias", "softmax_aux"),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
+    axes={
+        "query": "b t h d",
+        "key": "b s g d",
+        "value": "b s g v",
+        "bias": "b h t k",
+        "mask": "b h t k",
+        "q_segment_ids": "b t",
+        "kv_segment_ids": "b s",
+        "q_positions": "b t",
+        "kv_positions": "b s",
+        "softmax_aux": "h",
+        "output": "b t h v",
+    },
+    # Along a ring's axis, queries and keys are split alike; on one device the keys are all there.
+    shardable=lambda record: "bthg" if record.axis_name is None else "bthgs",
+    aligned=(("h", "g"), ("t", "s")),
+    localise=localise,
+    reference=reference,
+    requests=tiled_attention.requests,
+    isolate=tiled_attention.FAMILY.isolate,
+    lse="b h t",
+)

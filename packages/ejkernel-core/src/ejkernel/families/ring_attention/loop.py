@@ -1,0 +1,263 @@
+"""Ring attention out of any backend's tiled attention: the loop over ring steps, in both passes.
+
+    time        ->
+    transfers   keys of step 1       keys of step 2       ...                     gradients of keys, home
+    kernels     first step           step 1               ...  step n - 1
+    merging                 first step          step 1                 step n - 1
+
+A transfer depends on no kernel of its own step and is issued before it, so that XLA may start it, work on the step, and
+wait for it only then; on GPUs it does with `--xla_gpu_enable_latency_hiding_scheduler=true`. In the backward pass,
+float32 gradients of keys and values travel one step behind their keys: what earlier devices have added arrives while
+this one's kernel runs.
+
+With lse and delta of the whole row, the backward pass of one step is that of tiled attention, and depends on no other
+step's. What is merged and added up is float32; a kernel rounds the results of its own step to the query's dtype.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.ring_attention.record import RingAttention, tiled
+from ejkernel.families.ring_attention.schedule import Load, Ring, columns, load_of, local_part, put_columns
+from ejkernel.families.ring_attention.steps import (
+    Distance,
+    Gradients,
+    Step,
+    ZigzagStep,
+    kind_of,
+    local_step,
+    ring_of_steps,
+    step_at,
+)
+from ejkernel.families.tiled_attention import SoftmaxResiduals, sinks_gradient
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning.softmax_merge import Partial, merge
+
+
+@dataclasses.dataclass(frozen=True)
+class StepKernel:
+    """Tiled attention of a backend.
+
+    Attributes:
+        forward: (TiledAttention, config) -> (output, SoftmaxResiduals, ...).
+        backward: (Pullback of such a record, config) -> gradients.
+    """
+
+    forward: Callable[[Any, Any], Any]
+    backward: Callable[[Pullback, Any], Gradients]
+
+
+RemoteStep = Callable[[Distance, Load, Any], tuple[Gradients, Any]]
+
+
+def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of one device's queries.
+
+    Args:
+        record: The canonical arguments.
+        config: The kernel's configuration, for every step.
+        kernel: What attends to the keys of one step.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    ring = ring_of_steps(record)
+    if ring is None:
+        output, residuals, *_ = kernel.forward(tiled(record), config)
+        return output, residuals
+    local = local_part(record, ring)
+
+    def attend(step: Step | ZigzagStep) -> Partial:
+        output, residuals, *_ = kernel.forward(step.record, config)
+        return Partial(output.astype(accumulator(record)), residuals.lse)
+
+    def remote_step(distance: Distance, load: Load, so_far: Partial) -> tuple[Gradients, Partial]:
+        step = step_at(local, ring, distance, load)
+        return {}, merge(so_far, *step.partials(attend(step)))
+
+    def first_step(load: Load) -> tuple[Gradients, Partial]:
+        # Sinks join the denominator of this step alone, and so are counted once.
+        step = local_step(local, ring, load)
+        return {}, attend(dataclasses.replace(step, record=dataclasses.replace(step.record, softmax_aux=sinks)))
+
+    sinks = record.softmax_aux
+    _, done = _around(ring, load_of(local), first_step, remote_step, unrolled=kind_of(local, ring) == "banded")
+    output = ring.unstripe(done.output.astype(record.query.dtype), 1)
+    return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
+
+
+def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
+    """Gradients of the wanted fields of one device's record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        config: The kernel's configuration, for every step.
+        kernel: What differentiates attention to the keys of one step.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
+        complete; those of bias and softmax_aux are what the device's queries contribute.
+    """
+    record, wanted = pullback.record, pullback.wanted
+    ring = ring_of_steps(record)
+    if ring is None:
+        return kernel.backward(dataclasses.replace(pullback, record=tiled(record)), config)
+    grads: Gradients = {}
+    if wanted - {"softmax_aux"}:
+        local = dataclasses.replace(
+            pullback,
+            record=local_part(record, ring),
+            residuals=SoftmaxResiduals(lse=ring.stripe(pullback.residuals.lse, 2)),
+            output=ring.stripe(pullback.output, 1),
+            cotangent=ring.stripe(pullback.cotangent, 1),
+            lse_cotangent=None if pullback.lse_cotangent is None else ring.stripe(pullback.lse_cotangent, 2),
+            wanted=wanted - {"softmax_aux"},
+        )
+        grads = _step_gradients(local, config, kernel, ring)
+    if "softmax_aux" in wanted:
+        grads["softmax_aux"] = _of_sinks(pullback)
+    return {name: _home(grads[name], name, record, ring) for name in sorted(wanted)}
+
+
+def accumulator(record: RingAttention) -> Any:
+    """The dtype that steps are merged and added up in."""
+    return jnp.promote_types(record.query.dtype, jnp.float32)
+
+
+def _around(
+    ring: Ring,
+    load: Load,
+    first_step: Callable[[Load], tuple[Gradients, Any]],
+    remote_step: RemoteStep,
+    *,
+    unrolled: bool,
+) -> tuple[Gradients, Any]:
+    """Takes every device's load past this one.
+
+    Args:
+        ring: How it goes.
+        load: This device's keys and what belongs to them.
+        first_step: With the keys that the device holds: load -> (gradients of the load, state).
+        remote_step: (distance, load, state) -> (gradients of the load, state).
+        unrolled: Whether `remote_step` wants an int for a distance.
+
+    Returns:
+        The gradients of this device's load, back home, and the state.
+    """
+    firsts = {hop: ring.shift(load, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)}
+    home, state = first_step(load)
+    legs = [(1, ring.before), (-1, ring.after)]
+    totals: list[Gradients] = []
+    cargo = home
+    for hop, last in legs:
+        if last:
+            total, state = _leg(ring, hop, last, firsts[hop], cargo, remote_step, state, unrolled=unrolled)
+            totals.append(total)
+            cargo = jax.tree.map(jnp.zeros_like, cargo)
+    return (_added(*totals) if totals else home), state
+
+
+def _leg(
+    ring: Ring,
+    hop: int,
+    last: int,
+    load: Load,
+    cargo: Gradients,
+    remote_step: RemoteStep,
+    state: Any,
+    *,
+    unrolled: bool,
+) -> tuple[Gradients, Any]:
+    """Ring steps 1 to `last` in one direction; the load is the first one's, the cargo one step behind."""
+
+    def meet(distance: Distance, load: Load, cargo: Gradients, state: Any) -> tuple[Gradients, Any]:
+        arriving = ring.shift(cargo, hop)
+        added, state = remote_step(hop * distance, load, state)
+        return _added(arriving, added), state
+
+    def step(distance: Distance, carry: tuple[Load, Gradients, Any]) -> tuple[Load, Gradients, Any]:
+        load, cargo, state = carry
+        upcoming = ring.shift(load, hop)
+        return upcoming, *meet(distance, load, cargo, state)
+
+    carry = (load, cargo, state)
+    if unrolled:
+        for distance in range(1, last):
+            carry = step(distance, carry)
+    elif last > 1:
+        carry = lax.fori_loop(1, last, step, carry)
+    cargo, state = meet(last, *carry)
+    return ring.shift(cargo, -hop * last), state
+
+
+def _added(*trees: Gradients) -> Gradients:
+    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *trees)
+
+
+def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: Ring) -> Gradients:
+    """The gradients of everything but sinks, in the layout that the ring works in."""
+    record, dtype = pullback.record, accumulator(pullback.record)
+
+    def grads_of(step: Step | ZigzagStep, load: Load) -> Gradients:
+        lse, output, cotangent = pullback.residuals.lse, pullback.output, pullback.cotangent
+        of_lse = pullback.lse_cotangent
+        part = Pullback(
+            record=step.record,
+            residuals=SoftmaxResiduals(lse=step.take(lse, 2)),
+            output=step.take(output, 1),
+            cotangent=step.take(cotangent, 1),
+            lse_cotangent=None if of_lse is None else step.take(of_lse, 2),
+            wanted=pullback.wanted,
+        )
+        made = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
+        return step.spread({name: made[name] for name in pullback.wanted}, load["key"].shape[1])
+
+    def remote_step(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
+        grads = grads_of(step_at(record, ring, distance, load), load)
+        source = (lax.axis_index(ring.axis_name) - distance) % ring.size
+        return _travelling(grads), _kept(grads, staying, ring, source, load)
+
+    def first_step(load: Load) -> tuple[Gradients, Gradients]:
+        grads = grads_of(local_step(record, ring, load), load)
+        nothing = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in ("bias",) if name in grads}
+        return _travelling(grads), _kept(grads, nothing, ring, lax.axis_index(ring.axis_name), load)
+
+    unrolled = kind_of(record, ring) == "banded"
+    home, kept = _around(ring, load_of(record), first_step, remote_step, unrolled=unrolled)
+    return {**home, **kept}
+
+
+def _travelling(grads: Gradients) -> Gradients:
+    return {name: grads[name] for name in ("key", "value") if name in grads}
+
+
+def _kept(grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, load: Load) -> Gradients:
+    """Gradients of the query and of the bias with those of one step, whose bias has the columns of its keys."""
+    kept = {name: grads[name] + so_far[name] if name in so_far else grads[name] for name in {"query"} & set(grads)}
+    if "bias" in grads:
+        keys, total = load["key"].shape[1], so_far["bias"]
+        part = grads["bias"] + columns(total, ring, source, keys)
+        kept["bias"] = put_columns(total, part, ring, source, keys)
+    return kept
+
+
+def _of_sinks(pullback: Pullback) -> jax.Array:
+    """`-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`, [H]."""
+    dtype = accumulator(pullback.record)
+    output = pullback.output.astype(dtype)
+    # An output of nothing, as padding has, gives nothing, whatever its cotangent holds.
+    delta = jnp.sum(jnp.where(output == 0, 0, pullback.cotangent.astype(dtype)) * output, axis=-1).swapaxes(1, 2)
+    return sinks_gradient(dataclasses.replace(pullback, record=tiled(pullback.record)), delta)
+
+
+def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+    """A gradient in its field's dtype and layout."""
+    field = getattr(record, name)
+    gradient = gradient.astype(field.dtype)
+    axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)
+    return gradient if axis is None or field.shape[axis] == 1 else ring.unstripe(gradient, axis)

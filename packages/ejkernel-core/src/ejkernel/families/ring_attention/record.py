@@ -1,0 +1,84 @@
+"""The argument record of ring attention, and what follows from it alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.tiled_attention import TiledAttention, Window
+from ejkernel.ops.arguments import arguments, static
+
+
+@arguments
+class RingAttention:
+    """Canonical input of one call, as one device sees it. T queries and S keys are its own, K keys are everyone's.
+
+    Attributes:
+        query: [B, T, H, D] floating.
+        key: [B, S, Hk, D], same dtype as query.
+        value: [B, S, Hk, Dv], same dtype as query.
+        softmax_scale: Factor on the raw scores.
+        axis_name: Mesh axis the sequence is spread over; None where one device has all of it. Where no such axis is
+            bound, as when a part of a call is measured by itself, the part is a whole.
+        bias: [B|1, H|1, T|1, K|1] floating, added to the scaled scores.
+        mask: [B|1, H|1, T|1, K|1] bool, True attends.
+        q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
+        kv_segment_ids: [B, S] int32.
+        q_positions: [B|1, T] int32 that causal and window compare instead of the query's index in the whole.
+        kv_positions: [B|1, S] int32, likewise for keys.
+        softmax_aux: [H] float32, one sink logit a head.
+        causal: Key position at most query position.
+        sliding_window: (left, right), inclusive; None on a side leaves it open.
+        logits_soft_cap: Cap c of `c * tanh(s / c)`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    softmax_scale: float = static()
+    axis_name: str | None = static()
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    q_segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    kv_positions: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    causal: bool = static(False)
+    sliding_window: Window | None = static(None)
+    logits_soft_cap: float | None = static(None)
+
+
+def axis_bound(axis_name: str) -> bool:
+    """Whether the caller runs once for every device along a mesh axis."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Devices along a mesh axis; 1 where it is not bound."""
+    return lax.axis_size(axis_name) if axis_name is not None and axis_bound(axis_name) else 1
+
+
+def tiled(record: RingAttention) -> TiledAttention:
+    """The record of a sequence that is all here, as tiled attention."""
+    names = {field.name for field in dataclasses.fields(record)} - {"axis_name"}
+    return TiledAttention(**{name: getattr(record, name) for name in names})
+
+
+def gathered(record: RingAttention) -> RingAttention:
+    """The record with the keys of all devices, and with its queries' positions in the whole."""
+    names = ("key", "value", "kv_segment_ids", "kv_positions")
+    whole = {
+        name: None if (x := getattr(record, name)) is None else lax.all_gather(x, record.axis_name, axis=1, tiled=True)
+        for name in names
+    }
+    if record.q_positions is None:
+        length = record.query.shape[1]
+        indices = jnp.arange(length, dtype=jnp.int32) + lax.axis_index(record.axis_name) * length
+        whole["q_positions"] = indices[None]
+    return dataclasses.replace(record, **whole)

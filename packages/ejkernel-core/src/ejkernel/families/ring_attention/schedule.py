@@ -1,0 +1,203 @@
+"""Whose keys a device receives, and in which order.
+
+Every device starts with the keys it holds. Then they travel from device i to i + 1, so that a device receives those
+of the devices *before* it, nearest first, and around the end of the ring those of all others; and from i to i - 1, so
+that it receives those of the devices *after* it. A window that reaches only some parts stops both early. Pairs that no
+query of a device attends to are left out by the tile loops, from positions alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.families.ring_attention import stripes
+from ejkernel.families.ring_attention.record import RingAttention, axis_size, tiled
+from ejkernel.families.tiled_attention import TiledAttention, band
+
+Tree = TypeVar("Tree")
+Load = dict[str, jax.Array]
+StepFunction = Callable[[jax.Array, Load, Any], tuple[Load, Any]]
+
+QUERY_ROWS = {"query": 1, "q_segment_ids": 1, "bias": 2, "mask": 2}
+TRAVELLING = ("key", "value", "kv_segment_ids", "kv_positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """How one call goes around.
+
+    Attributes:
+        axis_name: The mesh axis.
+        size: Devices along it.
+        before: From how many devices before it a device receives keys.
+        after: From how many devices after it.
+        striped: Whether parts are those of `ring_stripes`.
+    """
+
+    axis_name: str
+    size: int
+    before: int
+    after: int
+    striped: bool
+
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """How many places before a device each sender is, in the order of ring steps; negative after it."""
+        return (*range(1, self.before + 1), *range(-1, -self.after - 1, -1))
+
+    def shift(self, tree: Tree, hops: int) -> Tree:
+        """What the device `hops` places before this one has."""
+        pairs = [(i, (i + hops) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
+
+    def stripe(self, x: jax.Array, axis: int) -> jax.Array:
+        """x with this device's striped part in place of its own, along an axis."""
+        return stripes.stripe(x, axis, self.axis_name) if self.striped else x
+
+    def unstripe(self, x: jax.Array, axis: int) -> jax.Array:
+        """The inverse of `stripe`."""
+        return stripes.unstripe(x, axis, self.axis_name) if self.striped else x
+
+    def pieces(self, source: jax.Array, length: int) -> list[tuple[jax.Array, int]]:
+        """(start, length) in the whole sequence of what a device works on."""
+        if not self.striped:
+            return [(source * length, length)]
+        return [(start, length // 2) for start in stripes.starts(source, length // 2, self.size)]
+
+    def indices(self, source: jax.Array, length: int) -> jax.Array:
+        """int32 [1, length], the index in the whole sequence of each row that a device works on."""
+        pieces = [jnp.arange(n, dtype=jnp.int32) + start for start, n in self.pieces(source, length)]
+        return jnp.concatenate(pieces)[None]
+
+    def walk(self, load: Load, cargo: Load, step_of: StepFunction, state: Any) -> tuple[Load, Any]:
+        """Takes every device's load past this one.
+
+        Args:
+            load: This device's keys and what belongs to them.
+            cargo: Zeros for what is collected for each load on its way.
+            step_of: (device that the load is from, load, state) -> (what it adds to the load's cargo, state).
+            state: What stays here.
+
+        Returns:
+            The cargo of this device's own load, back home, and the state.
+        """
+        after = self.shift(load, -1) if self.after else load
+        total, state = self._leg(1, self.before, load, cargo, step_of, state, first=0)
+        if self.after:
+            more, state = self._leg(-1, self.after, after, cargo, step_of, state, first=1)
+            total = jax.tree.map(jnp.add, total, more)
+        return total, state
+
+    def _leg(
+        self, direction: int, last: int, load: Load, cargo: Load, step_of: StepFunction, state: Any, *, first: int
+    ) -> tuple[Load, Any]:
+        """Ring steps `first` to `last` in one direction; the load is the first one's."""
+        me = lax.axis_index(self.axis_name)
+
+        def meet(hop: Any, load: Load, cargo: Load, state: Any) -> tuple[Load, Any]:
+            # Neither transfer depends on the kernel of this step, so both run while it computes.
+            arriving = self.shift(cargo, direction)
+            added, state = step_of((me - direction * jnp.int32(hop)) % self.size, load, state)
+            return jax.tree.map(jnp.add, arriving, added), state
+
+        def step(hop: jax.Array, carry: tuple[Load, Load, Any]) -> tuple[Load, Load, Any]:
+            load, cargo, state = carry
+            upcoming = self.shift(load, direction)
+            return upcoming, *meet(hop, load, cargo, state)
+
+        if last > first:
+            load, cargo, state = lax.fori_loop(first, last, step, (load, cargo, state))
+        cargo, state = meet(last, load, cargo, state)
+        return self.shift(cargo, -direction * last), state
+
+
+def ring_of(record: RingAttention) -> Ring | None:
+    """The ring of a record; None where one device has everything."""
+    size = axis_size(record.axis_name)
+    if record.axis_name is None or size == 1:
+        return None
+    before, after = reach(record, size)
+    if before + after >= size - 1:  # one way around receives from every device
+        before, after = size - 1, 0
+    return Ring(record.axis_name, size, before, after, _is_striped(record))
+
+
+def _by_index(record: RingAttention) -> bool:
+    """Whether causal and window compare indices, which are known when the call is traced."""
+    return record.q_positions is None and record.kv_positions is None
+
+
+def _is_striped(record: RingAttention) -> bool:
+    """A mask that is causal, and nothing more, over queries and keys that are cut alike."""
+    length = record.query.shape[1]
+    whole = length == record.key.shape[1] and length % 2 == 0 and length > 0
+    return _by_index(record) and band(tiled(record)) == (None, 0) and whole
+
+
+def reach(record: RingAttention, size: int) -> tuple[int, int]:
+    """How many devices before it, and after it, have keys that a device may have to see, not counted around the end."""
+    everyone = size - 1, 0
+    left, right = band(tiled(record))
+    if not _by_index(record) or (left is None and right is None):
+        return everyone
+    device, (queries, keys) = np.arange(size), (record.query.shape[1], record.key.shape[1])
+    low = -1 if left is None else (device * queries - left)[:, None]
+    high = size * keys if right is None else ((device + 1) * queries - 1 + right)[:, None]
+    seen = ((device + 1) * keys - 1 >= low) & (device * keys <= high)
+    distances = np.where(seen, device[:, None] - device, 0)
+    return int(distances.max()), int(-distances.min())
+
+
+def local_part(record: RingAttention, ring: Ring) -> RingAttention:
+    """The record of what this device works on."""
+    rows = {name: axis for name, axis in QUERY_ROWS.items() if _has_rows(getattr(record, name), axis)}
+    moved = {name: ring.stripe(getattr(record, name), axis) for name, axis in rows.items()}
+    loads = {name: ring.stripe(x, 1) for name, x in load_of(record).items()}
+    return dataclasses.replace(record, **moved, **loads)
+
+
+def _has_rows(x: Any, axis: int) -> bool:
+    return x is not None and x.shape[axis] > 1
+
+
+def load_of(record: RingAttention) -> Load:
+    """What travels."""
+    return {name: x for name in TRAVELLING if (x := getattr(record, name)) is not None}
+
+
+def step_record(record: RingAttention, ring: Ring, source: jax.Array, load: Load) -> TiledAttention:
+    """This device's queries and another one's keys. Sinks are left to the caller, who counts them once."""
+    keys = load["key"].shape[1]
+    pairs = {
+        name: columns(x, ring, source, keys) for name in ("bias", "mask") if (x := getattr(record, name)) is not None
+    }
+    places: dict[str, jax.Array] = {}
+    if band(tiled(record)) != (None, None):
+        me, queries = lax.axis_index(record.axis_name), record.query.shape[1]
+        places["q_positions"] = ring.indices(me, queries) if record.q_positions is None else record.q_positions
+        places["kv_positions"] = load.get("kv_positions", ring.indices(source, keys))
+    return dataclasses.replace(tiled(record), **{**load, **pairs, **places}, softmax_aux=None)
+
+
+def columns(x: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:
+    """The columns of a device's keys, of [B, H, T, K]; of [B, H, T, 1] all there is."""
+    if x.shape[3] == 1:
+        return x
+    pieces = [lax.dynamic_slice_in_dim(x, start, n, axis=3) for start, n in ring.pieces(source, keys)]
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=3)
+
+
+def put_columns(x: jax.Array, part: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:
+    """x with other values in the columns of a device's keys."""
+    if x.shape[3] == 1:
+        return part
+    done = 0
+    for start, n in ring.pieces(source, keys):
+        x = lax.dynamic_update_slice_in_dim(x, part[..., done : done + n], start, axis=3)
+        done += n
+    return x

@@ -1,0 +1,235 @@
+"""What one ring step computes, as calls of tiled attention whose shapes and masks are known when they are traced.
+
+Device i holds queries; the keys of device i - d are here. What the two have to do with each other is one of four kinds:
+
+    full        no causal mask and no window: all queries attend to all keys
+    zig-zag     causal: device i of n holds chunks i and 2n - 1 - i, `early` and `late`. Its own step is causal. Half of
+                the pairs of every other step attends, in blocks that the diagonal does not cut:
+
+                    keys from a device before       keys from a device after
+                             early  late                     early  late
+                    early    full                   early
+                    late     full                   late     full   full
+
+                (late, early) is full in both, the other block depends on the device. Both go through one call, as two
+                batches of half the queries and half the keys, so that every device runs the same program.
+    banded      a window by index, parts of equal length: the pairs that attend at distance d are a corner of the block
+    positioned  whatever else compares positions: they go along, and the kernel has to honour them
+
+(Liu, Zaharia & Abbeel 2023, arXiv:2310.01889; zig-zag: Llama 3, arXiv:2407.21783, section 3.3.2.)
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention.record import RingAttention, tiled
+from ejkernel.families.ring_attention.schedule import Load, Ring, load_of, reach, ring_of, step_record
+from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.planning.softmax_merge import Partial
+
+Kind = Literal["full", "zig-zag", "banded", "positioned"]
+Gradients = dict[str, jax.Array]
+Distance = Any
+"""How many places before this device the keys' own device is, negative for after: int, or int32 where traced."""
+
+
+def kind_of(record: RingAttention, ring: Ring) -> Kind:
+    """Which of the four kinds the steps of a record are."""
+    if band(tiled(record)) == (None, None):
+        return "full"
+    by_index = record.q_positions is None and record.kv_positions is None
+    plain = by_index and record.bias is None and record.mask is None
+    if plain and ring.striped:
+        return "zig-zag"
+    return "banded" if plain and record.query.shape[1] == record.key.shape[1] else "positioned"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step as one call of tiled attention, and what its results belong to.
+
+    Attributes:
+        record: The call, without sinks.
+        rows: (first, last) of the device's queries that it has.
+        columns: (first, last) of the keys that are here.
+        length: The device's queries.
+        present: Whether these keys exist at all, or came around the end of the sequence; a traced bool, or True.
+    """
+
+    record: TiledAttention
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    length: int
+    present: Any = True
+
+    def take(self, x: jax.Array, axis: int) -> jax.Array:
+        """The rows of the step's queries."""
+        return lax.slice_in_dim(x, *self.rows, axis=axis)
+
+    def partials(self, part: Partial) -> tuple[Partial, ...]:
+        """Results as attention of all of the device's queries, to merge."""
+        output = _put(part.output, self.rows, self.length, 1)
+        lse = _put(part.lse, self.rows, self.length, 2, -jnp.inf)
+        return (Partial(self._if_present(output, 0), self._if_present(lse, -jnp.inf)),)
+
+    def spread(self, gradients: Gradients, keys: int) -> Gradients:
+        """Gradients as those of all of the device's queries and of all keys that are here."""
+        rows = {"query": (self.rows, self.length), "key": (self.columns, keys), "value": (self.columns, keys)}
+        placed = {name: _put(x, *rows[name], 1) if name in rows else x for name, x in gradients.items()}
+        return {name: self._if_present(x, 0) for name, x in placed.items()}
+
+    def _if_present(self, x: jax.Array, otherwise: float) -> jax.Array:
+        return x if self.present is True else jnp.where(self.present, x, jnp.asarray(otherwise, x.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class ZigzagStep:
+    """A zig-zag step with another device's keys: the block that depends on the device, and (late, early), as batches.
+
+    Attributes:
+        record: The call, without sinks: twice the batch, half of the queries and of the keys.
+        before: Whether the keys' device is before this one; a traced bool.
+    """
+
+    record: TiledAttention
+    before: jax.Array
+
+    def take(self, x: jax.Array, axis: int) -> jax.Array:
+        """The rows of the step's queries."""
+        early, late = jnp.split(x, 2, axis)
+        return jnp.concatenate([jnp.where(self.before, early, late), late])
+
+    def partials(self, part: Partial) -> tuple[Partial, ...]:
+        """Results as attention of all of the device's queries, to merge."""
+        (by_device, shared), (lse_by_device, shared_lse) = jnp.split(part.output, 2), jnp.split(part.lse, 2)
+        zero, none = jnp.zeros_like(by_device), jnp.full_like(lse_by_device, -jnp.inf)
+        before = self.before
+        first = Partial(
+            jnp.concatenate([jnp.where(before, by_device, zero), shared], axis=1),
+            jnp.concatenate([jnp.where(before, lse_by_device, none), shared_lse], axis=2),
+        )
+        second = Partial(
+            jnp.concatenate([zero, jnp.where(before, zero, by_device)], axis=1),
+            jnp.concatenate([none, jnp.where(before, none, lse_by_device)], axis=2),
+        )
+        return first, second
+
+    def spread(self, gradients: Gradients, keys: int) -> Gradients:
+        """Gradients as those of all of the device's queries and of all keys that are here."""
+        placed: Gradients = {}
+        for name, x in gradients.items():
+            by_device, shared = jnp.split(x, 2)
+            early, late = jnp.where(self.before, by_device, 0), jnp.where(self.before, 0, by_device)
+            # (late, early) is of the late queries, and of the early keys.
+            halves = (early, late + shared) if name == "query" else (early + shared, late)
+            placed[name] = jnp.concatenate(halves, axis=1)
+        return placed
+
+
+def ring_of_steps(record: RingAttention) -> Ring | None:
+    """As `ring_of`; in a banded ring no keys go around the end, where their distance would be another."""
+    ring = ring_of(record)
+    if ring is None or kind_of(record, ring) != "banded":
+        return ring
+    before, after = reach(record, ring.size)
+    return dataclasses.replace(ring, before=before, after=after)
+
+
+def local_step(record: RingAttention, ring: Ring, load: Load) -> Step:
+    """The step with the keys that the device holds. Local indices order a zig-zag: early is before late."""
+    queries, keys = record.query.shape[1], record.key.shape[1]
+    if kind_of(record, ring) in ("zig-zag", "banded"):
+        met = dataclasses.replace(tiled(record), softmax_aux=None)
+    else:
+        met = step_record(record, ring, lax.axis_index(ring.axis_name), load)
+    return Step(met, (0, queries), (0, keys), queries)
+
+
+def step_at(record: RingAttention, ring: Ring, distance: Distance, load: Load) -> Step | ZigzagStep:
+    """The step with the keys of the device `distance` places before; of a banded ring, an int."""
+    me, queries, keys = lax.axis_index(ring.axis_name), record.query.shape[1], load["key"].shape[1]
+    kind = kind_of(record, ring)
+    if kind == "zig-zag":
+        return _zigzag(record, (me - distance) % ring.size < me, load)
+    if kind == "banded":
+        source = me - distance
+        return _banded(record, int(distance), load, (source >= 0) & (source < ring.size))
+    met = step_record(record, ring, (me - distance) % ring.size, load)
+    return Step(met, (0, queries), (0, keys), queries)
+
+
+def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
+    """The shapes of a ring's calls, of each kind of step once, for a kernel to say what it refuses in them."""
+    ring = ring_of_steps(record)
+    if ring is None:
+        return (tiled(record),)
+
+    def make(record: RingAttention) -> tuple[TiledAttention, ...]:
+        load = load_of(record)  # of other devices' keys, and exchanged or not, the shapes are the same
+        by_device = dataclasses.replace(local_step(record, ring, load).record, softmax_aux=record.softmax_aux)
+        distances = ring.distances if kind_of(record, ring) == "banded" else ring.distances[:1]
+        return by_device, *(step_at(record, ring, distance, load).record for distance in distances)
+
+    return jax.eval_shape(lambda record: _compat.untracked(make, record), record)
+
+
+def _zigzag(record: RingAttention, before: jax.Array, load: Load) -> ZigzagStep:
+    def pick(x: jax.Array, shared: int) -> jax.Array:
+        halves = jnp.split(x, 2, 1)
+        return jnp.concatenate([jnp.where(before, *halves), halves[shared]])
+
+    loads = {name: pick(x, 0) for name, x in load.items()}
+    moved = {"query": pick(record.query, 1)}
+    if record.q_segment_ids is not None:
+        moved["q_segment_ids"] = pick(record.q_segment_ids, 1)
+    met = dataclasses.replace(tiled(record), **loads, **moved, softmax_aux=None, causal=False, sliding_window=None)
+    return ZigzagStep(met, before)
+
+
+def _banded(record: RingAttention, distance: int, load: Load, present: jax.Array) -> Step:
+    """The corner of the block in which pairs attend, whose band has no negative side.
+
+    `-left <= k - q <= right` in the whole is `-(left - shift) <= k - q <= right + shift` of local indices, with
+    `shift = distance * length`. Where that leaves out a whole diagonal, a square at the corner has the pairs that are
+    left.
+    """
+    length, (left, right) = record.query.shape[1], band(tiled(record))
+    shift = distance * length
+    left, right = None if left is None else left - shift, None if right is None else right + shift
+    rows = columns = (0, length)
+    if left is not None and left < 0:
+        size = length + left
+        rows, columns, left, right = (0, size), (length - size, length), 0, _wider(right, left)
+    elif right is not None and right < 0:
+        size = length + right
+        rows, columns, left, right = (length - size, length), (0, size), _wider(left, right), 0
+    size = rows[1] - rows[0]
+    window = tuple(None if side is None or side >= size - 1 else side for side in (left, right))
+    cut = {name: lax.slice_in_dim(x, *columns, axis=1) for name, x in load.items()}
+    cut["query"] = lax.slice_in_dim(record.query, *rows, axis=1)
+    if record.q_segment_ids is not None:
+        cut["q_segment_ids"] = lax.slice_in_dim(record.q_segment_ids, *rows, axis=1)
+    unmasked = window == (None, None)
+    met = dataclasses.replace(
+        tiled(record), **cut, softmax_aux=None, causal=False, sliding_window=None if unmasked else window
+    )
+    return Step(met, rows, columns, length, present)
+
+
+def _wider(side: int | None, cut: int) -> int | None:
+    """A side of the band within a corner, whose diagonal is `-cut` places further."""
+    return None if side is None else side + cut
+
+
+def _put(x: jax.Array, place: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
+    """x at a place of an axis of `length`, `fill` around it."""
+    if place == (0, length):
+        return x
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (place[0], length - place[1])
+    return jnp.pad(x, padding, constant_values=fill)

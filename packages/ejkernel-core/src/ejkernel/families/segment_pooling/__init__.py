@@ -1,0 +1,45 @@
+"""The segment pooling family: the record its operations lower to and its meaning."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator, chunk_ranges, spans
+from ejkernel.families.segment_pooling.reference import reference
+from ejkernel.ops.model import Family
+from ejkernel.planning.requests import PADDING
+
+__all__ = ["FAMILY", "SegmentPooling", "accumulator", "chunk_ranges", "localise", "reference", "requests", "spans"]
+
+
+def localise(record: SegmentPooling, offsets: Mapping[str, jax.Array]) -> SegmentPooling:
+    """One shard's record as it is: rows, heads and channels know nothing of each other."""
+    return record
+
+
+def requests(record: SegmentPooling) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the pools, since none has a token of another."""
+    (first, end), token = (np.asarray(x) for x in spans(record)), np.arange(record.values.shape[1])
+    rows, pools = record.values.shape[0], first.shape[1]
+    first, end = (np.broadcast_to(x, (rows, pools)) for x in (first, end))
+    inside = (token >= first[..., None]) & (token < end[..., None])
+    pool = np.arange(rows * pools).reshape(rows, pools)
+    tokens = np.where(inside.any(axis=1), np.take_along_axis(pool, inside.argmax(axis=1), axis=1), PADDING)
+    return ({"b t": tokens, "b p": np.where(inside.any(axis=2), pool, PADDING)},)
+
+
+FAMILY = Family(
+    name="segment_pooling",
+    record=SegmentPooling,
+    differentiable=("values",),
+    dtype=lambda record: record.values.dtype,
+    head_dims=lambda record: (record.values.shape[-1],),
+    axes={"values": "b t h d", "lengths": "b", "ranges": "p c", "output": "b p h d"},
+    shardable="bhd",
+    aligned=(),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+)

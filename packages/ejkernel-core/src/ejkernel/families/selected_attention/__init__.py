@@ -1,0 +1,101 @@
+"""The selected attention family: each query attends to blocks of keys that it lists, and to summaries of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.families.selected_attention.isolation import isolate_selected, isolate_selected_pullback
+from ejkernel.families.selected_attention.record import (
+    GATES,
+    Branch,
+    SelectedAttention,
+    SelectedResiduals,
+    blocks,
+    compressed,
+    gated,
+    places,
+    query_positions,
+    select,
+    slots,
+    starts,
+    window,
+)
+from ejkernel.families.selected_attention.reference import reference
+from ejkernel.families.tiled_attention.isolation import has_segments
+from ejkernel.ops.model import Family, Isolation
+from ejkernel.planning.requests import segment_owners
+
+__all__ = [
+    "FAMILY",
+    "GATES",
+    "Branch",
+    "SelectedAttention",
+    "SelectedResiduals",
+    "blocks",
+    "compressed",
+    "gated",
+    "localise",
+    "places",
+    "query_positions",
+    "reference",
+    "requests",
+    "select",
+    "slots",
+    "starts",
+    "window",
+]
+
+
+def localise(record: SelectedAttention, offsets: Mapping[str, jax.Array]) -> SelectedAttention:
+    """Makes one shard's record mean its part of the global call: the keys are all there, the queries are some."""
+    queries = offsets.get("t")
+    if queries is None or record.q_positions is not None:
+        return record
+    return dataclasses.replace(record, q_positions=query_positions(record) + queries)
+
+
+def requests(record: SelectedAttention) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the segments of rows, those of compressed keys among them, or the rows."""
+    ids = [np.asarray(x) for x in (record.q_segment_ids, record.kv_segment_ids) if x is not None]
+    if not ids:
+        return ({"b": np.arange(record.query.shape[0])},)
+    if record.compressed_segment_ids is not None:
+        ids.append(np.asarray(record.compressed_segment_ids))
+    owners = segment_owners(np.concatenate(ids, axis=1))
+    parts = np.split(owners, np.cumsum([x.shape[1] for x in ids])[:-1], axis=1)
+    return (dict(zip(("b t", "b s", "b m"), parts, strict=False)),)
+
+
+FAMILY = Family(
+    name="selected_attention",
+    record=SelectedAttention,
+    differentiable=("query", "key", "value", "compressed_key", "compressed_value", "g_slc", "g_cmp", "g_swa"),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
+    axes={
+        "query": "b t h d",
+        "key": "b s g d",
+        "value": "b s g v",
+        "block_indices": "b t g k",
+        "block_starts": "m",
+        "compressed_key": "b m g d",
+        "compressed_value": "b m g v",
+        "compressed_segment_ids": "b m",
+        "q_segment_ids": "b t",
+        "kv_segment_ids": "b s",
+        "q_positions": "b t",
+        "g_slc": "b t h",
+        "g_cmp": "b t h",
+        "g_swa": "b t h",
+        "output": "b t h v",
+    },
+    shardable="bthg",
+    aligned=(("h", "g"),),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+    isolate=Isolation(record=isolate_selected, pullback=isolate_selected_pullback, concerns=has_segments),
+)

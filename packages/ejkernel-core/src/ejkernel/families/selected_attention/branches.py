@@ -1,0 +1,156 @@
+"""The branches of selected attention put together, out of any backend's kernels.
+
+With a gate g, a branch's output o and the output's cotangent do, which is the sum's:
+
+    dg_i   = sum_v do_i o_i
+    do'_i  = g_i do_i          the branch's own cotangent
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selected_attention.record import (
+    GATES,
+    Branch,
+    SelectedAttention,
+    SelectedResiduals,
+    compressed,
+    gated,
+    window,
+)
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.families.tiled_attention.isolation import isolate_rows
+from ejkernel.ops.pullback import Pullback
+
+Gradients = dict[str, jax.Array]
+SHARED = frozenset({"query", "key", "value"})
+Selected = Callable[[SelectedAttention], Branch]
+Select = Callable[[SelectedAttention, Branch | None], jax.Array]
+SelectedGradients = Callable[[SelectedAttention, Branch, jax.Array, frozenset[str]], Gradients]
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseKernel:
+    """Tiled attention, for the branches that are that.
+
+    Attributes:
+        forward: TiledAttention -> (output, SoftmaxResiduals, ...).
+        backward: Pullback of such a record -> gradients.
+    """
+
+    forward: Callable[[TiledAttention], Any]
+    backward: Callable[[Pullback], Gradients]
+
+
+def forward(
+    record: SelectedAttention, selected: Selected, select: Select, dense: DenseKernel
+) -> tuple[jax.Array, SelectedResiduals]:
+    """Output and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        selected: Computes the selected branch of a record with block indices, and with zeros in the padding.
+        select: (record, its compressed branch, if there is one) -> the blocks that are selected, [B, T, Hk, N] int32.
+        dense: What attends in the other branches.
+
+    Returns:
+        [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    record, chosen = clean(record), None
+    branches: dict[str, Branch] = {}
+    for name, branch in (("compressed", compressed(record)), ("window", window(record))):
+        if branch is not None:
+            output, residuals, *_ = dense.forward(branch)
+            branches[name] = Branch(output=output, lse=residuals.lse)
+    listed = record
+    if record.block_indices is None:
+        chosen = select(record, branches.get("compressed"))
+        listed = dataclasses.replace(record, block_indices=chosen)
+    branches["selected"] = selected(listed)
+    return gated(record, branches), SelectedResiduals(**branches, block_indices=chosen)
+
+
+def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        selected: (record as in the forward pass, branch, its cotangent, wanted of query, key and value) -> gradients
+            of the selected branch.
+        dense: What differentiates the others.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, wanted = clean(pullback.record), pullback.wanted
+    if record.block_indices is None:
+        record = dataclasses.replace(record, block_indices=pullback.residuals.block_indices)
+    wide = jnp.promote_types(record.query.dtype, jnp.float32)
+    cotangent = zero_padding(pullback.cotangent, record.q_segment_ids).astype(wide)
+    grads: Gradients = {}
+
+    def collect(found: Mapping[str, jax.Array]) -> None:
+        for name in found.keys() & wanted:
+            gradient = found[name].astype(wide)
+            grads[name] = grads[name] + gradient if name in grads else gradient
+
+    for name, gate in GATES.items():
+        branch: Branch | None = getattr(pullback.residuals, name)
+        if branch is None:
+            continue
+        factor, gated_cotangent = getattr(record, gate), cotangent
+        if factor is not None:
+            collect({gate: jnp.sum(cotangent * branch.output.astype(wide), axis=-1)})
+            gated_cotangent = cotangent * factor[..., None].astype(wide)
+        gated_cotangent = gated_cotangent.astype(record.query.dtype)
+        if record.q_segment_ids is not None:  # a product may be larger than its dtype holds
+            gated_cotangent, lse = isolate_rows(gated_cotangent, branch.lse)
+            branch = dataclasses.replace(branch, lse=lse)
+        if name != "selected":
+            collect(_dense(record, name, branch, gated_cotangent, wanted, dense))
+        elif wanted & SHARED:
+            collect(selected(record, branch, gated_cotangent, wanted & SHARED))
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in wanted}
+
+
+def _dense(
+    record: SelectedAttention,
+    name: str,
+    branch: Branch,
+    cotangent: jax.Array,
+    wanted: frozenset[str],
+    dense: DenseKernel,
+) -> Gradients:
+    """Gradients of a branch that is tiled attention, by their names in the record of all branches."""
+    inner_record = compressed(record) if name == "compressed" else window(record)
+    assert inner_record is not None  # the branch left residuals
+    outer = {x: f"compressed_{x}" if name == "compressed" and x != "query" else x for x in ("query", "key", "value")}
+    inner = frozenset(x for x, public in outer.items() if public in wanted)
+    if not inner:
+        return {}
+    pullback = Pullback(
+        record=inner_record,
+        residuals=SoftmaxResiduals(lse=branch.lse),
+        output=branch.output,
+        cotangent=cotangent,
+        wanted=inner,
+    )
+    return {outer[x]: gradient for x, gradient in dense.backward(pullback).items()}
+
+
+def clean(record: SelectedAttention) -> SelectedAttention:
+    """The record with zeros in the padding of what the selected branch and the gates multiply."""
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return record
+    rows = {"query": record.q_segment_ids, "key": record.kv_segment_ids, "value": record.kv_segment_ids}
+    rows |= {gate: record.q_segment_ids for gate in GATES.values() if getattr(record, gate) is not None}
+    return dataclasses.replace(record, **{name: zero_padding(getattr(record, name), ids) for name, ids in rows.items()})
+
+
+def zero_padding(x: jax.Array, ids: jax.Array | None) -> jax.Array:
+    """[B, T, ...] with zeros where ids [B, T] are negative."""
+    return x if ids is None else jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, 0)

@@ -1,0 +1,49 @@
+"""Segments of selected attention, kept apart as `ejkernel.families.tiled_attention.isolation` does it."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention.isolation import FIELDS, finite_or_zero, finite_rows, marked_keys
+
+
+def isolate_selected(record: Any) -> Any:
+    """A record of selected attention whose values are finite, those of compressed blocks too; keys are marked."""
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return record
+    fields = marked_keys(record.key, record.value)
+    if record.compressed_key is not None and record.compressed_value is not None:
+        compressed = marked_keys(record.compressed_key, record.compressed_value)
+        fields |= {f"compressed_{name}": x for name, x in compressed.items()}
+    return dataclasses.replace(record, **fields)
+
+
+def isolate_selected_pullback(pullback: Any) -> Any:
+    """A pullback of selected attention whose arrays are finite, with lse NaN in rows that had something else."""
+    record, residuals = pullback.record, pullback.residuals
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return pullback
+    branches = {name: getattr(residuals, name) for name in ("selected", "compressed", "window")}
+    branches = {name: branch for name, branch in branches.items() if branch is not None}
+    kept = finite_rows(record.query) & finite_rows(pullback.output) & finite_rows(pullback.cotangent)
+    for branch in branches.values():
+        kept &= finite_rows(branch.output) & (jnp.isfinite(branch.lse) | (branch.lse == -jnp.inf))
+    for gate in (record.g_slc, record.g_cmp, record.g_swa):
+        kept = kept if gate is None else kept & jnp.isfinite(gate).swapaxes(1, 2)
+    kept |= (record.q_segment_ids < 0)[:, None]
+    marked = {
+        name: dataclasses.replace(
+            branch, output=finite_or_zero(branch.output), lse=jnp.where(kept, branch.lse, jnp.nan)
+        )
+        for name, branch in branches.items()
+    }
+    names = (*FIELDS, "compressed_key", "compressed_value", "g_slc", "g_cmp", "g_swa")
+    fields = {name: getattr(record, name) for name in names}
+    return dataclasses.replace(
+        pullback,
+        record=dataclasses.replace(record, **{n: finite_or_zero(x) for n, x in fields.items() if x is not None}),
+        residuals=dataclasses.replace(residuals, **marked),
+        output=finite_or_zero(pullback.output),
+        cotangent=finite_or_zero(pullback.cotangent),
+    )

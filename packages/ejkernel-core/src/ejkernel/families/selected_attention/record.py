@@ -1,0 +1,187 @@
+"""The argument record of selected attention, and what follows from it alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selected_attention import block_selection
+from ejkernel.families.selected_attention.block_selection import BlockPlaces
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.arguments import arguments, static
+
+
+@arguments
+class SelectedAttention:
+    """Canonical input of one call. B batch, T queries, S keys, H query heads, Hk KV heads, M blocks, N listed blocks.
+
+    Attributes:
+        query: [B, T, H, D] floating.
+        key: [B, S, Hk, D], same dtype as query.
+        value: [B, S, Hk, Dv], same dtype as query.
+        block_indices: [B, T, Hk, N] int32, the blocks that a query reads; -1 is none. No row lists a block twice. None
+            where they are selected, which takes the compressed branch.
+        softmax_scale: Factor on the raw scores.
+        block_size: Keys a block.
+        selected_blocks: Blocks that are selected for a query, its own among them, where block_indices is None.
+        block_starts: [M] int32 in ascending order, the first key of every block; None where block c starts at
+            `c * block_size`. Of a block that reaches beyond the next one's start, the keys there are no query's that
+            lists it: they belong to another sequence.
+        compressed_key: [B, M, Hk, D], same dtype as query; with compressed_value: the compressed branch.
+        compressed_value: [B, M, Hk, Dv], likewise.
+        compressed_segment_ids: [B, M] int32, of the compressed keys.
+        q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
+        kv_segment_ids: [B, S] int32.
+        q_positions: [B|1, T] int32, index of each query's own key; None where it is the query's index.
+        g_slc: [B, T, H] floating, gate of the selected branch.
+        g_cmp: [B, T, H] floating, gate of the compressed branch.
+        g_swa: [B, T, H] floating, gate of the window.
+        window_size: Keys of the window; None leaves that branch out.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    block_indices: jax.Array | None
+    softmax_scale: float = static()
+    block_size: int = static()
+    selected_blocks: int = static(0)
+    block_starts: jax.Array | None = None
+    compressed_key: jax.Array | None = None
+    compressed_value: jax.Array | None = None
+    compressed_segment_ids: jax.Array | None = None
+    q_segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    g_slc: jax.Array | None = None
+    g_cmp: jax.Array | None = None
+    g_swa: jax.Array | None = None
+    window_size: int | None = static(None)
+
+
+@arguments
+class Branch:
+    """What a branch leaves for the backward pass.
+
+    Attributes:
+        output: [B, T, H, Dv] in the query's dtype, before the gate.
+        lse: [B, H, T] float32, log of the softmax denominator; -inf for empty rows.
+    """
+
+    output: jax.Array
+    lse: jax.Array
+
+
+@arguments
+class SelectedResiduals:
+    """What a forward pass leaves for the backward pass.
+
+    Attributes:
+        selected: The selected branch.
+        compressed: The compressed branch; None where it was left out.
+        window: Likewise.
+        block_indices: [B, T, Hk, N] int32, the blocks that were selected; None where they were given.
+    """
+
+    selected: Branch
+    compressed: Branch | None = None
+    window: Branch | None = None
+    block_indices: jax.Array | None = None
+
+
+GATES = {"selected": "g_slc", "compressed": "g_cmp", "window": "g_swa"}
+"""The field that gates each branch."""
+
+
+def blocks(record: SelectedAttention) -> int:
+    """How many blocks there are to list."""
+    if record.block_starts is not None:
+        return record.block_starts.shape[0]
+    if record.compressed_key is not None:
+        return record.compressed_key.shape[1]
+    return -(-record.key.shape[1] // record.block_size)
+
+
+def slots(record: SelectedAttention) -> int:
+    """How many blocks a query has room for."""
+    return max(1, record.selected_blocks) if record.block_indices is None else record.block_indices.shape[3]
+
+
+def starts(record: SelectedAttention) -> jax.Array:
+    """The first key of every block, int32 [M]."""
+    given = record.block_starts
+    return jnp.arange(blocks(record), dtype=jnp.int32) * record.block_size if given is None else given
+
+
+def query_positions(record: SelectedAttention) -> jax.Array:
+    """The index of the key at each query's position, int32 [B|1, T]."""
+    given = record.q_positions
+    return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if given is None else given
+
+
+def places(record: SelectedAttention) -> BlockPlaces:
+    """Where the blocks lie, for selecting them."""
+    return BlockPlaces(
+        starts=starts(record),
+        size=record.block_size,
+        query_positions=query_positions(record),
+        q_ids=record.q_segment_ids,
+        block_ids=record.compressed_segment_ids,
+    )
+
+
+def select(record: SelectedAttention) -> jax.Array:
+    """The blocks that each query of a record reads, [B, T, Hk, N] int32, in plain jnp: those given, or the selected."""
+    if record.block_indices is not None:
+        return record.block_indices
+    keys, scale = record.compressed_key, record.softmax_scale
+    if keys is None:  # nothing weighs anything
+        keys = record.key[:, :0]
+    return block_selection.select(record.query, keys, scale, slots(record), places(record))
+
+
+def compressed(record: SelectedAttention) -> TiledAttention | None:
+    """The compressed branch: a block's position is that of the last key it has room for."""
+    if record.compressed_key is None or record.compressed_value is None:
+        return None
+    return as_tiled(
+        record,
+        key=record.compressed_key,
+        value=record.compressed_value,
+        kv_segment_ids=record.compressed_segment_ids,
+        q_positions=query_positions(record),
+        kv_positions=(starts(record) + (record.block_size - 1))[None],
+        causal=True,
+    )
+
+
+def window(record: SelectedAttention) -> TiledAttention | None:
+    """The branch of the newest keys."""
+    if record.window_size is None:
+        return None
+    newest = (record.window_size - 1, 0)
+    return as_tiled(record, q_positions=record.q_positions, causal=True, sliding_window=newest)
+
+
+def as_tiled(record: SelectedAttention, **fields: Any) -> TiledAttention:
+    """Attention of the queries to the keys, or to what `fields` says instead."""
+    shared: dict[str, Any] = {
+        "query": record.query,
+        "key": record.key,
+        "value": record.value,
+        "softmax_scale": record.softmax_scale,
+        "q_segment_ids": record.q_segment_ids,
+        "kv_segment_ids": record.kv_segment_ids,
+    }
+    return TiledAttention(**{**shared, **fields})
+
+
+def gated(record: SelectedAttention, branches: Mapping[str, Branch]) -> jax.Array:
+    """The sum of the branches, each times its gate, [B, T, H, Dv] in the query's dtype."""
+    dtype = jnp.promote_types(record.query.dtype, jnp.float32)
+    total: Any = 0
+    for name, branch in branches.items():
+        gate, output = getattr(record, GATES[name]), branch.output.astype(dtype)
+        total = total + (output if gate is None else gate[..., None].astype(dtype) * output)
+    return total.astype(record.query.dtype)

@@ -1,0 +1,70 @@
+"""The selective scan family: the record its operations lower to, its meaning and its residuals."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.families.selective_scan.record import INTERVAL, ScanResiduals, SelectiveScan, accumulator, first_state
+from ejkernel.families.selective_scan.reference import reference
+from ejkernel.ops.model import Family
+from ejkernel.planning.requests import packed_requests
+
+__all__ = [
+    "FAMILY",
+    "INTERVAL",
+    "ScanResiduals",
+    "SelectiveScan",
+    "accumulator",
+    "axes",
+    "first_state",
+    "localise",
+    "reference",
+    "requests",
+]
+
+
+def localise(record: SelectiveScan, offsets: Mapping[str, jax.Array]) -> SelectiveScan:
+    """One shard's record as it is: rows and channels know nothing of each other."""
+    return record
+
+
+def axes(record: SelectiveScan) -> dict[str, Any]:
+    """Axis letters of a record's fields and of its outputs."""
+    row = "b" if record.cu_seqlens is None else "n"
+    return {
+        "x": "b t i",
+        "step": "b t i",
+        "decay": "i e",
+        "write": "b t e",
+        "read": "b t e",
+        "skip": "i",
+        "initial_state": f"{row} i e",
+        "cu_seqlens": "n",
+        "state_slots": "n",
+        # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
+        "output": ("b t i", "b i e"),
+    }
+
+
+def requests(record: SelectiveScan) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: packed sequences, or the rows."""
+    if record.cu_seqlens is None:
+        return ({"b": np.arange(record.x.shape[0])},)
+    return (packed_requests(record.cu_seqlens, record.x.shape[1], record.initial_state, record.state_slots),)
+
+
+FAMILY = Family(
+    name="selective_scan",
+    record=SelectiveScan,
+    differentiable=("x", "step", "decay", "write", "read", "skip", "initial_state"),
+    dtype=lambda record: record.x.dtype,
+    head_dims=lambda record: (record.decay.shape[1],),
+    axes=axes,
+    shardable="bi",
+    aligned=(),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+)

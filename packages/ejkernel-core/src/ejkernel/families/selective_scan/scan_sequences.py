@@ -1,0 +1,81 @@
+"""Kernels of the selective scan whose packed sequences have a state each, for states in slots too.
+
+    @with_states
+    def forward(record, config): ...             # never sees `state_slots`
+
+Around such a kernel, states are read out of the slots before it and stored into them after it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selective_scan.record import SelectiveScan
+from ejkernel.ops.pullback import Pullback
+from ejkernel.planning import slots
+
+HANDLES = frozenset({"cu_seqlens", "state_slots"})
+"""Optional fields that a kernel of packed sequences honours with the decorators."""
+
+Forward = Callable[[SelectiveScan, Any], Any]
+Backward = Callable[[Pullback, Any], dict[str, jax.Array]]
+
+
+def sequences(record: SelectiveScan) -> int:
+    """Packed sequences, or rows: what has a state of its own."""
+    return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+
+
+def with_states(forward: Forward) -> Forward:
+    """The forward function for states in slots, of one whose packed sequences have a state each."""
+
+    @functools.wraps(forward)
+    def run(record: SelectiveScan, config: Any) -> Any:
+        held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+        if held is None or indices is None or starts is None:
+            return forward(record, config)
+        (output, final), *rest = forward(_with_plain_states(record), config)
+        return (output, slots.write_slots(held, indices, starts, final)), *rest
+
+    return run
+
+
+def with_state_gradients(backward: Backward) -> Backward:
+    """The backward function for states in slots, of one whose packed sequences have a state each."""
+
+    @functools.wraps(backward)
+    def run(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
+        record: SelectiveScan = pullback.record
+        held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+        if held is None or indices is None or starts is None:
+            return backward(pullback, config)
+        outputs, cotangent = pullback.cotangent
+        dtype = jnp.promote_types(record.x.dtype, jnp.float32)
+        final = jnp.zeros((starts.shape[0] - 1, *held.shape[1:]), dtype)
+        # Linear: the values that it is differentiated at do not matter, and XLA drops them.
+        _, pull_stored = jax.vjp(lambda held, final: slots.write_slots(held, indices, starts, final), held, final)
+        kept, final = pull_stored(cotangent)
+        inner = dataclasses.replace(
+            pullback, record=_with_plain_states(record), output=None, cotangent=(outputs, final)
+        )
+        gradients = backward(inner, config)
+        if "initial_state" in gradients:
+            _, pull_read = jax.vjp(lambda held: slots.read_slots(held, indices, starts), held)
+            (read,) = pull_read(gradients["initial_state"].astype(jnp.promote_types(held.dtype, jnp.float32)))
+            gradients["initial_state"] = read + kept
+        return gradients
+
+    return run
+
+
+def _with_plain_states(record: SelectiveScan) -> SelectiveScan:
+    """The record with a state for every packed sequence, read out of the slots."""
+    held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+    assert held is not None  # the callers looked
+    assert indices is not None
+    assert starts is not None
+    return dataclasses.replace(record, initial_state=slots.read_slots(held, indices, starts), state_slots=None)

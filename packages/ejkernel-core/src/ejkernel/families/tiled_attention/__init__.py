@@ -1,0 +1,113 @@
+"""The tiled softmax attention family: the record its operations lower to, its meaning and its residuals."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.tiled_attention.gradients import added_up, less_lse_cotangent, sinks_gradient, two_passes
+from ejkernel.families.tiled_attention.isolation import has_segments, isolate_pullback, isolate_record
+from ejkernel.families.tiled_attention.record import (
+    FAR,
+    SoftmaxResiduals,
+    TiledAttention,
+    Window,
+    band,
+    dropout_numbers,
+    positions,
+)
+from ejkernel.families.tiled_attention.reference import reference, reference_scores
+from ejkernel.families.tiled_attention.scores import coarse, soft_capped
+from ejkernel.ops.model import Family, Isolation
+from ejkernel.planning.requests import same_owner, segment_owners
+
+__all__ = [
+    "AXES",
+    "DROPOUT",
+    "FAMILY",
+    "FAR",
+    "MASKS",
+    "ROUNDING",
+    "SOFTMAX",
+    "SoftmaxResiduals",
+    "TiledAttention",
+    "Window",
+    "added_up",
+    "band",
+    "coarse",
+    "dropout_numbers",
+    "less_lse_cotangent",
+    "localise",
+    "positions",
+    "reference",
+    "reference_scores",
+    "requests",
+    "sinks_gradient",
+    "soft_capped",
+    "two_passes",
+]
+
+
+def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledAttention:
+    """Makes one shard's record mean its part of the global call: positions and the counters of dropout are global."""
+    queries = offsets.get("t")
+    moved: dict[str, jax.Array] = {}
+    if queries is not None and record.q_positions is None and band(record) != (None, None):
+        moved["q_positions"] = positions(record)[0] + queries
+    if record.dropout_prob > 0.0 or record.pattern is not None:
+        moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
+    return dataclasses.replace(record, **moved)
+
+
+def requests(record: Any) -> tuple[dict[str, Any], ...]:
+    """The owners of a record's entries: the segments of rows, or the rows."""
+    if record.q_segment_ids is None:
+        return ({"b": np.arange(record.query.shape[0])},)
+    queries, keys = np.asarray(record.q_segment_ids), np.asarray(record.kv_segment_ids)
+    owners = segment_owners(np.concatenate([queries, keys], axis=1))
+    queries, keys = owners[:, : queries.shape[1]], owners[:, queries.shape[1] :]
+    return ({"b t": queries, "b s": keys, "b t s": same_owner(queries[:, :, None], keys[:, None])},)
+
+
+AXES = {
+    "query": "b t h d",
+    "key": "b s g d",
+    "value": "b s g v",
+    "bias": "b h t s",
+    "mask": "b h t s",
+    "q_segment_ids": "b t",
+    "kv_segment_ids": "b s",
+    "q_positions": "b t",
+    "kv_positions": "b s",
+    "softmax_aux": "h",
+    "dropout_seed": "",
+    "dropout_origin": "c",
+    "output": "b t h v",
+}
+
+FAMILY = Family(
+    name="tiled_attention",
+    record=TiledAttention,
+    differentiable=("query", "key", "value", "bias", "softmax_aux"),
+    dtype=lambda record: record.query.dtype,
+    head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
+    axes=AXES,
+    shardable="bthg",
+    aligned=(("h", "g"),),
+    localise=localise,
+    reference=reference,
+    requests=requests,
+    isolate=Isolation(record=isolate_record, pullback=isolate_pullback, concerns=has_segments),
+    lse="b h t",
+)
+
+MASKS = frozenset(
+    {"mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "causal", "sliding_window"}
+)
+SOFTMAX = frozenset({"softmax_aux", "logits_soft_cap"})
+DROPOUT = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
+ROUNDING = frozenset({"normalize_output", "precision", "logits_dtype"})
+"""Groups of optional fields, for backends to say which they handle."""

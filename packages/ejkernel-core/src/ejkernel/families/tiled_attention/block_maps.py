@@ -1,0 +1,221 @@
+"""Block maps of tiled attention: which tiles of scores are full, partial or empty, and lists of those with work.
+
+Band, segments and positions come from `tile_pairs`; a pattern (`ejkernel.types.sparse_masks.Mask`) is cut into tiles
+here, on the host and once for every pattern and tile size:
+
+    pattern  -->  some, every   bool [heads, parts, query tiles, key tiles]
+                  mask_ids      which tile mask a partial tile has
+                  tile_masks    int8 [different tile masks, q_block, kv_block]
+
+Equal tile masks are kept once, so a pattern that repeats itself, such as a band, has few of them. A record that is one
+shard of a call looks up its own heads and its own part of the queries, by `dropout_origin`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.tiled_attention.record import TiledAttention
+from ejkernel.families.tiled_attention.tile_pairs import Cut, cuts, sorted_pairs
+from ejkernel.types.sparse_masks import Mask, MultiHeadMask, Spans
+
+FULL, EMPTY = 0, 1
+"""Ids of the tile masks in which every pair, and no pair, attends."""
+AT_ONCE = 2**26
+"""Pairs of tiles whose masks are computed in one call: 64 MiB of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatternTiles:
+    """A record's part of its pattern, cut into tiles; traced where the record is one shard of a call.
+
+    Attributes:
+        some: Whether a pair attends, bool [H|1, query tiles, key tiles].
+        every: Whether all pairs do, likewise.
+        mask_ids: Which tile mask a tile has, int32, likewise.
+        tile_masks: int8 [n, q_block, kv_block], 0 beyond the call's last query and key.
+        reachable: As `some`, for any part and head the record may turn out to have; NumPy, [n, query tiles, key tiles].
+    """
+
+    some: Any
+    every: Any
+    mask_ids: Any
+    tile_masks: np.ndarray
+    reachable: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockMap:
+    """What all that restricts pairs makes of the tiles of a record.
+
+    Attributes:
+        some: Whether a pair may attend, bool [B|1, H|1, query tiles, key tiles].
+        every: Whether all pairs do, likewise; never in a tile that ends behind its array.
+        mask_ids: Which tile mask a tile has, int32 [1, H|1, query tiles, key tiles]; None without a pattern.
+        tile_masks: int8 [n, q_block, kv_block]; None without a pattern.
+        reachable: As `some`, where that is traced: all that it may turn out to be; NumPy, [n, query tiles, key tiles].
+    """
+
+    some: Any
+    every: Any
+    mask_ids: Any
+    tile_masks: np.ndarray | None
+    reachable: np.ndarray
+
+    @property
+    def xp(self) -> Any:
+        """The module that the tables are of: `numpy`, or `jax.numpy` where they are traced."""
+        return np if isinstance(self.some, np.ndarray) and isinstance(self.every, np.ndarray) else jnp
+
+    def by_keys(self) -> "BlockMap":
+        """The map with keys before queries, from which `block_lists` makes the query tiles of every key tile."""
+        some, every, ids, reachable = (
+            None if x is None else x.swapaxes(-1, -2) for x in (self.some, self.every, self.mask_ids, self.reachable)
+        )
+        return dataclasses.replace(self, some=some, every=every, mask_ids=ids, reachable=reachable)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockLists:
+    """The tiles with work for every tile of the other side, full blocks first; entries from `count` on mean nothing.
+
+    Attributes:
+        full: How many are full, int32 [B|1, H|1, tiles].
+        count: How many there are, int32 [B|1, H|1, tiles].
+        blocks: int32 [B|1, H|1, tiles, longest list].
+        mask_ids: Which tile mask each has, in the shape of `blocks`; None without a pattern.
+    """
+
+    full: Any
+    count: Any
+    blocks: Any
+    mask_ids: Any
+
+
+def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
+    """The block map of a record, as `padding_as_segments` gives it and for which `pattern_reasons` has none.
+
+    Its arrays are NumPy's unless positions, segment ids or a shard's origin are traced.
+    """
+    some, every, _ = sorted_pairs(record, *cuts(record, q_block, kv_block))
+    some, every = some[:, None], every[:, None]
+    reachable = some[:, 0] if isinstance(some, np.ndarray) else np.ones((1, *some.shape[2:]), bool)
+    if (found := pattern_tiles(record, q_block, kv_block)) is None:
+        return BlockMap(some=some, every=every, mask_ids=None, tile_masks=None, reachable=reachable)
+    return BlockMap(
+        some=some & found.some,
+        every=every & found.every,
+        mask_ids=found.mask_ids[None],
+        tile_masks=found.tile_masks,
+        reachable=reachable & found.reachable,
+    )
+
+
+def block_lists(blocks: BlockMap) -> BlockLists:
+    """Lists the tiles along the last axis of a block map."""
+    xp = blocks.xp
+    rank = xp.where(blocks.some & blocks.every, 0, xp.where(blocks.some, 1, 2))
+    longest = max(1, int(blocks.reachable.sum(axis=-1).max()))
+    listed = xp.argsort(rank, axis=-1, stable=True)[..., :longest].astype(np.int32)
+    full, count = ((rank < limit).sum(axis=-1).astype(np.int32) for limit in (1, 2))
+    ids = blocks.mask_ids
+    if ids is not None:
+        ids = xp.take_along_axis(xp.broadcast_to(ids, (*listed.shape[:-1], ids.shape[-1])), listed, axis=-1)
+    return BlockLists(full=full, count=count, blocks=listed, mask_ids=ids)
+
+
+def pattern_reasons(record: TiledAttention) -> tuple[str, ...]:
+    """Why the pattern of a record cannot be cut into tiles."""
+    pattern, (_, queries, heads, _), keys = record.pattern, record.query.shape, record.key.shape[1]
+    if pattern is None:
+        return ()
+    if pattern.shape[0] % queries or (pattern.heads or heads) % heads:
+        return (f"pattern of {pattern.shape[0]} queries has no even parts of {queries} queries and {heads} heads",)
+    return () if pattern.shape[1] == keys else (f"pattern of {pattern.shape[1]} keys has no part of {keys} keys",)
+
+
+def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> PatternTiles | None:
+    """The record's part of its pattern; None without a pattern."""
+    pattern, origin, (_, queries, heads, _) = record.pattern, record.dropout_origin, record.query.shape
+    if pattern is None:
+        return None
+    some, every, ids, tile_masks = _cut(pattern, queries, q_block, kv_block)
+    which = np.array(pattern.which if isinstance(pattern, MultiHeadMask) else (0,))
+    if origin is None:
+        mine: Any = (which[:heads], 0)
+        some, every, ids = some[mine], every[mine], ids[mine]
+        return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=some)
+    reachable = some.reshape(-1, *some.shape[2:])
+    if which.size > 1:
+        which = jnp.asarray(which)[origin[1] + jnp.arange(heads, dtype=jnp.int32)]
+    mine = (which, origin[2] // queries)
+    some, every, ids = (jnp.asarray(x)[mine] for x in (some, every, ids))
+    return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=reachable)
+
+
+def cut_pattern(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+    """What a whole pattern makes of its tiles: which it reaches, and which it fills.
+
+    Returns:
+        Two bool [different heads, parts of `q_cut.length` queries, query tiles, key tiles].
+    """
+    heads, rows, columns = _tiled(pattern, q_cut, kv_cut)
+    found = [mask.tiles(rows, columns) for mask in heads]
+    shape = (len(heads), -1, q_cut.tiles, kv_cut.tiles)
+    return np.stack([x.some for x in found]).reshape(shape), np.stack([x.every for x in found]).reshape(shape)
+
+
+def _tiled(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[tuple[Mask, ...], Spans, Spans]:
+    """The different heads of a pattern, and first and last index of its tiles of queries, in all parts, and of keys."""
+    starts = np.arange(0, pattern.shape[0], q_cut.length)[:, None]
+    rows = Spans((starts + q_cut.low).reshape(-1), (starts + q_cut.high).reshape(-1))
+    heads = pattern.distinct if isinstance(pattern, MultiHeadMask) else (pattern,)
+    return heads, rows, Spans(kv_cut.low, kv_cut.high)
+
+
+@functools.lru_cache(maxsize=16)
+def _cut(
+    pattern: Mask, queries: int, q_block: int, kv_block: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tables [different heads, parts of so many queries, query tiles, key tiles] of a whole pattern, and tile masks."""
+    q_cut, kv_cut = Cut(queries, q_block), Cut(pattern.shape[1], kv_block)
+    heads, rows, columns = _tiled(pattern, q_cut, kv_cut)
+    some, every = cut_pattern(pattern, q_cut, kv_cut)
+    ids = np.where(every, FULL, EMPTY).astype(np.int32)
+    flat_ids, partial = (x.reshape(len(heads), rows.low.size, columns.low.size) for x in (ids, some & ~every))
+    whole = np.ones((q_block, kv_block), bool)
+    known = {np.packbits(whole).tobytes(): FULL, np.packbits(~whole).tobytes(): EMPTY}
+    for head, mask in enumerate(heads):
+        for places, masks in _partial(mask, rows, columns, partial[head], (q_block, kv_block)):
+            packed = np.packbits(masks.reshape(len(masks), -1), axis=1)
+            flat_ids[head][places] = [known.setdefault(bits.tobytes(), len(known)) for bits in packed]
+    bits = np.stack([np.frombuffer(x, np.uint8) for x in known])
+    made = np.unpackbits(bits, axis=1, count=whole.size).reshape(-1, q_block, kv_block).astype(np.int8)
+    return some, every, ids, made
+
+
+def _partial(
+    mask: Mask, rows: Spans, columns: Spans, wanted: np.ndarray, block: tuple[int, int]
+) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
+    """The masks of the wanted tiles, many at once: their places, and bool [n, *block].
+
+    Tiles that the end of an array cuts short are asked for in their own size: an array's mask has no more.
+    """
+    at = np.argwhere(wanted)
+    sizes = np.stack([(rows.high - rows.low)[at[:, 0]], (columns.high - columns.low)[at[:, 1]]], axis=1) + 1
+    limit = max(1, AT_ONCE // (block[0] * block[1]))
+    for size in np.unique(sizes, axis=0):
+        alike = at[(sizes == size).all(axis=1)]
+        for part in np.split(alike, range(limit, len(alike), limit)):
+            with jax.ensure_compile_time_eval():
+                starts = jnp.asarray(rows.low[part[:, 0]], jnp.int32), jnp.asarray(columns.low[part[:, 1]], jnp.int32)
+                ask = functools.partial(mask.allowed, sizes=(int(size[0]), int(size[1])))
+                made = np.asarray(jax.vmap(ask)(*starts))
+            masks = np.zeros((len(part), *block), bool)
+            masks[:, : size[0], : size[1]] = made
+            yield (part[:, 0], part[:, 1]), masks

@@ -1,0 +1,54 @@
+"""TODO gradients."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops.pullback import Pullback
+
+
+def less_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:
+    """Delta [B, H, T] less the cotangent of lse, whose derivative by the score s_ij is p_ij; as it is without one.
+
+    A row with nothing to attend has no gradient, whatever the cotangent of its lse holds.
+    """
+    cotangent, lse = pullback.lse_cotangent, pullback.residuals.lse
+    return delta if cotangent is None else delta - jnp.where(lse == -jnp.inf, 0, cotangent)
+
+
+def two_passes(pullback: Pullback) -> tuple[Pullback, Pullback]:
+    """Two backward passes whose gradients add up: of an output that is not normalised, and of its lse.
+
+    Their scores are shifted differently, by the maximum and by lse, so that no kernel has both.
+    """
+    normal = dataclasses.replace(pullback.record, normalize_output=True)
+    nothing = jnp.zeros_like(pullback.cotangent)
+    return (
+        dataclasses.replace(pullback, lse_cotangent=None),
+        dataclasses.replace(pullback, record=normal, output=nothing, cotangent=nothing),
+    )
+
+
+def added_up(
+    backward: Callable[[Pullback, Any], dict[str, jax.Array]], pullback: Pullback, config: Any
+) -> dict[str, jax.Array]:
+    """The gradients of a pullback whose output is not normalised and whose lse has a cotangent."""
+    first, second = (backward(part, config) for part in two_passes(pullback))
+    return {name: first[name] + second[name] for name in pullback.wanted}
+
+
+def sinks_gradient(pullback: Pullback, delta: jax.Array) -> jax.Array:
+    """Gradient of the sinks, [H]: `-sum_i exp(sink_h - lse_i) (delta_i - dlse_i)`.
+
+    Args:
+        pullback: Of a record with sinks.
+        delta: [B, H, T], the product of each row's output and its cotangent.
+    """
+    sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
+    if not pullback.record.normalize_output:  # subtracting the maximum is part of its meaning
+        return jnp.zeros_like(sinks)
+    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * less_lse_cotangent(delta, pullback)
+    return -share.sum(axis=(0, 2)).astype(sinks.dtype)

@@ -1,0 +1,58 @@
+"""What calls of tiled attention have in common that share an entry of a table of measured configurations."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention.record import TiledAttention, band
+
+KIBI = 1024
+
+
+def power_of_two(size: int) -> int:
+    """Head size as most kernels pad it: a power of two from 16 on."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def kind(record: TiledAttention, padded: Callable[[int], int] = power_of_two) -> str:
+    """Sizes in coarse steps, the kind of mask, and what else there is to compute of a score.
+
+    Args:
+        record: The arguments of a call.
+        padded: What a backend's kernels make of a head size: calls that they see alike share an entry.
+    """
+    (_, t, _, d), s, dv = record.query.shape, record.key.shape[1], record.value.shape[3]
+    extras = {
+        "segments": record.q_segment_ids is not None,
+        "positions": record.q_positions is not None or record.kv_positions is not None,
+        "mask": record.mask is not None,
+        "pattern": record.pattern is not None,
+        "bias": record.bias is not None,
+        "cap": record.logits_soft_cap is not None,
+        "dropout": record.dropout_prob > 0.0,
+        "rounded": record.logits_dtype != jnp.float32,
+        "numerator": not record.normalize_output,
+        str(record.precision): record.precision is not None,
+    }
+    bits = 8 * jnp.dtype(record.query.dtype).itemsize  # bfloat16 and float16 move and multiply alike
+    words = (f"{bits} bits", f"{padded(d)}x{padded(dv)}", f"{_length(t)}x{_length(s)}", _mask(record))
+    return " ".join((*words, *(name for name, there in extras.items() if there)))
+
+
+def kind_of_large(record: TiledAttention) -> str | None:
+    """The kind of a call with as much work as a large GPU has room for; what is best for others depends on shapes."""
+    (b, t, h, _), s = record.query.shape, record.key.shape[1]
+    return None if b * h * t < 2**18 or min(t, s) < KIBI else kind(record)
+
+
+def _length(length: int) -> str:
+    return "short" if length <= 4 * KIBI else "medium" if length <= 16 * KIBI else "long"
+
+
+def _mask(record: TiledAttention) -> str:
+    left, right = band(record)
+    if left is None and right is None:
+        return "full"
+    if left is None or right is None:
+        return "causal" if left is None and right == 0 else "half-open"
+    return f"window<={1 << (left + right).bit_length()}"

@@ -1,0 +1,115 @@
+"""The argument record of tiled softmax attention, and what follows from it alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.ops.arguments import arguments, static
+from ejkernel.planning import dropout
+from ejkernel.types.integers import NO_LIMIT
+from ejkernel.types.sparse_masks import Mask
+
+Window = tuple[int | None, int | None]
+FAR = NO_LIMIT
+
+
+@arguments
+class TiledAttention:
+    """Canonical input of one attention call. B batch, T queries, S keys, H query heads, Hk KV heads, D and Dv sizes.
+
+    Attributes:
+        query: [B, T, H, D] floating.
+        key: [B, S, Hk, D], same dtype as query.
+        value: [B, S, Hk, Dv], same dtype as query.
+        softmax_scale: Factor on the raw scores.
+        bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores.
+        mask: [B|1, H|1, T|1, S|1] bool, True attends.
+        q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
+        kv_segment_ids: [B, S] int32.
+        q_positions: [B|1, T] int32 that causal and window compare instead of the query index; at most
+            `ejkernel.types.integers.POSITION_LIMIT` from 0, so that differences and sums with a window stay in int32.
+        kv_positions: [B|1, S] int32, likewise for keys.
+        softmax_aux: [H] float32, one sink logit a head.
+        dropout_seed: uint32 scalar.
+        dropout_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
+            records that are one shard of a call; None is all zeros. It says which part of `pattern` applies, too.
+        dropout_prob: Probability of dropping a weight, in [0, 1).
+        causal: Key position at most query position.
+        sliding_window: (left, right), inclusive; None on a side leaves it open.
+        pattern: Pairs that attend by their indices in the whole call, known when it is traced.
+        logits_soft_cap: Cap c of `c * tanh(s / c)`.
+        normalize_output: False returns the numerator relative to the row's maximum, `sum_j exp(s_ij - max_j s_ij) v_j`.
+        precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
+        logits_dtype: Scores are rounded to it before the softmax.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    softmax_scale: float = static()
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    q_segment_ids: jax.Array | None = None
+    kv_segment_ids: jax.Array | None = None
+    q_positions: jax.Array | None = None
+    kv_positions: jax.Array | None = None
+    softmax_aux: jax.Array | None = None
+    dropout_seed: jax.Array | None = None
+    dropout_origin: jax.Array | None = None
+    dropout_prob: float = static(0.0)
+    causal: bool = static(False)
+    sliding_window: Window | None = static(None)
+    pattern: Mask | None = static(default=None)
+    logits_soft_cap: float | None = static(None)
+    normalize_output: bool = static(True)
+    precision: lax.Precision | None = static(default=None)
+    logits_dtype: Any = static(jnp.dtype("float32"))
+
+
+@arguments
+class SoftmaxResiduals:
+    """What a forward pass leaves for the backward pass, beside the output.
+
+    Attributes:
+        lse: [B, H, T] float32, log of the softmax denominator, sink included; -inf for empty rows.
+        row_max: [B, H, T] float32, the largest allowed score; only if not `normalize_output`.
+        row_argmax: [B, H, T] int32, the key that has it; only if not `normalize_output`.
+    """
+
+    lse: jax.Array
+    row_max: jax.Array | None = None
+    row_argmax: jax.Array | None = None
+
+
+def band(record: TiledAttention) -> Window:
+    """(left, right) such that causal and window together allow `-left <= k - q <= right`; None is unbounded.
+
+    A side of `FAR` or more is unbounded too: int32 positions plus such a side would wrap around.
+    """
+    left, right = (side if side is None or side < FAR else None for side in record.sliding_window or (None, None))
+    if record.causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+    """Query and key positions, [B|1, T] and [B|1, S] int32."""
+    q, k = record.q_positions, record.kv_positions
+    q = jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q is None else q
+    k = jnp.arange(record.key.shape[1], dtype=jnp.int32)[None] if k is None else k
+    return q, k
+
+
+def dropout_numbers(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+    """Dropout's numbers of rows [B, H, T] and of columns [1, S], uint32, of a record with a seed.
+
+    They cost more than what a kernel makes of them, and are made once before it.
+    """
+    (b, t, h, _), s = record.query.shape, record.key.shape[1]
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
+    assert record.dropout_seed is not None  # the caller looked
+    rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
+    return rows, dropout.column_keys(key)[None]

@@ -1,0 +1,111 @@
+"""The meaning of tiled softmax attention, in plain jnp.
+
+For a query row i and key j of one batch row and query head h (KV head `h // (H // Hk)`):
+
+    s_ij = softmax_scale * <q_i, k_j>                          float32 accumulation at `precision`
+    s_ij = s_ij + bias_ij
+    s_ij = cap * tanh(s_ij / cap)                              if logits_soft_cap; -inf stays -inf, and masks
+    s_ij = round s_ij to logits_dtype                          derivative 1
+    s_ij = -inf                                                unless allowed(i, j)
+    p_ij = exp(s_ij) / (exp(softmax_aux_h) + sum_j exp(s_ij))  the sink joins the denominator only
+    o_i  = sum_j dropout_ij * p_ij * v_j                       dropout_ij = keep / (1 - dropout_prob)
+
+`allowed(i, j)` is the conjunction of everything present: `mask`, `pattern`, equal segment ids >= 0, `k <= q` if causal
+and `q - left <= k <= q + right` for the window, where q and k are the positions (or the indices without positions).
+A row with nothing to attend gives output 0, gradient 0 and lse -inf (the sink's logit if there is one).
+
+Sources: Vaswani et al. 2017 (attention); Milakov & Gimelshein 2018 and Dao et al. 2022 (online softmax, backward by
+recomputation); Xiao et al. 2023 (attention sinks).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.tiled_attention.record import SoftmaxResiduals, TiledAttention, band, positions
+from ejkernel.families.tiled_attention.scores import coarse, soft_capped
+from ejkernel.planning import dropout
+from ejkernel.types.sparse_masks import Mask
+
+
+def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
+    """The family's meaning in plain jnp, N x N and all; float64 if query is, else float32."""
+    accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
+    scores, allowed = reference_scores(record, accumulate)
+    row_max = jnp.max(jnp.where(allowed, scores, -jnp.inf), axis=-1, keepdims=True)
+    sink = None if record.softmax_aux is None else record.softmax_aux.astype(accumulate)[None, :, None, None]
+    shift = row_max if sink is None else jnp.maximum(row_max, sink)
+    shift = lax.stop_gradient(jnp.where(jnp.isfinite(shift), shift, 0))
+    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - shift, 0)), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - shift))
+    lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + shift, -jnp.inf)
+    if record.normalize_output:
+        weights = weights / jnp.where(total > 0, total, 1)
+        extra = {}
+    else:
+        # The gradient of the maximum goes to the first key that has it; `jnp.max` would share it between ties.
+        argmax = jnp.argmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(jnp.int32)
+        row_max = jnp.where(row_max > -jnp.inf, jnp.take_along_axis(scores, argmax[..., None], axis=-1), 0)
+        weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores - row_max, 0)), 0)
+        extra = {"row_max": row_max[..., 0], "row_argmax": argmax}
+    weights = weights * _dropout_factor(record, accumulate)
+    value = _repeat_heads(record.value, record.query.shape[2]).astype(accumulate)
+    output = jnp.einsum("bhts,bshv->bthv", weights, value, precision=lax.Precision.HIGHEST)
+    return output.astype(record.query.dtype), SoftmaxResiduals(lse=lse[..., 0], **extra)
+
+
+def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array, jax.Array]:
+    """Scores before masking [B, H, T, S] and which of them are allowed, bool [B|1, H|1, T, S]."""
+    query = record.query.astype(accumulate)
+    key = _repeat_heads(record.key, record.query.shape[2]).astype(accumulate)
+    scores = jnp.einsum("bthd,bshd->bhts", query, key, precision=lax.Precision.HIGHEST) * record.softmax_scale
+    if record.bias is not None:
+        scores = scores + record.bias.astype(accumulate)
+    if record.logits_soft_cap is not None:
+        scores = soft_capped(scores, record.logits_soft_cap)
+    if record.logits_dtype != jnp.float32:
+        scores = coarse(record.logits_dtype, scores)
+    return scores, _allowed(record)
+
+
+def _allowed(record: TiledAttention) -> jax.Array:
+    q, k = positions(record)
+    q, k = q[:, None, :, None], k[:, None, None, :]
+    left, right = band(record)
+    allowed = jnp.ones((1, 1, record.query.shape[1], record.key.shape[1]), bool)
+    if left is not None:
+        allowed &= k >= q - left
+    if right is not None:
+        allowed &= k <= q + right
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:
+        q_ids, k_ids = record.q_segment_ids[:, None, :, None], record.kv_segment_ids[:, None, None, :]
+        allowed &= (q_ids == k_ids) & (q_ids >= 0)
+    if record.pattern is not None:
+        allowed &= _in_pattern(record, record.pattern)
+    return allowed if record.mask is None else allowed & record.mask
+
+
+def _in_pattern(record: TiledAttention, pattern: Mask) -> jax.Array:
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    (_, t, h, _), s = record.query.shape, record.key.shape[1]
+    if pattern.heads is None:
+        return pattern.allowed(origin[2], origin[3], (t, s))
+    heads = jnp.stack([pattern.of_head(n).allowed(origin[2], origin[3], (t, s)) for n in range(pattern.heads)])
+    return lax.dynamic_slice_in_dim(heads, origin[1], h)
+
+
+def _dropout_factor(record: TiledAttention, accumulate: Any) -> jax.Array | float:
+    if record.dropout_prob == 0.0 or record.dropout_seed is None:
+        return 1.0
+    (b, t, h, _), s = record.query.shape, record.key.shape[1]
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
+    rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
+    kept = dropout.keep(rows[..., None], key, record.dropout_prob)
+    return kept.astype(accumulate) / (1.0 - record.dropout_prob)
+
+
+def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:
+    return jnp.repeat(x, heads // x.shape[2], axis=2)

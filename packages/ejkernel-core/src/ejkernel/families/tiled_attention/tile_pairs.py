@@ -1,0 +1,162 @@
+"""Which pairs of a query tile and a key tile have work, for kernels that compute tiled attention tile by tile.
+
+For every tile the extremes of its positions and segment ids decide: a pair is *empty* when no query of it can see any
+key, and *full* when every query sees every key. Without explicit positions and segment ids the answers are constants.
+
+A length that is no multiple of the tile leaves a last tile which kernels cut in one of two ways (`Cut`):
+
+    length 10, tiles of 4       0 1 2 3 | 4 5 6 7 | 8 9 - -     ends behind its array; GPU and TPU kernels mask the rest
+    moved back                  0 1 2 3 | 4 5 6 7 |
+                                            6 7 8 9             ends with its array; XLA slices arrays as they lie
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.tiled_attention.record import TiledAttention, band
+
+
+def tiles(length: int, block: int) -> int:
+    """Tiles that cover a length."""
+    return -(-length // block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a sequence axis is cut into tiles.
+
+    Attributes:
+        length: Indices of the axis.
+        block: Indices of a tile.
+        moved_back: Whether a last tile that would end behind the axis is moved back to end with it.
+    """
+
+    length: int
+    block: int
+    moved_back: bool = False
+
+    @property
+    def tiles(self) -> int:
+        """How many there are."""
+        return tiles(self.length, self.block)
+
+    @property
+    def low(self) -> np.ndarray:
+        """First index of every tile, int32 [tiles]."""
+        starts = np.arange(self.tiles, dtype=np.int32) * self.block
+        return np.minimum(starts, self.length - self.block) if self.moved_back else starts
+
+    @property
+    def high(self) -> np.ndarray:
+        """Last index of every tile, int32 [tiles]."""
+        return np.minimum(self.low + self.block, self.length) - 1
+
+    def rows(self, values: jax.Array) -> jax.Array:
+        """[B, length] by tiles: [B, tiles, block]. What is behind the axis repeats its last value."""
+        missing = self.tiles * self.block - self.length
+        if self.moved_back and missing:
+            return values[:, self.low[:, None] + np.arange(self.block, dtype=np.int32)]
+        return jnp.pad(values, ((0, 0), (0, missing)), mode="edge").reshape(-1, self.tiles, self.block)
+
+
+def cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[Cut, Cut]:
+    """How queries and keys are cut into tiles that may end behind them."""
+    return Cut(record.query.shape[1], q_block), Cut(record.key.shape[1], kv_block)
+
+
+def padding_as_segments(record: TiledAttention) -> TiledAttention:
+    """The record with masks of padding alone as segment ids, which let tiles be skipped, and no one-sided ids."""
+    if record.q_segment_ids is None or record.kv_segment_ids is None:  # ids of one side restrict nothing
+        record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
+    mask = record.mask
+    if mask is None or mask.shape[1] > 1 or min(mask.shape[2:]) > 1:
+        return record
+    batch, queries, keys = record.query.shape[0], record.query.shape[1], record.key.shape[1]
+    q_ids = jnp.zeros((batch, queries), jnp.int32) if record.q_segment_ids is None else record.q_segment_ids
+    k_ids = jnp.zeros((batch, keys), jnp.int32) if record.kv_segment_ids is None else record.kv_segment_ids
+    # One of the two axes has size 1 and broadcasts over a whole row, which is then all padding or none.
+    return dataclasses.replace(
+        record,
+        mask=None,
+        q_segment_ids=jnp.where(mask[:, 0, :, 0], q_ids, -1) if mask.shape[3] == 1 else q_ids,
+        kv_segment_ids=jnp.where(mask[:, 0, 0, :], k_ids, -1) if mask.shape[3] > 1 else k_ids,
+    )
+
+
+def sorted_pairs(record: TiledAttention, q_cut: Cut, kv_cut: Cut) -> tuple[Any, Any, Any]:
+    """Which pairs of tiles have work and which are full.
+
+    Args:
+        record: As `padding_as_segments` gives it.
+        q_cut: How queries are cut.
+        kv_cut: How keys are cut.
+
+    Returns:
+        Two bool arrays [B|1, query tiles, key tiles], and the module that they are of: `numpy`, or `jax.numpy` where
+        positions or segment ids are given. A tile that ends behind its array is never full.
+    """
+    ids = (record.q_segment_ids, record.kv_segment_ids)
+    traced = record.q_positions is not None or record.kv_positions is not None or ids[0] is not None
+    xp = jnp if traced else np
+    some, every = _banded(record, q_cut, kv_cut, xp)
+    if ids[0] is not None and ids[1] is not None:
+        same, all_same = _segmented(_extremes(ids[0], q_cut), _extremes(ids[1], kv_cut))
+        some, every = some & same, every & all_same
+    whole_queries, whole_keys = (cut.high - cut.low + 1 == cut.block for cut in (q_cut, kv_cut))
+    whole = whole_queries[:, None] & whole_keys & (record.mask is None)
+    return some, every if whole.all() else every & whole, xp
+
+
+def runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
+    """The span of tiles along the last axis that have work, `[first, last)`, and the first run of full ones in it.
+
+        first        full_start              full_end       last
+          |  partial  |          full           |  partial   |
+
+    Returns:
+        first, full_start, full_end and last. Where nothing is full, both ends of the run are `last`.
+    """
+    count = some.shape[-1]
+    index = np.arange(count, dtype=np.int32)
+    last = xp.where(some, index + 1, 0).max(axis=-1)
+    first = xp.minimum(xp.where(some, index, count).min(axis=-1), last)  # without work: an empty span
+    full_start = xp.where(every, index, count).min(axis=-1)
+    full_end = xp.where(~every & (index > full_start[..., None]), index, count).min(axis=-1)
+    none = full_start == count
+    return first, xp.where(none, last, full_start), xp.where(none, last, full_end), last
+
+
+def _banded(record: TiledAttention, q_cut: Cut, kv_cut: Cut, xp: Any) -> tuple[Any, Any]:
+    """Whether some and every pair of a tile is in the band, both [B|1, query tiles, key tiles]."""
+    left, right = band(record)
+    q_low, q_high = _extremes(record.q_positions, q_cut)
+    k_low, k_high = _extremes(record.kv_positions, kv_cut)
+    q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
+    some = xp.ones((1, q_low.shape[1], k_low.shape[2]), bool)
+    every = some
+    if left is not None:
+        some, every = some & (k_high >= q_low - left), every & (k_low >= q_high - left)
+    if right is not None:
+        some, every = some & (k_low <= q_high + right), every & (k_high <= q_low + right)
+    return some, every
+
+
+def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Some and every pair of tiles with equal segment ids >= 0. Overlapping ranges may still have no pair."""
+    (q_low, q_high), (k_low, k_high) = queries, keys
+    q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
+    some = (jnp.maximum(q_low, k_low) <= jnp.minimum(q_high, k_high)) & (jnp.minimum(q_high, k_high) >= 0)
+    every = (q_low == q_high) & (k_low == k_high) & (q_low == k_low) & (q_low >= 0)
+    return some, every
+
+
+def _extremes(values: jax.Array | None, cut: Cut) -> tuple[Any, Any]:
+    """Smallest and largest value of every tile, [B|1, tiles]; the indices themselves where values is None."""
+    if values is None:
+        return cut.low[None], cut.high[None]
+    rows = cut.rows(values)
+    return rows.min(axis=-1), rows.max(axis=-1)

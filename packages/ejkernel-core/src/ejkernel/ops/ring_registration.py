@@ -1,0 +1,68 @@
+"""A backend's ring attention, registered from its tiled attention: what a ring needs is what its steps need."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ejkernel.families.ring_attention import FAMILY, RingAttention
+from ejkernel.families.ring_attention.steps import abstract_steps
+from ejkernel.ops.arguments import given_fields
+from ejkernel.ops.config.params import Direction
+from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.model import Implementation, Requires
+
+
+def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -> Implementation:
+    """The implementation of ring attention whose steps are calls of a tiled attention.
+
+    It serves what the tiled one serves of every step: an argument that a step has and the kernel does not honour, such
+    as the positions of a causal ring with unequal parts, refuses the call by name.
+
+    Args:
+        tiled: The backend's implementation of the family `tiled_attention`.
+        forward: `"module:function"` that calls `ring_loop.forward` with its kernels.
+        backward: `"module:function"` that calls `ring_loop.backward`.
+    """
+    needs = tiled.backward_requires
+    return dataclasses.replace(
+        tiled,
+        family=FAMILY.name,
+        forward=forward,
+        backward=backward,
+        gradients=tiled.gradients & set(FAMILY.differentiable),
+        requires=_requires(tiled.requires),
+        backward_requires=None if needs is None else _requires(needs),
+        config=_config(tiled.config),
+        tuned=None,
+    )
+
+
+def _requires(tiled: Requires) -> Requires:
+    def extra(record: RingAttention) -> Iterator[str]:
+        yield from dict.fromkeys(_step_refusals(record, tiled))
+
+    fields = {field.name for field in dataclasses.fields(RingAttention)} | {"lse_cotangent"}
+    return dataclasses.replace(tiled, handles=tiled.handles & fields, extra=extra)
+
+
+def _step_refusals(record: RingAttention, tiled: Requires) -> Iterator[str]:
+    given = given_fields(record)
+    for step in abstract_steps(record):
+        for name in given_fields(step):
+            if name not in tiled.handles and name not in given:  # what the call gives is refused without this
+                yield f"{name} is not handled, which the steps of this ring need"
+        yield from tiled.extra(step)
+
+
+def _config(tiled: ConfigSpace) -> ConfigSpace:
+    """The configurations of the most frequent step: with another device's keys."""
+
+    def heuristic(record: RingAttention, device: DeviceInfo, direction: Direction) -> Any:
+        return tiled.heuristic(abstract_steps(record)[-1], device, direction)
+
+    def candidates(record: RingAttention, device: DeviceInfo, direction: Direction) -> tuple[Any, ...]:
+        return tiled.candidates(abstract_steps(record)[-1], device, direction)
+
+    no_kind = {field.name: field.default for field in dataclasses.fields(ConfigSpace)}["kind"]
+    return dataclasses.replace(tiled, heuristic=heuristic, candidates=candidates, kind=no_kind)
