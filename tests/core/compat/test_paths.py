@@ -1,8 +1,10 @@
 """Old import paths, and the version that libraries written for the earlier one look at."""
 
 import importlib
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,24 @@ def test_an_old_path_is_the_module_that_has_its_names(old):
 def test_every_old_path_can_be_imported_first():
     script = "; ".join(["import sys, importlib", *(f"importlib.import_module({old!r})" for old in OLD_PATHS)])
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_modules_of_an_old_package_are_loaded_once():
+    """Python's own finder would load them a second time, from their files, under the old path."""
+    packages = [importlib.import_module(new) for new in set(OLD_PATHS.values())]
+    below = [(p, m.name) for p in packages if hasattr(p, "__path__") for m in pkgutil.iter_modules(p.__path__)]
+    assert {name for _, name in below} >= {"attention", "cumsum", "sharding", "sparse"}
+    for package, name in below:
+        old = next(old for old, new in OLD_PATHS.items() if new == package.__name__)
+        assert importlib.import_module(f"{old}.{name}") is importlib.import_module(f"{package.__name__}.{name}")
+
+
+def test_only_what_is_imported_from_inside_is_outside_of_compat():
+    """Modules at the root of the package that nothing in it imports exist for callers of another library."""
+    root = Path(ejkernel.__file__).parent
+    modules = {path.stem for path in root.iterdir() if path.suffix == ".py" and not path.stem.startswith("_")}
+    imports = "".join(p.read_text(encoding="utf-8") for p in root.rglob("*.py") if "compat" not in p.parts)
+    assert {name for name in modules if f"ejkernel.{name} import" not in imports} == set()
 
 
 def test_a_path_that_is_not_in_the_table_is_not_found():

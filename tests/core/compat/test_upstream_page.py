@@ -7,7 +7,7 @@ import pytest
 
 import ejkernel
 from ejkernel.compat.differences import differences, upstream_surface
-from ejkernel.compat.names import OLD_NAMES
+from ejkernel.compat.paths import OLD_NAMES
 from ejkernel.compat.surface import describe
 from ejkernel.compat.upstream import listed, unexplained, upstream_page
 

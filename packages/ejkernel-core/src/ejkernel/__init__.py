@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ejkernel.compat import paths
 
 if TYPE_CHECKING:
-    from ejkernel import errors, modules, ops, types, utils, xla_utils
+    from ejkernel import errors, modules, ops, types
     from ejkernel._version import __version__
-    from ejkernel.compat import callib, kernel_registry
+    from ejkernel.compat import callib, kernel_registry, utils, xla_utils
+    from ejkernel.compat import ejgpu as ejgpu
+    from ejkernel.compat import loggings as loggings
     from ejkernel.errors import EjkernelRuntimeError
     from ejkernel.ops.explain import explain
     from ejkernel.platforms import Backend, Platform

@@ -21,6 +21,7 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.checkpoints import from_awq, from_compressed_tensors, from_fp8_blocks, from_gptq, from_mxfp4, from_nvfp4
+from ejkernel.compat.renamed import also_called
 from ejkernel.planning.quantized_formats import (
     MODES,
     WORD,
@@ -34,7 +35,6 @@ from ejkernel.planning.quantized_formats import (
     whole_rows,
 )
 from ejkernel.promotion import promoting
-from ejkernel.renamed import also_called
 
 __all__ = [
     "MODES",
@@ -292,4 +292,4 @@ def _check_axis(axis: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    return importlib.import_module("ejkernel.compat.names").old_name(__name__, name)
+    return importlib.import_module("ejkernel.compat.paths").old_name(__name__, name)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.utils import cdiv, next_power_of_2, strides_from_shape
+from ejkernel.compat.utils import cdiv, next_power_of_2, strides_from_shape
 
 __all__ = ["cdiv", "ejit", "next_power_of_2", "strides_from_shape"]
 

@@ -1,29 +1,37 @@
-"""Old import paths: one table, and the finder that makes each path importable.
+"""Old import paths and old names: the tables, and the finder that makes each path importable.
 
-`import ejkernel.callib` gives the module that the table names, the same object under both names. The finder stands
-after Python's own, so that it is asked only about modules that no file has, and it imports nothing before that.
+`import ejkernel.callib` gives the module that the table names, the same object under both names, and so does the path
+of a module below it, `ejkernel.xla_utils.cumsum`. The finder answers to names of the tables alone, and imports nothing
+before one of them is asked for.
 """
 
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
-_ENGINE = "ejkernel.compat.engine"
+_BASE = "ejkernel.compat.base"
 _DELTA_RULE = "ejkernel.compat.delta_rule"
+_ENGINE = "ejkernel.compat.engine"
+_QUANTIZED = "ejkernel.compat.quantized_array"
 
 OLD_PATHS = {
     "ejkernel.benchmarks": "ejkernel.compat.benchmarks",
     "ejkernel.callib": "ejkernel.compat.callib",
     "ejkernel.callib._ejit": "ejkernel.compat.callib",
+    "ejkernel.ejgpu": "ejkernel.compat.ejgpu",
     "ejkernel.kernel_registry": "ejkernel.compat.kernel_registry",
     "ejkernel.kernels": "ejkernel.compat.kernels",
     "ejkernel.kernels._registry": "ejkernel.compat.kernel_registry",
     "ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface": _DELTA_RULE,
     "ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd": _DELTA_RULE,
     "ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd": _DELTA_RULE,
+    "ejkernel.loggings": "ejkernel.compat.loggings",
+    "ejkernel.modules.base": _BASE,
     "ejkernel.modules.operations.multi_head_latent_attention": "ejkernel.modules.operations.flash_mla",
     "ejkernel.modules.operations.pooling": "ejkernel.modules.operations.mean_pooling",
     "ejkernel.modules.operations.recurrent": "ejkernel.modules.operations.recurrent_attention",
@@ -38,11 +46,55 @@ OLD_PATHS = {
     "ejkernel.ops.utils.datacarrier": _ENGINE,
     "ejkernel.ops.utils.fingerprint": _ENGINE,
     "ejkernel.ops.utils.serialize": _ENGINE,
-    "ejkernel.quantization.quantized_array": "ejkernel.compat.quantized_array",
-    "ejkernel.xla_utils.shardings": "ejkernel.xla_utils.sharding",
-    "ejkernel.xla_utils.utils": "ejkernel.xla_utils",
+    "ejkernel.quantization.quantized_array": _QUANTIZED,
+    "ejkernel.utils": "ejkernel.compat.utils",
+    "ejkernel.xla_utils": "ejkernel.compat.xla_utils",
+    "ejkernel.xla_utils.shardings": "ejkernel.compat.xla_utils.sharding",
+    "ejkernel.xla_utils.utils": "ejkernel.compat.xla_utils",
 }
-"""Old path -> module that has its names."""
+"""Old path -> module that has its names. The modules of a package that is listed have their old paths with it."""
+
+OLD_NAMES: dict[str, dict[str, str]] = {
+    "ejkernel.ops": dict.fromkeys(
+        (
+            "Cfg",
+            "Out",
+            "abstractify",
+            "benchmark",
+            "default_key_builder_with_sharding",
+            "from_json",
+            "sharding_fingerprint",
+            "to_json",
+        ),
+        _ENGINE,
+    ),
+    "ejkernel.ops.config": {"Tuner": _ENGINE},
+    "ejkernel.ops.config.selection": dict.fromkeys(
+        (
+            "AutotunePolicy",
+            "Cfg",
+            "ConfigSelectorChain",
+            "Out",
+            "Tuner",
+            "forward_autotune_only",
+            "policy_override",
+        ),
+        _ENGINE,
+    ),
+    "ejkernel.ops.execution": {"benchmark": _ENGINE},
+    "ejkernel.quantization": dict.fromkeys(
+        (
+            "QuantizationAxis",
+            "QuantizationMode",
+            "QuantizedArray",
+            "dense_quantized_matmul",
+            "prepack_quantized_array",
+            "quantize_array",
+        ),
+        _QUANTIZED,
+    ),
+}
+"""Module -> old name -> module that has it."""
 
 
 class _Alias(importlib.abc.Loader):
@@ -71,19 +123,46 @@ class _Package(importlib.abc.Loader):
 
 
 class OldPaths(importlib.abc.MetaPathFinder):
-    """Finds the modules of `OLD_PATHS`, and the packages above them."""
+    """Finds the modules of `OLD_PATHS`, those of the packages among them, and the packages above them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("ejkernel."):
+            return None
         if fullname in OLD_PATHS:
             return importlib.machinery.ModuleSpec(fullname, _Alias(OLD_PATHS[fullname]))
-        if any(old.startswith(f"{fullname}.") for old in OLD_PATHS):
+        parent, _, name = fullname.rpartition(".")
+        newer = f"{OLD_PATHS[parent]}.{name}" if parent in OLD_PATHS else ""
+        if newer and _is_package(OLD_PATHS[parent]) and importlib.util.find_spec(newer) is not None:
+            return importlib.machinery.ModuleSpec(fullname, _Alias(newer))
+        above = any(old.startswith(f"{fullname}.") for old in OLD_PATHS)
+        if above and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
             return importlib.machinery.ModuleSpec(fullname, _Package(), is_package=True)
         return None
 
 
+def _is_package(name: str) -> bool:
+    return hasattr(importlib.import_module(name), "__path__")
+
+
+def old_name(module: str, name: str) -> Any:
+    """What a module answers to an old name.
+
+    Raises:
+        AttributeError: It is not in the table.
+    """
+    home = OLD_NAMES.get(module, {}).get(name)
+    if home is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
 def install() -> None:
-    """Makes the old paths importable; once is enough."""
+    """Makes the old paths importable; once is enough.
+
+    The finder comes before Python's own, which would find the modules of a listed package by their files and load them
+    a second time, under the old path.
+    """
     if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
-        sys.meta_path.append(OldPaths())
+        sys.meta_path.insert(0, OldPaths())

@@ -110,4 +110,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    return importlib.import_module("ejkernel.compat.names").old_name(__name__, name)
+    return importlib.import_module("ejkernel.compat.paths").old_name(__name__, name)

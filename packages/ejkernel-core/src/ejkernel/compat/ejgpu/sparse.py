@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ejkernel import _compat, modules
+from ejkernel.compat.xla_utils import prepare_token_indices
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
-from ejkernel.xla_utils import prepare_token_indices
 
 
 def native_spare_attention(

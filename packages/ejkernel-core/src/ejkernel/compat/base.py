@@ -1,4 +1,4 @@
-"""What code that was written around kernel classes imports beside them."""
+"""Names of `ejkernel.modules.base`: what code that was written around kernel classes imports with them."""
 
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import hardware_refusals, in_order

@@ -4,12 +4,12 @@ They run on every device, have gradients, and take traced lengths and seeds. Dro
 New code is better served by `ejkernel.modules`.
 """
 
-from ejkernel.ejgpu.attention import flash_attention, flash_attn_varlen
-from ejkernel.ejgpu.blocks import generate_block_indices
-from ejkernel.ejgpu.linear import lightning_attn, mean_pooling, recurrent, recurrent_gla
-from ejkernel.ejgpu.sparse import apply_native_spare_attention, native_spare_attention
-from ejkernel.sample_inputs import AttentionMetadata, input_helper, varlen_input_helper
-from ejkernel.utils import numeric_gen
+from ejkernel.compat.ejgpu.attention import flash_attention, flash_attn_varlen
+from ejkernel.compat.ejgpu.blocks import generate_block_indices
+from ejkernel.compat.ejgpu.linear import lightning_attn, mean_pooling, recurrent, recurrent_gla
+from ejkernel.compat.ejgpu.sparse import apply_native_spare_attention, native_spare_attention
+from ejkernel.compat.sample_inputs import AttentionMetadata, input_helper, varlen_input_helper
+from ejkernel.compat.utils import numeric_gen
 
 __all__ = [
     "AttentionMetadata",

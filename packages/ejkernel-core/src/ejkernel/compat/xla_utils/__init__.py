@@ -4,10 +4,10 @@ Everything here can be called under `jax.jit`, with traced cumulative lengths. W
 their values, an argument gives that size; it is needed under a trace alone.
 """
 
-from ejkernel.utils import cdiv
-from ejkernel.xla_utils.cotangents import identity_dtype_convert
-from ejkernel.xla_utils.cumsum import chunk_global_cumsum, chunk_local_cumsum
-from ejkernel.xla_utils.packed import (
+from ejkernel.compat.utils import cdiv
+from ejkernel.compat.xla_utils.cotangents import identity_dtype_convert
+from ejkernel.compat.xla_utils.cumsum import chunk_global_cumsum, chunk_local_cumsum
+from ejkernel.compat.xla_utils.packed import (
     prepare_chunk_indices,
     prepare_chunk_offsets,
     prepare_cu_seqlens_from_mask,
@@ -17,7 +17,7 @@ from ejkernel.xla_utils.packed import (
     prepare_sequence_ids,
     prepare_token_indices,
 )
-from ejkernel.xla_utils.sharding import get_corrected_named_sharding, reorder_sequence
+from ejkernel.compat.xla_utils.sharding import get_corrected_named_sharding, reorder_sequence
 
 __all__ = [
     "cdiv",

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from ejkernel.compat.sample_inputs import random_blocks
 from ejkernel.modules.operations.shared.shapes import as_count
-from ejkernel.sample_inputs import random_blocks
 
 
 def generate_block_indices(

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from ejkernel import _compat, modules
-from ejkernel.ejgpu import lowering
+from ejkernel.compat.ejgpu import lowering
+from ejkernel.compat.sample_inputs import LAYOUTS, Layout
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -19,7 +20,6 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
-from ejkernel.sample_inputs import LAYOUTS, Layout
 from ejkernel.types import MaskInfo
 from ejkernel.types.segments import as_bool_mask
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from ejkernel.compat.xla_utils.packed import as_lengths
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, check_dtype, got
 from ejkernel.planning.packing import packed_ids
 from ejkernel.promotion import promoting
-from ejkernel.xla_utils.packed import as_lengths
 
 
 @promoting
