@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from _report import heading, markdown_table
 
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.call import call
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
+from ejkernel.types.arguments import array_fields
 
 GOAL = 3.0
 GATED = {"gated_delta_rule": "decay", "kernel_delta_attention": "decay", "gated_linear_attention": "g"}

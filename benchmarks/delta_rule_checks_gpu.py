@@ -26,7 +26,7 @@ import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops.device import current_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import collected, interpreting

@@ -32,7 +32,7 @@ import numpy as np
 from ejkernel.modules import grouped_matmul
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 COLUMNS = ("shape", "pass", "side", "ms", "rate")
 TOLERANCE = 1e-2

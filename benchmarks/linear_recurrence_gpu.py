@@ -151,7 +151,7 @@ def kernel(name: str, config: Any) -> Callable[[LinearRecurrence], Any]:
 
 
 def _differentiable(forward: Any, backward: Any, config: Any) -> Callable[[LinearRecurrence], Any]:
-    from ejkernel.ops.pullback import Pullback, Results, differentiating
+    from ejkernel.types.pullback import Pullback, Results, differentiating
 
     @jax.custom_vjp
     def run(record: LinearRecurrence) -> Any:

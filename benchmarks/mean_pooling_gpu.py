@@ -25,7 +25,7 @@ from selective_scan_gpu import Side, compiled, error, medians
 from ejkernel.modules import mean_pooling
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 COLUMNS = ("shape", "pass", "side", "ms", "rate")
 OP = registry().ops["mean_pooling"]

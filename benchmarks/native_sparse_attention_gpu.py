@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from ejkernel.modules import flash_attention, native_sparse_attention
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 COLUMNS = ("shape", "side", "forward ms", "rate", "with gradients ms", "rate", "memory MB")
 Passes = tuple[Callable[[], Any] | None, Callable[[], Any] | None, str]

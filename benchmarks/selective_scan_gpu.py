@@ -28,7 +28,7 @@ import numpy as np
 from ejkernel.modules import state_space_v1
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback, both_passes
+from ejkernel.types.pullback import Pullback, both_passes
 
 COLUMNS = ("shape", "pass", "side", "ms", "rate", "memory")
 NAMES = ("hidden_states", "A", "B", "C", "D", "dt")

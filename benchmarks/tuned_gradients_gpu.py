@@ -27,7 +27,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.config.table import as_part, decode, table_name
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import collected, interpreting

@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.families import tiled_attention
 from ejkernel.modules.operations.flash_attention import OP, lower
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.tiled_attention import cudnn
 
 FIELDS = ("query", "key", "value", "bias")

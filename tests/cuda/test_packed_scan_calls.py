@@ -6,7 +6,7 @@ import pytest
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.selective_scan import backward as backward_pass
 from ejkernel_cuda.selective_scan import forward as forward_pass
 from ejkernel_cuda.selective_scan import tiles

@@ -11,7 +11,7 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.modules import state_space_v1
 from ejkernel.modules.operations.state_space_v1 import OP
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_cuda import library
 from ejkernel_cuda.selective_scan import IMPLEMENTATIONS, cases, tiles
 from ejkernel_cuda.selective_scan import backward as backward_pass

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.segment_pooling import SegmentPooling, reference
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.segment_pooling.config import PoolingBackward, PoolingForward
 from ejkernel_triton.segment_pooling.passes import backward, forward
 

@@ -26,7 +26,7 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.tiled_attention import backward, forward, tiles
 from ejkernel_xla.tiled_attention import backward as xla_backward

@@ -8,7 +8,7 @@ import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops.device import current_device
-from ejkernel.ops.pullback import Pullback, differentiating
+from ejkernel.types.pullback import Pullback, differentiating
 from ejkernel_triton.linear_recurrence import backward, config, delta, forward, segments
 
 TOKENS = 250

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.device import target_device
-from ejkernel.ops.pullback import Pullback, differentiating
+from ejkernel.types.pullback import Pullback, differentiating
 from ejkernel_triton import launch
 from ejkernel_triton.linear_recurrence import config, delta
 

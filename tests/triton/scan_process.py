@@ -9,7 +9,7 @@ import numpy as np
 from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.selective_scan import GRADIENTS, config
 from ejkernel_triton.selective_scan.backward import backward
 from ejkernel_triton.selective_scan.forward import forward

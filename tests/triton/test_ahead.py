@@ -12,7 +12,7 @@ from triton_chips import assert_fits, assert_fits_and_spills_nothing
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel.types.sparse_masks import LocalMask
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.tiled_attention import tiles

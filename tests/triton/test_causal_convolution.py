@@ -7,7 +7,7 @@ from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing
 
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.ops.device import target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import launch
 from ejkernel_triton.causal_convolution import config
 from ejkernel_triton.causal_convolution.passes import backward, forward

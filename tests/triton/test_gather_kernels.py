@@ -9,7 +9,7 @@ from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.gather_reduce import config
 from ejkernel_triton.gather_reduce.passes import backward, forward

@@ -11,7 +11,7 @@ from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import grouped_matmul, launch
 from ejkernel_triton.grouped_matmul import config, spec
 from ejkernel_triton.grouped_matmul.backward import backward

@@ -12,7 +12,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback, differentiating
+from ejkernel.types.pullback import Pullback, differentiating
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence import config, delta
 from ejkernel_triton.linear_recurrence.backward import backward

@@ -7,7 +7,7 @@ from triton_chips import CHIPS, assert_fits_and_spills_nothing
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import launch
 from ejkernel_triton.selective_scan import GRADIENTS, config
 from ejkernel_triton.selective_scan.backward import backward

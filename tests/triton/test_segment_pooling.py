@@ -13,7 +13,7 @@ from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, chips, launch
 from ejkernel_triton.segment_pooling import config
 from ejkernel_triton.segment_pooling.passes import backward, forward

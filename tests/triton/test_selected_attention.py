@@ -13,7 +13,7 @@ from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import target_device
 from ejkernel.ops.nested import DISPATCHED
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.selected_attention import compressed, config, lists
 from ejkernel_triton.selected_attention.backward import selected_gradients

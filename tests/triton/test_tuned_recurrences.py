@@ -15,7 +15,7 @@ from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
 
 FILES = sorted(

@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.cli.calls import CallSpec, Shape, array_dtypes, literal, parse_shape, plain_options, required_arrays
 from ejkernel.ops import registry
-from ejkernel.ops.arguments import array_fields
+from ejkernel.types.arguments import array_fields
 
 FLASH = registry().op("flash_attention")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ejkernel.cli.ops import support_matrix
-from ejkernel.ops.arguments import given_fields
 from ejkernel.ops.dispatch import made_for
 from ejkernel.ops.plugins import registry
+from ejkernel.types.arguments import given_fields
 from ejkernel_conformance.subjects import abstract_record
 
 ROOT = Path(__file__).parents[3]

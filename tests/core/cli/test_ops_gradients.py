@@ -5,8 +5,8 @@ import json
 import pytest
 
 from ejkernel.cli.ops import operations
-from ejkernel.ops.arguments import optional_fields
 from ejkernel.ops.plugins import registry
+from ejkernel.types.arguments import optional_fields
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import toy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel import _compat
+from ejkernel.errors import AgreementError
 from ejkernel.ops import (
     AutotunePolicy,
     BwdParams,
@@ -29,7 +30,6 @@ from ejkernel.ops import (
     plugins,
     policy_override,
 )
-from ejkernel.ops.config.agreement import AgreementError
 from ejkernel.ops.config.measurement import Measurement, TuningResult
 
 X = jax.ShapeDtypeStruct((4, 8), "float32")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import toy
 
-from ejkernel.ops.pullback import is_differentiated
+from ejkernel.types.pullback import is_differentiated
 
 POCKETS: list[tuple[str, Any]] = []
 """(implementation, pocket) of every backward trace."""

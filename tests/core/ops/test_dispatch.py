@@ -12,9 +12,9 @@ import ejkernel
 from ejkernel.families.tiled_attention import FAMILY, TiledAttention
 from ejkernel.modules import FlashAttention, flash_attention
 from ejkernel.ops import NoImplementationError
-from ejkernel.ops.arguments import optional_fields
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import refusals
+from ejkernel.types.arguments import optional_fields
 
 CPU = DeviceInfo(platform="cpu", kind="cpu")
 

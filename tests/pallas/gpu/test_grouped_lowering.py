@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.grouped_matmul import spec
 from ejkernel_pallas.gpu.grouped_matmul.run import backward, forward
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY

@@ -7,7 +7,7 @@ import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel.types.sparse_masks import NumpyMask
 from ejkernel_pallas.gpu.tiled_attention import tiles
 from ejkernel_pallas.gpu.tiled_attention.backward.run import backward

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.tiled_attention.backward.run import backward
 from ejkernel_pallas.gpu.tiled_attention.forward.run import forward
 from ejkernel_pallas.gpu.tiled_attention.tiles import HopperBackward, HopperForward

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split, make_split
 from ejkernel_pallas.gpu.tiled_attention.backward import run

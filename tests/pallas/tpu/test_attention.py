@@ -8,7 +8,7 @@ import pytest
 from tpu_records import BACKWARD, CASES, FORWARD, answers, close, interpreted, record
 
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention import tile, tiles
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.forward import forward

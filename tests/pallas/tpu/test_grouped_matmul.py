@@ -11,7 +11,7 @@ from tpu_grouped_records import CASES, ONE_STEP, TILES, answers, normal, record
 from tpu_records import close, interpreted
 
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul import spec
 from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward

@@ -11,7 +11,7 @@ from tpu_chips import CHIPS, compiled, shaped
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.modules import grouped_matmul
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul import tiles
 from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward

@@ -5,7 +5,7 @@ from tpu_grouped_records import CASES, answers
 from tpu_races import found
 from tpu_records import close, simulated
 
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 

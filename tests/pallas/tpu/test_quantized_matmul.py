@@ -11,8 +11,8 @@ from tpu_races import found
 from tpu_records import close, interpreted, simulated
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, reference
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.quantized_formats import encode, make_format, pack
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.quantized_matmul.passes import backward, forward
 from ejkernel_pallas.tpu.quantized_matmul.tiles import TpuQuantized
 

@@ -6,8 +6,8 @@ from tpu_chips import CHIPS, compiled, shaped
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.quantized_formats import make_format
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
 from ejkernel_pallas.tpu.quantized_matmul.passes import backward, forward
 from ejkernel_pallas.tpu.quantized_matmul.tiles import heuristic

@@ -7,7 +7,7 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
 from tpu_races import found
 from tpu_records import BACKWARD, CASES, FORWARD, answers, close, simulated
 
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_rings import SPREAD, record
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.ring_attention import backward, forward, remote, remote_backward
 from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
 

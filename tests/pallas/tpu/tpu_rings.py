@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.families.ring_attention import RingAttention, reference
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
 
 FORWARD = TpuForward(block_q=128, block_kv=128, chunk_q=128, chunk_kv=128)

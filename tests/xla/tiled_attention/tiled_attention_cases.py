@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention, reference
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention.backward import backward
 from ejkernel_xla.tiled_attention.forward import forward
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax

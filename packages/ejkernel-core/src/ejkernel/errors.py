@@ -1,29 +1,33 @@
 """The errors of the library that a caller may want to catch by name."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ejkernel.ops.config.agreement import AgreementError
-    from ejkernel.ops.config.chain import NoConfigError
-    from ejkernel.ops.config.measurement import TunerError
-    from ejkernel.ops.dispatch import NoImplementationError
+from typing import Any
 
 __all__ = ["AgreementError", "EjkernelRuntimeError", "NoConfigError", "NoImplementationError", "TunerError"]
-
-_HOMES = {
-    "AgreementError": "ejkernel.ops.config.agreement",
-    "NoConfigError": "ejkernel.ops.config.chain",
-    "NoImplementationError": "ejkernel.ops.dispatch",
-    "TunerError": "ejkernel.ops.config.measurement",
-}
 
 
 class EjkernelRuntimeError(RuntimeError):
     """A call is right, and cannot be carried out here: no kernel serves it, or no configuration is allowed."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
+    """No implementation can serve a call; the message is the table of verdicts.
+
+    Attributes:
+        choice: The table, as an `ejkernel.ops.Choice`.
+    """
+
+    def __init__(self, choice: Any) -> None:
+        self.choice = choice
+        super().__init__(f"no implementation serves this call\n{choice}")
+
+
+class NoConfigError(EjkernelRuntimeError):
+    """Every tier that the policy allows had no answer."""
+
+
+class TunerError(RuntimeError):
+    """Nothing could be measured."""
+
+
+class AgreementError(RuntimeError):
+    """Process 0 did not decide: it has not made the same call in time, or the call failed there."""

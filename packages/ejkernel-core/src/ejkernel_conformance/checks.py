@@ -20,7 +20,7 @@ from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.model import Op
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_close, assert_gradients_close, assert_same_bits, assert_same_shapes
 from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, pinned_plan, refusal

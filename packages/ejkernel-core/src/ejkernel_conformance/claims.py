@@ -8,13 +8,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from ejkernel.ops.arguments import array_fields, given_fields, optional_fields
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import refusals
 from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.types.arguments import array_fields, given_fields, optional_fields
+from ejkernel.types.pullback import Pullback, Results
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_same_shapes, close
 from ejkernel_conformance.shards import abstract_last_shard, last_shard

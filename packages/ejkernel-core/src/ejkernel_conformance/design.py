@@ -12,7 +12,7 @@ Appear at least once, each where some test has it:
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from ejkernel.ops.arguments import array_fields, given_fields
+from ejkernel.types.arguments import array_fields, given_fields
 from ejkernel_conformance.covering import Candidate, cover, pairs
 from ejkernel_conformance.running import is_floating
 from ejkernel_conformance.selection import Tunable

@@ -4,8 +4,9 @@ from typing import Any
 
 import jax
 
+from ejkernel.errors import NoImplementationError
 from ejkernel.ops.device import current_device
-from ejkernel.ops.dispatch import NoImplementationError, hardware_refusals
+from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel_conformance import claims, running
 from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, pinned_plan

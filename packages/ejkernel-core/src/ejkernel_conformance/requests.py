@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.arguments import array_fields
+from ejkernel.families.contract import Family
 from ejkernel.ops.device import current_device
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import PADDING, UNUSED
+from ejkernel.types.arguments import array_fields
 from ejkernel_conformance import running
 from ejkernel_conformance.padding import padded
 from ejkernel_conformance.subjects import Subject

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.grad import CallPlan, differentiable_call
 from ejkernel.ops.model import Case, Op
+from ejkernel.types.arguments import array_fields
 from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, lowered, pinned_plan
 
 # Tests of a case run next to each other, so few compiled functions are needed at a time. What the reference says is

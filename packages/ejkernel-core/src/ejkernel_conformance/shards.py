@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.arguments import array_fields
-from ejkernel.ops.model import Family
+from ejkernel.families.contract import Family
+from ejkernel.types.arguments import array_fields
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_close
 from ejkernel_conformance.subjects import Subject

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.call import call
 from ejkernel.ops.plugins import registry
+from ejkernel.types.arguments import array_fields
 
 DEVICE = jax.devices()[-1 if "last" in sys.argv[1:] else 0]
 CHOSEN = [word for word in sys.argv[1:] if word != "last"]

@@ -11,9 +11,9 @@ import pytest
 
 from ejkernel.modules import operations
 from ejkernel.ops import explain
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.call import call
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.types.arguments import array_fields
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 PACKED = {"int4", "uint4", "uint32"}

@@ -16,7 +16,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.ring_attention import loop as ring_loop
 from ejkernel.families.ring_attention.steps import abstract_steps, kind_of, ring_of_steps
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import forward as tiled_forward
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax

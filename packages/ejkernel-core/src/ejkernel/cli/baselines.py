@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.arguments import given_fields
 from ejkernel.ops.model import Op
+from ejkernel.types.arguments import given_fields
 
 Function = Callable[[Any], Any]
 

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import AbstractArray
 
 from ejkernel.cli.devices import find_devices
-from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.calls_file import read_calls
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
 from ejkernel.suggestion import did_you_mean
+from ejkernel.types.arguments import given_fields, optional_fields
 
 WORDS = {"true": True, "false": False, "none": None}
 BARE = 3  # arrays that a single shape without a name describes: query, key and value

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.ops.arguments import given_fields
-from ejkernel.ops.model import Family
+from ejkernel.families.contract import Family
+from ejkernel.types.arguments import given_fields
 
 BY_VALUE = ("mask", "bias", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 

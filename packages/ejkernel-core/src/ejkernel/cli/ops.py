@@ -9,11 +9,12 @@ import msgspec
 
 from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.cli.devices import find_devices
+from ejkernel.families.contract import Family
 from ejkernel.ops import evidence
-from ejkernel.ops.arguments import given_fields, optional_fields
 from ejkernel.ops.dispatch import made_for
-from ejkernel.ops.model import Case, Family, Implementation, Op, Requires
+from ejkernel.ops.model import Case, Implementation, Op, Requires
 from ejkernel.ops.plugins import Registry, registry
+from ejkernel.types.arguments import given_fields, optional_fields
 
 INTRODUCTION = """\
 # Support matrix

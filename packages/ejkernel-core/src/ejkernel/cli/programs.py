@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.cli.baselines import baselines, with_gradients
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.types.arguments import array_fields
+from ejkernel.types.pullback import Pullback, Results
 
 PASSES = ("forward", "forward + backward")
 REFERENCE = "reference"

@@ -19,6 +19,7 @@ from ejkernel.cli.cache import STORE, merge_into
 from ejkernel.cli.calls import Call, CallSpec, one_line_errors, takes_call, written_calls
 from ejkernel.cli.tables import console, milliseconds, print_choice, print_plain, print_table
 from ejkernel.cli.targets import find_target
+from ejkernel.errors import TunerError
 from ejkernel.ops.call import decide, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.measurement import Measurement
@@ -27,7 +28,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.table import Entry, table_name
 from ejkernel.ops.device import target_device
 from ejkernel.ops.execution.target import Target, tune_described
-from ejkernel.ops.execution.tuner import Tuner, TunerError, TuningResult, tune_call
+from ejkernel.ops.execution.tuner import Tuner, TuningResult, tune_call
 from ejkernel.ops.grad import CallPlan
 
 TARGET_HELP = (

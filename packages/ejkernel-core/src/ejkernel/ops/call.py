@@ -9,7 +9,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
 from ejkernel.ops import recording, values
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.callers import callers
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.params import BaseOperationConfig, Platform
@@ -23,6 +22,7 @@ from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_wanted
 from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
 from ejkernel.ops.suspicions import suspicions
+from ejkernel.types.arguments import array_fields
 
 
 @dataclasses.dataclass(frozen=True)

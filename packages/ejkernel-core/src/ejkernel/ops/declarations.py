@@ -12,11 +12,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from ejkernel.ops.arguments import optional_fields
-from ejkernel.ops.model import Family, Implementation, Requires
+from ejkernel.families.contract import Family
+from ejkernel.ops.model import Implementation, Requires
 from ejkernel.ops.plugins import Registry
 from ejkernel.ops.toolchain import lacking
 from ejkernel.suggestion import did_you_mean
+from ejkernel.types.arguments import optional_fields
 
 DEVICES = frozenset({"cpu", "gpu", "nvidia", "amd", "tpu"})
 BACKENDS = frozenset({"gpu", "tpu", "cpu", "any"})

@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.families.contract import Family
 from ejkernel.ops import evidence
-from ejkernel.ops.arguments import array_fields, given_fields
 from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.config.selection import foreign_part
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.model import Family, Implementation, Op, Requires
+from ejkernel.ops.model import Implementation, Op, Requires
 from ejkernel.ops.plugins import Plugin, registry
 from ejkernel.ops.toolchain import lacking
+from ejkernel.types.arguments import array_fields, given_fields
 
 Status = Literal["chosen", "usable", "refused"]
 
@@ -116,18 +116,6 @@ class Decision:
         if self.differentiated is not None:
             choices.insert(1, f"where the call is differentiated, {self.differentiated}")
         return "\n".join(choices)
-
-
-class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
-    """No implementation can serve a call; the message is the table of verdicts.
-
-    Attributes:
-        choice: The table, as data.
-    """
-
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
-        super().__init__(f"no implementation serves this call\n{choice}")
 
 
 def choose(

@@ -14,16 +14,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel import _compat
-from ejkernel.ops.arguments import arguments, array_fields, static
+from ejkernel.errors import NoImplementationError
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import Choice, NoImplementationError, choose, taking, together
+from ejkernel.ops.dispatch import Choice, choose, taking, together
 from ejkernel.ops.model import Op
-from ejkernel.ops.pullback import Pullback, Results, differentiating
 from ejkernel.ops.second import backward_pass, forward_pass, refusing
 from ejkernel.promotion import promoting
+from ejkernel.types.arguments import arguments, array_fields, static
+from ejkernel.types.pullback import Pullback, Results, differentiating
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

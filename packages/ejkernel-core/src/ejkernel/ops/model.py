@@ -1,4 +1,4 @@
-"""What the engine is told: operations, families and implementations, all as data."""
+"""What the engine is told: operations and implementations, all as data."""
 
 import dataclasses
 import functools
@@ -7,87 +7,12 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
+from ejkernel.families.contract import Family
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.values import Conditions
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Isolation:
-    """What keeps the requests of a family's calls apart, whatever they hold.
-
-    Attributes:
-        record: Record -> the record that forward functions are given.
-        pullback: Pullback -> the pullback that backward functions are given.
-        concerns: Record -> whether requests may share a tile.
-    """
-
-    record: Callable[[Any], Any]
-    pullback: Callable[[Any], Any]
-    concerns: Callable[[Any], bool]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Family:
-    """A contract that several operations lower to and that backends implement: record, output and residuals.
-
-    An operation that needs other outputs or residuals is another family, though its record may be the same.
-
-    Attributes:
-        name: What implementations name it by, unique among the registered operations' families.
-        record: The `@arguments` class.
-        differentiable: Record fields that have a gradient.
-        dtype: The dtype `Requires.dtypes` is about.
-        head_dims: The sizes `Requires.head_dims` is about.
-        axes: Axis letters of every array field of the record, and of `"output"`: `{"query": "b t h d", ...}`, with a
-            tuple of letters where the output is a tuple. A function of the record where they follow from it.
-        shardable: Letters that may be split over mesh axes; likewise.
-        aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
-        localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
-            `offsets` maps each letter to the global index of the shard's first element.
-        reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
-        lse: Axis letters of the residuals' lse, which operations with `return_lse` return beside the output; None
-            where the residuals have none, or the output has it already.
-        unsplit: What to do instead, for letters that cannot be split; the message of a call that splits them ends so.
-        permissions: Optional record fields that allow something and ask for nothing. An implementation need not handle
-            them: what it does without them serves the call too.
-        requests: Record -> how its arrays belong to the requests that the call serves, in one or several ways, each as
-            `ejkernel.planning.requests` describes it; None where the requests are the rows of axis `b` and their
-            segments. What one request holds never reaches another: the conformance suite poisons it.
-        isolate: What the passes of every implementation are given in an `isolate_sequences` block, so that requests
-            that share a tile cannot reach each other; None where kernels keep them apart by themselves.
-    """
-
-    name: str
-    record: type
-    differentiable: tuple[str, ...]
-    dtype: Callable[[Any], Any]
-    head_dims: Callable[[Any], tuple[int, ...]]
-    axes: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
-    shardable: str | Callable[[Any], str]
-    aligned: tuple[tuple[str, str], ...]
-    localise: Callable[[Any, Mapping[str, Any]], Any]
-    reference: Callable[[Any], tuple[Any, Any]]
-    lse: str | None = None
-    permissions: frozenset[str] = frozenset()
-    unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
-    isolate: Isolation | None = None
-
-    def axes_of(self, record: Any) -> Mapping[str, Any]:
-        """The axis letters of a record's fields and of `"output"`."""
-        return self.axes(record) if callable(self.axes) else self.axes
-
-    def shardable_of(self, record: Any) -> str:
-        """The letters of a record that may be split."""
-        return self.shardable(record) if callable(self.shardable) else self.shardable
-
-    def aligned_of(self, record: Any) -> tuple[tuple[str, str], ...]:
-        """The pairs of letters of a record that must be split alike."""
-        letters = self.shardable_of(record)
-        return tuple(pair for pair in self.aligned if pair[0] in letters and pair[1] in letters)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

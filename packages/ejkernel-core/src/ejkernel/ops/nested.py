@@ -3,11 +3,12 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.errors import NoImplementationError
 from ejkernel.ops.device import current_device
-from ejkernel.ops.dispatch import NoImplementationError, unpaired
+from ejkernel.ops.dispatch import unpaired
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,11 @@ from typing import Any
 
 from ejkernel.families.ring_attention import FAMILY, RingAttention
 from ejkernel.families.ring_attention.steps import abstract_steps
-from ejkernel.ops.arguments import given_fields
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Requires
+from ejkernel.types.arguments import given_fields
 
 
 def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -> Implementation:

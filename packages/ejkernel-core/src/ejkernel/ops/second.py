@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.model import Family, Implementation
-from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.families.contract import Family
+from ejkernel.ops.model import Implementation
 from ejkernel.promotion import promoting
+from ejkernel.types.pullback import Pullback, Results
 
 Run = Callable[[Any], Any]
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.ops.arguments import array_fields, optional_fields
 from ejkernel.ops.model import Op
+from ejkernel.types.arguments import array_fields, optional_fields
 
 MeshAxes = tuple[str, ...]
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import decide
-from ejkernel.ops.dispatch import NoImplementationError
 from ejkernel.ops.model import Case
 from ejkernel_conformance import running
 from ejkernel_conformance.checks import public_arguments

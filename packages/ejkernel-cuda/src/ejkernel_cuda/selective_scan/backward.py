@@ -6,7 +6,7 @@ import numpy as np
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import sequences, with_state_gradients
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.library import registered
 from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
 from ejkernel_cuda.selective_scan.tiles import LARGEST, WARPGROUP_CHANNELS, GradientTile

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, band
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
+from ejkernel.types.pullback import Pullback
 
 HEADS_FIRST = (0, 2, 1, 3)
 """Permutation between [B, T, H, D], which arrays have, and [B, H, T, D], which the calls' results are said to have."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.families.causal_convolution import CausalConvolution, places, states
 from ejkernel.families.causal_convolution.final_states import add_state_gradients, final_states
 from ejkernel.ops.device import current_device
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.causal_convolution.config import ConvolutionBackward, ConvolutionForward
 from ejkernel_triton.launch import Shape, interpreting, launch
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.gather_reduce import GatherReduce, named
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.gather_reduce.config import GatherTiles, is_copy
 from ejkernel_triton.launch import Shape, launch
 

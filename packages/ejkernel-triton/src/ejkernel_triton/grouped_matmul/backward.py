@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_rows, spread
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import BAND, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import gradient_of_lhs
 from ejkernel_triton.grouped_matmul.spec import GroupedMatricesSpec, dot_precision, operand_dtype, scaled_rows, widens

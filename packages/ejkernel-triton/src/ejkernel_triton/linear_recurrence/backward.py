@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.linear_recurrence import segments, stages
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
 from ejkernel_triton.linear_recurrence.forward import boundaries, zero_outside

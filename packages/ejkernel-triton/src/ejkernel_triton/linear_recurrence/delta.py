@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients, with_plain_states
-from ejkernel.ops.pullback import Pullback, is_differentiated
+from ejkernel.types.pullback import Pullback, is_differentiated
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.linear_recurrence import delta_gradients, segments, stages
 from ejkernel_triton.linear_recurrence.backward import Gradients, gate_dtype, reduced, zero_outside_sequences

@@ -8,7 +8,7 @@ import jax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
-from ejkernel.ops.pullback import is_differentiated
+from ejkernel.types.pullback import is_differentiated
 from ejkernel_triton.launch import launch
 from ejkernel_triton.linear_recurrence import segments, stages
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, RecurrencePasses

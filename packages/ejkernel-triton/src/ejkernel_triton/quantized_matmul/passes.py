@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
 from ejkernel.ops.device import current_device
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.quantized_formats import NF4, WORD
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.quantized_matmul.config import QuantizedTiles
 

@@ -7,7 +7,7 @@ import jax
 from ejkernel.families.ring_attention import RingAttention
 from ejkernel.families.ring_attention import loop as ring_loop
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.tiled_attention import backward as tiled_backward
 from ejkernel_triton.tiled_attention import forward as tiled_forward
 

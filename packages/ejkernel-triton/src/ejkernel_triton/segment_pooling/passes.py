@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.segment_pooling import SegmentPooling
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.segment_pooling.config import PoolingBackward, PoolingForward
 

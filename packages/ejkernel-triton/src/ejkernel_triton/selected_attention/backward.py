@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selected_attention.compressed import DENSE
 from ejkernel_triton.selected_attention.config import SelectedBackward, group_size, padded

@@ -16,7 +16,7 @@ from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.device import current_device
 from ejkernel.ops.nested import DISPATCHED
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.chips import chip_of
 
 BLOCK_KV = 64

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanBackward
 from ejkernel_triton.selective_scan.forward import packed_operands, scan_operands, segment_starts

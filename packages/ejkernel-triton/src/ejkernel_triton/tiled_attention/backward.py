@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention, added_up, less_lse_cotangent, sinks_gradient
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.block_lists import bias_blocks, key_blocks, query_blocks
 from ejkernel_triton.tiled_attention.operands import operands

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.attention_weights.forward import ALL_KEYS, head_sinks, row_scores
 from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
 from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, add

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.causal_convolution import CausalConvolution, accumulator, activate, places, states
 from ejkernel.families.causal_convolution.final_states import add_state_gradients, final_states, state_sums
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 
 def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:

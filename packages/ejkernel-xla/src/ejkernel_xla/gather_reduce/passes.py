@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.gather_reduce import GatherReduce, accumulator, named, take_rows
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 UNROLLED = 16
 """Terms up to which a sum is one expression, which XLA fuses with its gathers; more are a loop."""

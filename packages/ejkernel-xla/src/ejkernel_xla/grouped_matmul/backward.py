@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, gradients_of_rows, group_rows, spread
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.grouped_matmul.groups import RowTile, dot, load, over_groups, over_tiles
 from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
 

@@ -2,7 +2,7 @@
 
 from ejkernel.families.linear_recurrence import FAMILY
 from ejkernel.ops import ConfigSpace
-from ejkernel.ops.arguments import optional_fields
+from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.linear_recurrence import tiles
 from ejkernel_xla.registration import xla_implementation
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.linear_recurrence.chunk import next_state, precision
 from ejkernel_xla.linear_recurrence.chunking import Chunking, assemble, cut, loop, make_chunking, paste, slices
 from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store

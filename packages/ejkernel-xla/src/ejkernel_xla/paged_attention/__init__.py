@@ -2,7 +2,7 @@
 
 from ejkernel.families.paged_attention import FAMILY
 from ejkernel.ops import ConfigSpace
-from ejkernel.ops.arguments import optional_fields
+from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.paged_attention import tiles
 from ejkernel_xla.registration import xla_implementation
 

@@ -6,8 +6,8 @@ import jax
 from jax import lax
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, finished, matrix
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.precision import product_precision
+from ejkernel.types.pullback import Pullback
 
 
 def forward(record: QuantizedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]:

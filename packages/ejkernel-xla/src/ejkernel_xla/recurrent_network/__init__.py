@@ -2,7 +2,7 @@
 
 from ejkernel.families.recurrent_network import FAMILY
 from ejkernel.ops import ConfigSpace
-from ejkernel.ops.arguments import optional_fields
+from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.recurrent_network import tiles
 from ejkernel_xla.registration import xla_implementation
 

@@ -23,7 +23,7 @@ from ejkernel.families.recurrent_network import (
     separated,
     shape,
 )
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.recurrent_network.blocks import Blocks
 from ejkernel_xla.recurrent_network.layer import (
     Direction,

@@ -25,7 +25,7 @@ from ejkernel.families.ring_attention.schedule import (
     step_record,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, less_lse_cotangent
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.scores import accumulator
 from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.segment_pooling.forward import counts
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.forward import DENSE
 from ejkernel_xla.selected_attention.lists import (
     Operands,

@@ -10,7 +10,7 @@ from ejkernel.families.selected_attention import Branch, SelectedAttention, Sele
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.lists import arrange, by_token, find_readers, fold, make_plan, put, take
 from ejkernel_xla.selected_attention.scores import PlanStep, accumulator, block_of, dot, score, tile_of
 from ejkernel_xla.selected_attention.tiles import SelectedTiles

@@ -14,7 +14,7 @@ from jax import lax
 
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selective_scan.chunk import pull
 from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, enter, intervals, leave, load, paste
 from ejkernel_xla.selective_scan.tiles import ScanSteps

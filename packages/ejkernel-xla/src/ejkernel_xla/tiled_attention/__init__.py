@@ -2,7 +2,7 @@
 
 from ejkernel.families.tiled_attention import FAMILY
 from ejkernel.ops import ConfigSpace
-from ejkernel.ops.arguments import optional_fields
+from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.tiled_attention import tiles
 

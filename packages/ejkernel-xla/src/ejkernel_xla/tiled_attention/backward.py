@@ -22,7 +22,7 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import TiledAttention, added_up
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, add, make_plan
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles

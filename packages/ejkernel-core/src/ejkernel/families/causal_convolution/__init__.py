@@ -8,7 +8,7 @@ import numpy as np
 
 from ejkernel.families.causal_convolution.record import CausalConvolution, accumulator, activate, places, states
 from ejkernel.families.causal_convolution.reference import reference
-from ejkernel.ops.model import Family
+from ejkernel.families.contract import Family
 from ejkernel.planning.requests import packed_requests
 
 __all__ = [

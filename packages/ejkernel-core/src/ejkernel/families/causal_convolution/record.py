@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.planning import packing
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.expert_routing.record import ExpertRouting, Routing, ordered, sorted_by_expert
 from ejkernel.families.expert_routing.reference import reference
 from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
-from ejkernel.ops.model import Family
 
 __all__ = ["FAMILY", "ExpertRouting", "Routing", "localise", "ordered", "reference", "requests", "sorted_by_expert"]
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops.arguments import arguments, static
+from ejkernel.types.arguments import arguments, static
 
 Routing = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """Experts [T, K], places [T, K], order [T * K] and sizes [E], all int32."""

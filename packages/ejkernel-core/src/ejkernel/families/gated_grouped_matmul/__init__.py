@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families import grouped_matmul
+from ejkernel.families.contract import Family
 from ejkernel.families.gated_grouped_matmul.record import (
     ACTIVATIONS,
     GatedGroupedMatmul,
@@ -17,7 +18,6 @@ from ejkernel.families.gated_grouped_matmul.record import (
 )
 from ejkernel.families.gated_grouped_matmul.reference import reference
 from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import PADDING, UNUSED, claimed
 
 __all__ = [

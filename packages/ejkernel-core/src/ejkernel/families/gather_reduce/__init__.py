@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, named, take_rows
 from ejkernel.families.gather_reduce.reference import reference
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import PADDING, UNUSED, claimed
 
 __all__ = ["FAMILY", "GatherReduce", "accumulator", "localise", "named", "reference", "requests", "take_rows"]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.grouped_matmul.record import (
     LEFT_OVER,
     GroupedMatmul,
@@ -22,7 +23,6 @@ from ejkernel.families.grouped_matmul.record import (
     spread,
 )
 from ejkernel.families.grouped_matmul.reference import reference
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import PADDING, UNUSED
 
 __all__ = [

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops.arguments import arguments, static
+from ejkernel.types.arguments import arguments, static
 
 LEFT_OVER = ("zero", "undefined")
 """What rows of no group may be: with `"undefined"`, any numbers, infinities and NaN too."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.linear_recurrence.record import (
     TOKEN_FIELDS,
     InSlots,
@@ -20,7 +21,6 @@ from ejkernel.families.linear_recurrence.record import (
     with_plain_states,
 )
 from ejkernel.families.linear_recurrence.reference import reference
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import SHARED, packed_requests, segment_owners
 
 __all__ = [

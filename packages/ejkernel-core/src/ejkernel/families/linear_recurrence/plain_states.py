@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import record as family
 from ejkernel.families.linear_recurrence.record import LinearRecurrence
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 Forward = Callable[[LinearRecurrence, Any], Any]
 Backward = Callable[[Pullback, Any], dict[str, jax.Array]]

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.planning import slots
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

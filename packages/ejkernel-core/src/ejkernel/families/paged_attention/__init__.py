@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import PagedAttention, Window, as_computed, band, qq_terms
 from ejkernel.families.paged_attention.reference import reference
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import PADDING, UNUSED, claimed
 
 __all__ = [

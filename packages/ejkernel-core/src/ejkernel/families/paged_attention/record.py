@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.planning.precision import rounded
+from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import as_int32, fits_int32
 
 Window = tuple[int | None, int | None]

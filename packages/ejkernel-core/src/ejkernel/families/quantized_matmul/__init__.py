@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.quantized_matmul.record import QuantizedMatmul, accumulator, columns, finished, matrix
 from ejkernel.families.quantized_matmul.reference import reference
-from ejkernel.ops.model import Family
 
 __all__ = [
     "FAMILY",

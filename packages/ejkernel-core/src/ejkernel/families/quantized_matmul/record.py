@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.planning.precision import rounded
 from ejkernel.planning.quantized_formats import Format, decode
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.recurrent_network.record import (
     GATES,
     NetworkResiduals,
@@ -23,7 +24,6 @@ from ejkernel.families.recurrent_network.record import (
     stacked,
 )
 from ejkernel.families.recurrent_network.reference import reference
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import PADDING
 
 __all__ = [

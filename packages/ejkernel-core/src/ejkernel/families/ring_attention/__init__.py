@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import jax
 
 from ejkernel.families import tiled_attention
+from ejkernel.families.contract import Family
 from ejkernel.families.ring_attention.record import RingAttention, axis_bound, axis_size, gathered, tiled
 from ejkernel.families.ring_attention.reference import reference
-from ejkernel.ops.model import Family
 
 __all__ = ["FAMILY", "RingAttention", "axis_bound", "axis_size", "gathered", "localise", "reference", "tiled"]
 

@@ -35,8 +35,8 @@ from ejkernel.families.ring_attention.steps import (
     step_at,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, sinks_gradient
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel.types.pullback import Pullback
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, Window
-from ejkernel.ops.arguments import arguments, static
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator, chunk_ranges, spans
 from ejkernel.families.segment_pooling.reference import reference
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import PADDING
 
 __all__ = ["FAMILY", "SegmentPooling", "accumulator", "chunk_ranges", "localise", "reference", "requests", "spans"]

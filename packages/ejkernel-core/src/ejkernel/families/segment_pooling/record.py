@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.arguments import arguments, static
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family, Isolation
 from ejkernel.families.selected_attention.isolation import isolate_selected, isolate_selected_pullback
 from ejkernel.families.selected_attention.record import (
     GATES,
@@ -25,7 +26,6 @@ from ejkernel.families.selected_attention.record import (
 )
 from ejkernel.families.selected_attention.reference import reference
 from ejkernel.families.tiled_attention.isolation import has_segments
-from ejkernel.ops.model import Family, Isolation
 from ejkernel.planning.requests import segment_owners
 
 __all__ = [

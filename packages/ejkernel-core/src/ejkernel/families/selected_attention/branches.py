@@ -24,7 +24,7 @@ from ejkernel.families.selected_attention.record import (
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.families.tiled_attention.isolation import isolate_rows
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 Gradients = dict[str, jax.Array]
 SHARED = frozenset({"query", "key", "value"})

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.families.selected_attention import block_selection
 from ejkernel.families.selected_attention.block_selection import BlockPlaces
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.arguments import arguments, static
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.families.contract import Family
 from ejkernel.families.selective_scan.record import INTERVAL, ScanResiduals, SelectiveScan, accumulator, first_state
 from ejkernel.families.selective_scan.reference import reference
-from ejkernel.ops.model import Family
 from ejkernel.planning.requests import packed_requests
 
 __all__ = [

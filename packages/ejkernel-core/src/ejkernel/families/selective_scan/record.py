@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.selective_scan import packed_scan
-from ejkernel.ops.arguments import arguments
+from ejkernel.types.arguments import arguments
 
 INTERVAL = packed_scan.INTERVAL
 """Tokens between the states that a forward pass leaves for the backward pass."""

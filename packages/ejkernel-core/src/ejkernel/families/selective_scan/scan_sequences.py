@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.selective_scan.record import SelectiveScan
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning import slots
+from ejkernel.types.pullback import Pullback
 
 HANDLES = frozenset({"cu_seqlens", "state_slots"})
 """Optional fields that a kernel of packed sequences honours with the decorators."""

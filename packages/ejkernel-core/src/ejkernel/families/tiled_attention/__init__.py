@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.families.contract import Family, Isolation
 from ejkernel.families.tiled_attention.gradients import added_up, less_lse_cotangent, sinks_gradient, two_passes
 from ejkernel.families.tiled_attention.isolation import has_segments, isolate_pullback, isolate_record
 from ejkernel.families.tiled_attention.record import (
@@ -21,7 +22,6 @@ from ejkernel.families.tiled_attention.record import (
 )
 from ejkernel.families.tiled_attention.reference import reference, reference_scores
 from ejkernel.families.tiled_attention.scores import coarse, soft_capped
-from ejkernel.ops.model import Family, Isolation
 from ejkernel.planning.requests import same_owner, segment_owners
 
 __all__ = [

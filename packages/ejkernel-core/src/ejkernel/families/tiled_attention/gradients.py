@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 
 
 def less_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.planning import dropout
+from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import NO_LIMIT
 from ejkernel.types.sparse_masks import Mask
 

@@ -27,11 +27,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.types import MaskInfo
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

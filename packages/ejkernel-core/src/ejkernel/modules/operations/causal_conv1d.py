@@ -12,10 +12,10 @@ from ejkernel.modules.operations.configs import CausalConv1dConfig
 from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, rank
 from ejkernel.modules.operations.shared.shapes import as_flag, check_cumulative, check_not_empty, check_shape, got
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments, static
 
 LARGEST_WIDTH = 8
 

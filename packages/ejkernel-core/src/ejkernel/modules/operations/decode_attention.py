@@ -26,11 +26,11 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -11,10 +11,10 @@ from ejkernel.modules.operations.cases import expert_routing as cases
 from ejkernel.modules.operations.configs import ExpertRoutingConfig
 from ejkernel.modules.operations.shared.paged_arguments import settle
 from ejkernel.modules.operations.shared.shapes import as_count, check_dtype, check_not_empty, check_shape
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -29,13 +29,13 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
+from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import clamp_positions, exact_segment_ids
 
 

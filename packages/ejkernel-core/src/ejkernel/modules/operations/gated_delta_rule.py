@@ -16,10 +16,10 @@ from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_dtype, check_shape, got
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import exact_ids
 
 

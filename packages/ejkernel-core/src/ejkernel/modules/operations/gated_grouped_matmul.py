@@ -14,11 +14,11 @@ from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
 from ejkernel.modules.operations.shared.conditions import groups, has_rank
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.shapes import as_precision, check_dtype, check_not_empty, check_shape
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -13,10 +13,10 @@ from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

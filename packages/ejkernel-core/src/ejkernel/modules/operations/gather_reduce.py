@@ -14,11 +14,11 @@ from ejkernel.modules.operations.cases import gather_reduce as cases
 from ejkernel.modules.operations.configs import GatherReduceConfig
 from ejkernel.modules.operations.shared.conditions import has_rank, same_pairs
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
-from ejkernel.ops.arguments import arguments
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
+from ejkernel.types.arguments import arguments
 
 
 @arguments

@@ -23,7 +23,6 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
@@ -31,6 +30,7 @@ from ejkernel.ops.values import Condition
 from ejkernel.planning.precision import rounded
 from ejkernel.planning.quantized_formats import WORD, Format, Mode, decode, make_format, whole_rows
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

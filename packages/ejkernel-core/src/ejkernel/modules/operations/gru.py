@@ -11,10 +11,10 @@ from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import GRUConfig
 from ejkernel.modules.operations.shared import recurrent_networks
 from ejkernel.modules.operations.shared.conditions import of_rows
-from ejkernel.ops.arguments import arguments
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments
 
 
 @arguments

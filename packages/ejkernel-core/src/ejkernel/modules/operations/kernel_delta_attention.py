@@ -14,11 +14,11 @@ from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
 from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.promotion import promoting
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

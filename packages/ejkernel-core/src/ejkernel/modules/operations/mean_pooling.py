@@ -22,11 +22,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
+from ejkernel.types.arguments import arguments, static
 
 CHUNK_SIZE = 32
 """Tokens a chunk of values with heads, where the call does not say."""

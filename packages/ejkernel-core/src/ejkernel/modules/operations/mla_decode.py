@@ -23,13 +23,13 @@ from ejkernel.modules.operations.shared.latent_inputs import (
 )
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, as_window, check_dtype, check_shape
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning.precision import product_precision
 from ejkernel.types import MaskInfo
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -35,11 +35,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.ops.values import Condition
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

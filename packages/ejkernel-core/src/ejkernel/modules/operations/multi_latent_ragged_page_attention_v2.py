@@ -11,10 +11,10 @@ from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionV2Config
 from ejkernel.modules.operations.shared.lse import WithLse
 from ejkernel.modules.operations.shared.paged_arguments import TOLERANCE
-from ejkernel.ops.arguments import arguments
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments
 
 
 @arguments

@@ -32,10 +32,10 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import NO_LIMIT
 
 BLOCKS = 16

@@ -13,12 +13,12 @@ from ejkernel.modules.operations.cases import quantized_matmul as cases
 from ejkernel.modules.operations.configs import QuantizedMatmulConfig
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
 from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
 from ejkernel.planning.quantized_formats import WORD, Format, Mode, in_groups, make_format, whole_rows
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -27,12 +27,12 @@ from ejkernel.modules.operations.shared.shapes import (
     describe,
     got,
 )
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
+from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import clamp_positions
 
 

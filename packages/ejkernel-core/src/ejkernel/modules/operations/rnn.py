@@ -12,10 +12,10 @@ from ejkernel.modules.operations.configs import RNNConfig
 from ejkernel.modules.operations.shared import recurrent_networks
 from ejkernel.modules.operations.shared.conditions import of_rows
 from ejkernel.modules.operations.shared.paged_arguments import as_choice
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

@@ -16,11 +16,11 @@ from ejkernel.modules.operations.configuration.attention import ScaledDotProduct
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.shared.lse import WithLse
 from ejkernel.modules.operations.shared.shapes import got
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.types import MaskInfo
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

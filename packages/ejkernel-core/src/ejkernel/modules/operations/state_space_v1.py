@@ -14,10 +14,10 @@ from ejkernel.modules.operations.configs import StateSpaceV1Config
 from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import check_cumulative, check_dtype, check_not_empty, check_shape, got
-from ejkernel.ops.arguments import arguments, static
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.types.arguments import arguments, static
 
 AXES = {
     "hidden_states": "B T I",

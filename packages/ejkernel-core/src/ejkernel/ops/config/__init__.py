@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ejkernel.ops.config.chain import ConfigSelectorChain, NoConfigError, Request, Selection
+    from ejkernel.errors import NoConfigError
+    from ejkernel.ops.config.chain import ConfigSelectorChain, Request, Selection
     from ejkernel.ops.config.key import ConfigKey
     from ejkernel.ops.config.memory import ConfigCache
     from ejkernel.ops.config.overlay import overlay_cache

@@ -19,6 +19,7 @@ import jax
 import msgspec
 
 from ejkernel import _compat
+from ejkernel.errors import AgreementError
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.selection import Selection
 
@@ -26,10 +27,6 @@ TIMEOUT_VARIABLE = "EJKERNEL_AGREEMENT_TIMEOUT_S"
 
 _serials = itertools.count()
 _looking: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
-
-
-class AgreementError(RuntimeError):
-    """Process 0 did not decide: it has not made the same call in time, or the call failed there."""
 
 
 class _Message(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.errors import EjkernelRuntimeError, NoConfigError, TunerError
 from ejkernel.ops.config import overlay
 from ejkernel.ops.config.agreement import Agreement, looking
 from ejkernel.ops.config.key import ConfigKey
-from ejkernel.ops.config.measurement import TunerError, TunerWarning, TuningResult
+from ejkernel.ops.config.measurement import TunerWarning, TuningResult
 from ejkernel.ops.config.memory import ConfigCache
 from ejkernel.ops.config.params import given_values
 from ejkernel.ops.config.persistent import PersistentCache
@@ -50,10 +50,6 @@ class Measures(Protocol):
     def tune(self, request: Request, argument: Any) -> TuningResult:
         """Measures the candidates of one direction of a call."""
         ...
-
-
-class NoConfigError(EjkernelRuntimeError):
-    """Every tier that the policy allows had no answer."""
 
 
 class ConfigSelectorChain:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import msgspec
 
 from ejkernel._version import __version__
-from ejkernel.ops.arguments import given_fields
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.types.arguments import given_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

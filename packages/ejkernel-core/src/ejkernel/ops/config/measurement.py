@@ -6,10 +6,6 @@ from typing import Any
 from ejkernel.ops.config.key import ConfigKey
 
 
-class TunerError(RuntimeError):
-    """Nothing could be measured."""
-
-
 class TunerWarning(UserWarning):
     """A call that should have been tuned could not be; it goes on with the heuristics."""
 

@@ -11,7 +11,7 @@ from ejkernel.ops.config.params import BaseOperationConfig, Direction, piece
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.pullback import both_passes
+from ejkernel.types.pullback import both_passes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

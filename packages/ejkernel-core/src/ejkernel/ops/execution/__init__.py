@@ -4,11 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ejkernel.errors import TunerError
     from ejkernel.ops.execution.batching import vmap_with_config
     from ejkernel.ops.execution.executor import Executor, create_default_executor
     from ejkernel.ops.execution.kernel import Invocation, Kernel
     from ejkernel.ops.execution.offline import autotune_recorded, tune_abstract
-    from ejkernel.ops.execution.tuner import Measurement, Tuner, TunerError, TuningResult
+    from ejkernel.ops.execution.tuner import Measurement, Tuner, TuningResult
 
 _HOMES = {
     "batching": ("vmap_with_config",),

@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.config.chain import ConfigSelectorChain, NoConfigError
+from ejkernel.errors import NoConfigError
+from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import ConfigKey, device_label
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import current_device

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops.config.measurement import TunerError, TuningResult
+from ejkernel.errors import TunerError
+from ejkernel.ops.config.measurement import TuningResult
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.execution.tuner import BOTH, traced, tune_call
 from ejkernel.ops.grad import CallPlan

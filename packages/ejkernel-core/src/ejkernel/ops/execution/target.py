@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.arguments import array_fields
 from ejkernel.ops.config.chain import Measures
 from ejkernel.ops.config.measurement import TuningResult
 from ejkernel.ops.config.params import Direction
@@ -22,7 +21,8 @@ from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.execution.lowering import lowered
 from ejkernel.ops.execution.tuner import BOTH, pair_gradients, passes
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.types.arguments import array_fields
+from ejkernel.types.pullback import Pullback, Results
 
 GROUP = "ejkernel.targets"
 

@@ -14,16 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import _compat
-from ejkernel.ops.arguments import array_fields
+from ejkernel.errors import TunerError
 from ejkernel.ops.config.key import device_label
-from ejkernel.ops.config.measurement import Measurement, TunerError, TunerWarning, TuningResult
+from ejkernel.ops.config.measurement import Measurement, TunerWarning, TuningResult
 from ejkernel.ops.config.params import Direction
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import DeviceInfo, device_info
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.execution.lowering import lowered
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.pullback import Pullback, Results
+from ejkernel.types.arguments import array_fields
+from ejkernel.types.pullback import Pullback, Results
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 

@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.grouped_matmul import matrices, rows, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.gated_spec import HopperGated, make_gated_spec, product_of

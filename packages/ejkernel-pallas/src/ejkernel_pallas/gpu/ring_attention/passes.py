@@ -14,7 +14,7 @@ import jax
 from ejkernel.families.ring_attention import RingAttention
 from ejkernel.families.ring_attention import loop as ring_loop
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.tiled_attention.backward import run as tiled_backward
 from ejkernel_pallas.gpu.tiled_attention.forward import run as tiled_forward
 

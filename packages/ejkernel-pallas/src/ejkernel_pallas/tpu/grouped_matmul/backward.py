@@ -6,7 +6,7 @@ is summed over its rows by a kernel that owns matrices.
 
 import jax
 
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul.matrices import sums
 from ejkernel_pallas.tpu.grouped_matmul.rows import multiply
 from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, blocks_of, matrices_spec

@@ -6,12 +6,13 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from ejkernel.errors import TunerError
 from ejkernel.ops.config.chain import Measures, Request
-from ejkernel.ops.config.measurement import Measurement, TunerError, TuningResult
+from ejkernel.ops.config.measurement import Measurement, TuningResult
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.execution.target import Target
 from ejkernel.ops.model import load_object
-from ejkernel.ops.pullback import both_passes
+from ejkernel.types.pullback import both_passes
 from ejkernel_pallas.tpu.profile.cases import Case, Workload
 from ejkernel_pallas.tpu.profile.chips import CHIPS
 from ejkernel_pallas.tpu.profile.jobs import NEEDS_LIBTPU, profile_many

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.quantized_matmul.kernels import over_rows, over_words
 from ejkernel_pallas.tpu.quantized_matmul.spec import make_spec
 from ejkernel_pallas.tpu.quantized_matmul.tiles import TpuQuantized

@@ -14,7 +14,7 @@ from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.ring_attention.schedule import Load, Ring, columns, load_of, put_columns, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.ring_plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention import backward as tiles

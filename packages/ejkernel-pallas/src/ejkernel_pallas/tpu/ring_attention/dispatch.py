@@ -8,7 +8,7 @@ import jax
 
 from ejkernel.families.ring_attention import RingAttention, axis_size
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.interpret import interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.ring_attention import backward as collectives_backward

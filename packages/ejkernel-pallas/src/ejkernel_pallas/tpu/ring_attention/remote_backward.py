@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from ejkernel.families.ring_attention import tiled
 from ejkernel.families.ring_attention.schedule import load_of, ring_of
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.ring_attention import backward as collectives
 from ejkernel_pallas.tpu.ring_attention import remote_calls

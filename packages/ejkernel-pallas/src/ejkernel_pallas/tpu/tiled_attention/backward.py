@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
-from ejkernel.ops.pullback import Pullback
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.backward_kernels import bias_kernel, keys_kernel, queries_kernel

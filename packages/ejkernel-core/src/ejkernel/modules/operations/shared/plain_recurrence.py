@@ -20,7 +20,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     wide,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative
-from ejkernel.ops.arguments import arguments, static
+from ejkernel.types.arguments import arguments, static
 
 
 @arguments

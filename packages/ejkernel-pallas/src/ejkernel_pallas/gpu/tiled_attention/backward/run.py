@@ -26,8 +26,8 @@ from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
-from ejkernel.ops.pullback import Pullback
 from ejkernel.planning.batch_rows import in_rows
+from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M

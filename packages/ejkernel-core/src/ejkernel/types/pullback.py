@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-from ejkernel.ops.arguments import arguments, static
+from ejkernel.types.arguments import arguments, static
 
 
 class Results(NamedTuple):
