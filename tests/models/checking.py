@@ -29,7 +29,8 @@ def having(function: str) -> list[str]:
 def values_and_gradients(family: str) -> dict[str, Pair]:
     """The output of whole sequences, and the gradients of the input and of every weight."""
     fixture = load(family)
-    output, pullback = jax.vjp(jax.jit(recipe(family).prefill), fixture.weights, fixture.x)
+    prefill = jax.jit(lambda weights, x: recipe(family).prefill(weights | fixture.buffers, x))
+    output, pullback = jax.vjp(prefill, fixture.weights, fixture.x)
     weights, x = pullback(fixture.dy)
     if weights.keys() != fixture.weight_gradients.keys():
         raise ValueError(f"{family}: gradients of other weights: {weights.keys() ^ fixture.weight_gradients.keys()}")

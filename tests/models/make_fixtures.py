@@ -39,7 +39,7 @@ def fixture(family: str) -> dict[str, np.ndarray]:
     layer = original.build().float().eval()
     getattr(original, "initialise", initialise)(layer, rng)
     width = getattr(original, "WIDTH", 32)
-    x = draw(rng, (BATCH, TOKENS, width), 1.0).requires_grad_()
+    x = draw(rng, (BATCH, getattr(original, "TOKENS", TOKENS), width), 1.0).requires_grad_()
     y = original.call(layer, x)
     dy = draw(rng, tuple(y.shape), 1.0)
     y.backward(dy)
@@ -48,6 +48,8 @@ def fixture(family: str) -> dict[str, np.ndarray]:
         arrays[f"w.{name}"] = half(parameter)
         if parameter.grad is not None:
             arrays[f"dw.{name}"] = parameter.grad.numpy()
+    buffers = dict(layer.named_buffers())
+    arrays |= {f"b.{name}": half(buffers[name]) for name in getattr(original, "BUFFERS", ())}
     if getattr(original, "PACKED", True):
         with torch.no_grad():
             pieces = torch.split(x[:1], LENGTHS, dim=1)

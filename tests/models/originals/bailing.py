@@ -1,0 +1,28 @@
+"""The delta attention of Ling (Bailing), with its bounded gate."""
+
+import torch
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
+    BailingHybridConfig,
+    BailingHybridDeltaAttention,
+)
+
+CONFIG = BailingHybridConfig(
+    hidden_size=16,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+)
+WIDTH = 16
+
+
+def build() -> torch.nn.Module:
+    layer = BailingHybridDeltaAttention(CONFIG, layer_idx=0)
+    torch.nn.init.zeros_(layer.forget_gate.dt_bias)
+    torch.nn.init.zeros_(layer.forget_gate.A_log)
+    return layer
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)

@@ -1,0 +1,36 @@
+"""DeepSeek V3's routing and experts."""
+
+import numpy as np
+import torch
+from tests.models.originals.common import draw
+from tests.models.originals.common import initialise as common_initialise
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+
+CONFIG = DeepseekV3Config(
+    hidden_size=32,
+    moe_intermediate_size=16,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=1,
+    routed_scaling_factor=2.5,
+)
+PACKED = False  # a token's result does not depend on the others
+BUFFERS = ("gate.e_score_correction_bias",)
+
+
+def build() -> torch.nn.Module:
+    return DeepseekV3MoE(CONFIG)
+
+
+def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
+    """As elsewhere; logits of the router are far apart, so that rounding changes no choice of experts."""
+    common_initialise(layer, rng)
+    with torch.no_grad():
+        layer.gate.weight.mul_(4)
+        layer.gate.e_score_correction_bias.copy_(draw(rng, (8,), 0.3))
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x)

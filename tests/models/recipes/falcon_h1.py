@@ -1,0 +1,49 @@
+"""Falcon H1: Mamba-2 with multipliers, limits of the step sizes, and a norm before the gate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.models.recipes.common import rms_norm
+
+from ejkernel.modules import causal_conv1d, state_space_v2
+
+SOURCE = "falcon_h1.FalconH1Mixer"
+CHANNELS, HEADS, GROUPS, STATES, TAPS = 32, 4, 2, 4, 4
+STEP_LIMITS = (0.5, 2.0)
+INPUT, MULTIPLIERS = 0.5, np.repeat([1.5, 0.75, 1.25, 0.5, 2.0], [32, 32, 8, 8, 4])  # of gate, x, B, C and dt
+
+
+def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
+    """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
+    projected = (INPUT * x) @ w["in_proj.weight"].T * MULTIPLIERS.astype(x.dtype)
+    gate, hidden, dt = jnp.split(projected, [CHANNELS, 2 * CHANNELS + 2 * GROUPS * STATES], axis=-1)
+    taps, bias = w["conv1d.weight"][:, 0], w["conv1d.bias"]
+    hidden, conv_state = causal_conv1d(hidden, taps, bias, conv_state, cu_seqlens, activation="silu", return_state=True)
+    hidden, write, read = jnp.split(hidden, [CHANNELS, CHANNELS + GROUPS * STATES], axis=-1)
+    hidden = hidden.reshape(*x.shape[:2], HEADS, -1)
+    write, read = (piece.reshape(*x.shape[:2], GROUPS, STATES) for piece in (write, read))
+    dt = jnp.clip(jax.nn.softplus(dt + w["dt_bias"]), *STEP_LIMITS)
+    output, state, _ = state_space_v2(
+        hidden, -jnp.exp(w["A_log"]), write, read, w["D"], dt, initial_state=state, cu_seqlens=cu_seqlens
+    )
+    output = output.reshape(*x.shape[:2], GROUPS, -1)
+    output = rms_norm(output, w["norm.weight"].reshape(GROUPS, -1), 1e-5).reshape(gate.shape) * jax.nn.silu(gate)
+    return output @ w["out_proj.weight"].T, conv_state, state
+
+
+def prefill(w, x):
+    return mix(w, x)[0]
+
+
+def packed(w, x, cu_seqlens):
+    return mix(w, x, cu_seqlens=cu_seqlens)[0]
+
+
+def empty_cache(batch, tokens):
+    channels = CHANNELS + 2 * GROUPS * STATES
+    return jnp.zeros((batch, channels, TAPS - 1)), jnp.zeros((batch, HEADS, CHANNELS // HEADS, STATES))
+
+
+def decode(w, x, cache, position):
+    output, *cache = mix(w, x, *cache)
+    return output, tuple(cache)

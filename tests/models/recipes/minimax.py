@@ -1,0 +1,47 @@
+"""MiniMax's lightning attention: a fixed decay per head and layer, after an activation of queries, keys and values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tests.models.recipes.common import rms_norm
+
+from ejkernel.modules import gla_attention
+
+SOURCE = "minimax.MiniMaxLightningAttention"
+HEADS, DIM, LAYER, LAYERS = 4, 8, 1, 4
+# MiniMax lowers the slopes of ALiBi from layer to layer.
+SLOPES = 2.0 ** (-8 / HEADS * np.arange(1, HEADS + 1)) * (1 - LAYER / (LAYERS - 1 + 1e-5) + 1e-5)
+
+
+def mix(w, x, state=None, cu_seqlens=None):
+    """The layer over tokens that follow the given state: (output, new state)."""
+    fused = jax.nn.silu(x @ w["qkv_proj.weight"].T).reshape(*x.shape[:2], HEADS, 3 * DIM)
+    query, key, value = jnp.split(fused, 3, axis=-1)
+    output, state = gla_attention(
+        query,
+        key,
+        value,
+        g_gamma=-jnp.asarray(SLOPES, x.dtype),
+        initial_state=state,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=1.0,
+        return_state=True,
+    )
+    output = rms_norm(output.reshape(*x.shape[:2], -1), w["norm.weight"])
+    return (jax.nn.sigmoid(x @ w["output_gate.weight"].T) * output) @ w["out_proj.weight"].T, state
+
+
+def prefill(w, x):
+    return mix(w, x)[0]
+
+
+def packed(w, x, cu_seqlens):
+    return mix(w, x, cu_seqlens=cu_seqlens)[0]
+
+
+def empty_cache(batch, tokens):
+    return jnp.zeros((batch, HEADS, DIM, DIM))
+
+
+def decode(w, x, cache, position):
+    return mix(w, x, cache)

@@ -1,0 +1,29 @@
+"""Nemotron-H's experts: no gate but a squared ReLU, between two projections to a smaller width."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules import expert_routing, gather_reduce, grouped_matmul
+
+SOURCE = "nemotron_h.NemotronHMoE"
+TOP_K, SCALE = 2, 1.5
+
+
+def relu2(x):
+    return jnp.square(jax.nn.relu(x))
+
+
+def prefill(w, x):
+    tokens = x.reshape(-1, x.shape[-1])
+    scores = jax.nn.sigmoid(tokens @ w["gate.weight"].T)
+    experts, rows, order, sizes = expert_routing(scores + w["gate.e_score_correction_bias"], TOP_K)
+    weights = jnp.take_along_axis(scores, experts, axis=1)
+    weights *= SCALE / weights.sum(-1, keepdims=True)
+    latent = tokens @ w["fc1_latent_proj.weight"].T
+    expert_rows = gather_reduce(latent, order[:, None] // TOP_K, rows)
+    # The checkpoint stores [E, columns, features]: `transpose_rhs` reads it as it is.
+    hidden = relu2(grouped_matmul(expert_rows, w["experts.up_proj"], sizes, transpose_rhs=True))
+    results = grouped_matmul(hidden, w["experts.down_proj"], sizes, transpose_rhs=True)
+    routed = gather_reduce(results, rows, order[:, None], weights) @ w["fc2_latent_proj.weight"].T
+    shared = relu2(tokens @ w["shared_experts.up_proj.weight"].T) @ w["shared_experts.down_proj.weight"].T
+    return (routed + shared).reshape(x.shape)
