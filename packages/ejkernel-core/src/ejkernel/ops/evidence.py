@@ -55,20 +55,34 @@ class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.passed + self.refused + len(self.failed) + len(self.not_run)
 
 
+class Carried(msgspec.Struct, frozen=True):
+    """Why evidence is about sources that no chip has run: they lower to the programs of sources that one has.
+
+    Attributes:
+        digest: Of the sources that the chip ran.
+        programs: How many programs were compared; all were the same.
+    """
+
+    digest: str
+    programs: int
+
+
 class FamilyEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was found about the implementation of one family.
 
     Attributes:
-        digest: Of the sources that ran (`source_digest`).
+        digest: Of the sources that ran (`source_digest`), or of others with the same programs.
         operations: The tests of each operation.
         claims: Those of what the implementation says about itself.
         stale: Whether the sources have changed since.
+        carried: Where the digest is that of other sources than ran, from which sources and how that is known.
     """
 
     digest: str
     operations: Mapping[str, Tally]
     claims: Tally = Tally()
     stale: bool = False
+    carried: Carried | None = None
 
 
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):

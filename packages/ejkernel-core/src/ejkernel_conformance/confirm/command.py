@@ -1,4 +1,4 @@
-"""The commands `run` and `merge`."""
+"""The commands `run`, `merge`, `programs` and `carry`."""
 
 import collections
 import contextlib
@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from ejkernel_conformance.confirm import merging, runner
+from ejkernel_conformance.confirm import carrying, merging, runner
+from ejkernel_conformance.confirm import programs as lowering
 from ejkernel_conformance.confirm.state import Result, Run, Writer, known_results, read
 
 NAMES = "NAME"
@@ -63,6 +64,53 @@ def merge(states: tuple[Path, ...]) -> None:
     """
     for path in merging.merge(read(states)):
         click.echo(path)
+
+
+@main.command()
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, or to continue.")
+@click.option("--impl", "names", multiple=True, metavar=NAMES, help="These implementations alone (all with evidence).")
+@click.option("--op", "ops", multiple=True, metavar=NAMES, help="These operations alone (all); too few for `carry`.")
+@click.option("--chip", default="h200", show_default=True, help="The chip, which need not be there.")
+@click.option("--against", type=click.Path(path_type=Path, exists=True), help="Leave out what has that file's digest.")
+@click.option("--texts", type=click.Path(path_type=Path), help="Folder for programs and kernels as text, to compare.")
+def programs(**options: Any) -> None:
+    """Lower every call that implementations serve, without a GPU, and write hashes of the programs.
+
+    Triton has to be installed for its kernels; jax-triton and compiled C++ need not be. The programs of another tree
+    are taken by the same file, run as a script with that tree's packages on the path:
+
+    \b
+        PYTHONPATH=$(echo OTHER/packages/*/src | tr ' ' ':') \\
+            python packages/ejkernel-core/src/ejkernel_conformance/confirm/programs.py --out before.json --impl triton
+        python3 -m ejkernel_conformance.confirm programs --out after.json --impl triton --against before.json
+        python3 -m ejkernel_conformance.confirm carry before.json after.json
+    """
+    lowering.collect(**options)
+
+
+@main.command()
+@click.argument("before", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("after", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--renamed", multiple=True, metavar="OLD=NEW", help="A family, an implementation or an FFI handler.")
+@click.pass_context
+def carry(ctx: click.Context, before: Path, after: Path, renamed: tuple[str, ...]) -> None:
+    """Renew the digests of evidence where changed sources lower to the programs that a chip has confirmed.
+
+    BEFORE has the programs of the sources that the evidence is about, AFTER those of the sources as they are. Where
+    all programs of an implementation are the same, the evidence says that it was carried, from which sources, and how
+    many programs were compared. Where one differs, is missing or is new, the evidence is marked as stale.
+
+    Exits with 1 if an implementation of both files could not be carried.
+    """
+    try:
+        result = carrying.carry(carrying.read(before), carrying.read(after), carrying.parse_renamed(renamed))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    for line in result.lines:
+        click.echo(line)
+    for path in result.written:
+        click.echo(path)
+    ctx.exit(1 if result.refused else 0)
 
 
 def _run(

@@ -35,7 +35,7 @@ def merge(runs: Iterable[Run]) -> list[Path]:
     written: list[Path] = []
     for path, old in _existing(known, found):
         added = found.get((old.chip, old.implementation), [])
-        new = _with_marks(_with_confirmations(old, added), current)
+        new = with_marks(_with_confirmations(old, added), current)
         if new != old and new.confirmations:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(evidence.encode(new))
@@ -115,15 +115,15 @@ def _existing(
     paths: dict[Path, EvidenceFile] = {}
     for name, folder in sorted(folders.items()):
         for file in evidence.shipped(folder, name):
-            paths[_path(folder, file.chip, name)] = file
+            paths[evidence_path(folder, file.chip, name)] = file
         for chip in (chip for chip, other in found if other == name):
-            path = _path(folder, chip, name)
+            path = evidence_path(folder, chip, name)
             kind: Literal["interpreted", "device"] = "interpreted" if chip == TPU else "device"
             paths.setdefault(path, EvidenceFile(implementation=name, chip=chip, confirmations=(), kind=kind))
     yield from paths.items()
 
 
-def _path(folder: str, chip: str, name: str) -> Path:
+def evidence_path(folder: str, chip: str, name: str) -> Path:
     package, _, below = folder.partition(":")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -155,7 +155,7 @@ def _identity(one: Confirmation) -> tuple[str, ...]:
     return (one.device, *(one.versions.get(name, "") for name in COMPILED_WITH))
 
 
-def _with_marks(file: EvidenceFile, current: Mapping[str, str]) -> EvidenceFile:
+def with_marks(file: EvidenceFile, current: Mapping[str, str]) -> EvidenceFile:
     """The file in which a family is stale where its sources are others now; those that are gone are left out."""
     name = file.implementation
     confirmations = tuple(
