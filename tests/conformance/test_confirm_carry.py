@@ -110,6 +110,26 @@ def test_other_programs_leave_it_stale_and_name_the_call(tree, what):
     assert {(found.digest, found.stale, found.carried) for found in families(tree)} == {("d1", True, None)}
 
 
+@pytest.mark.parametrize("what", ["new", "differs"])
+def test_partial_leaves_the_tests_of_other_programs_as_not_run(tree, what, monkeypatch):
+    tests = {"flash, b": [("test_b", True)], "flash, c": [("test_c", True)]}
+    monkeypatch.setattr(carrying, "tests_of", lambda implementation, label, chip: tests[label])
+    result = carrying.carry(programs_of("d1"), change(programs_of("d2"), what), {}, partial=True)
+    assert result.refused == 0
+    assert what in result.lines[0]
+    left = "test_c" if what == "new" else "test_b"
+    for found in families(tree):
+        assert (found.digest, found.carried.programs) == ("d2", 2 if what == "new" else 1)
+        assert found.operations["flash"] == Tally(passed=2, not_run=(left,))
+        assert "not run" in evidence.trouble(found, "flash")
+
+
+def test_the_tests_of_a_call_are_known_by_its_label():
+    found = dict(carrying.tests_of("triton_latent", "mla_decode, no rotary part, bfloat16", "h200"))
+    assert found["test_value[mla_decode-triton_latent-no rotary part, bfloat16]"]
+    assert not any("model" in name and "candidates" not in name for name in found)
+
+
 def test_programs_of_sources_that_no_chip_ran_carry_nothing(tree):
     assert carrying.carry(programs_of("d0"), programs_of("d2"), {}).refused == 1
     assert all(found.stale for found in families(tree))

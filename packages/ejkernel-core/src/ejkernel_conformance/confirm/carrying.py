@@ -1,5 +1,6 @@
 """Evidence for sources that lower to the programs that a chip has confirmed."""
 
+import collections
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,10 +10,12 @@ from typing import Any
 import msgspec
 
 from ejkernel.ops import evidence
-from ejkernel.ops.evidence import Carried, Confirmation, EvidenceFile, FamilyEvidence
+from ejkernel.ops.device import target_device
+from ejkernel.ops.evidence import Carried, Confirmation, EvidenceFile, FamilyEvidence, Tally
 from ejkernel.ops.model import Implementation
-from ejkernel_conformance.confirm import merging, programs
+from ejkernel_conformance.confirm import listing, merging, programs
 from ejkernel_conformance.confirm.toolchain import digests, implementations
+from ejkernel_conformance.served import refusal_of
 
 SHOWN = 12
 """How many calls a refusal names."""
@@ -60,13 +63,17 @@ def parse_renamed(pairs: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def carry(before: Mapping[str, Any], after: Mapping[str, Any], renamed: Mapping[str, str]) -> Carrying:
+def carry(
+    before: Mapping[str, Any], after: Mapping[str, Any], renamed: Mapping[str, str], partial: bool = False
+) -> Carrying:
     """Renews the digests of evidence whose implementations lower to the same programs, and marks what is stale.
 
     Args:
         before: Programs of the sources that a chip has confirmed.
         after: Programs of the sources as they are.
         renamed: Old name -> new name, of families, implementations, `family/implementation` and FFI handlers.
+        partial: Where some programs of an implementation are the same, its evidence is carried too, and the tests of
+            the calls whose programs differ count as not run.
 
     Raises:
         ValueError: The two files are not of the same chip and toolchain.
@@ -75,7 +82,7 @@ def carry(before: Mapping[str, Any], after: Mapping[str, Any], renamed: Mapping[
         if before[what] != after[what]:
             raise ValueError(f"the two files are not of the same {what}: {before[what]} and {after[what]}")
     known = {key: one for key, one in implementations().items() if one.evidence is not None}
-    judge = _Judge(before, after, renamed, digests(known))
+    judge = _Judge(before, after, renamed, digests(known), partial)
     old = dict(_files(known))
     new = _carried(old, known, judge)
     written: list[Path] = []
@@ -139,8 +146,10 @@ class _Judge:
         after: Mapping[str, Any],
         renamed: Mapping[str, str],
         current: Mapping[str, str],
+        partial: bool,
     ) -> None:
         self.before, self.after, self.renamed, self.current = before, after, renamed, current
+        self.partial = partial
         self.lines: dict[str, str] = {}
         self.refused = 0
 
@@ -157,20 +166,35 @@ class _Judge:
         new, began = self.new_key(key), found.carried.digest if found.carried else found.digest
         if found.digest == self.current[new] and same_name:
             return found
-        known = {found.digest, began}
-        problems = list(self._problems(key, new, known))
-        count = len(self.before["programs"].get(key, ()))
+        differences = self._differences(key, new)
+        problems = list(self._problems(key, new, {found.digest, began}))
+        count = len(self.before["programs"].get(key, {}).keys() - differences.keys())
+        if not problems and self.partial and count > 0:
+            found = self._without(found, new, differences)
+        elif differences and not problems:
+            problems = [f"{what}: {label}" for label, what in differences.items()]
         name = key if key == new else f"{key}, now {new}"
         if problems:
             self.refused += key in self.before["programs"] and key not in self.lines
-            shown = [f"  {problem}" for problem in problems[:SHOWN]]
-            more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-            self.lines[key] = "\n".join([f"{name}: not carried", *shown, *more])
+            self.lines[key] = _listed(f"{name}: not carried", problems)
             return found
-        self.lines[key] = f"{name}: carried from {began} to {self.current[new]}, {count} programs are the same"
+        line = f"{name}: carried from {began} to {self.current[new]}, {count} programs are the same"
+        left = [f"its tests have not run: {label}, which {what}" for label, what in differences.items()]
+        self.lines[key] = _listed(line, left)
         return msgspec.structs.replace(
             found, digest=self.current[new], stale=False, carried=Carried(digest=began, programs=count)
         )
+
+    def _without(self, found: FamilyEvidence, key: str, calls: Iterable[str]) -> FamilyEvidence:
+        """The evidence in which the tests of some calls have not run."""
+        left: dict[str, list[tuple[str, bool]]] = collections.defaultdict(list)
+        for label in calls:
+            op = label.partition(", ")[0]
+            left[op] += tests_of(key.partition("/")[2], label, self.after["chip"])
+        operations = {**found.operations}
+        for op, tests in left.items():
+            operations[op] = _without_tests(operations.get(op, Tally()), dict(tests))
+        return msgspec.structs.replace(found, operations=operations)
 
     def _problems(self, key: str, new: str, known: set[str]) -> Iterator[str]:
         """Why the programs of one implementation do not show that it is the same."""
@@ -184,25 +208,62 @@ class _Judge:
             yield f"the first file is of sources {self.before['digests'][key]}, the evidence of {', '.join(known)}"
         if self.after["digests"][new] != self.current[new]:
             yield f"the second file is of sources {self.after['digests'][new]}, those here are {self.current[new]}"
-        yield from self._differences(self.before["programs"][key], self.after["programs"][new])
+        if not self.before["programs"][key]:
+            yield "it serves no call whose programs could be compared"
         sources = {self.renamed.get(name, name): x for name, x in self.before["sources"].get(key, {}).items()}
         others = self.after["sources"].get(new, {})
         for name in sorted(sources.keys() | others.keys()):
             if sources.get(name) != others.get(name):
                 yield f"the C++ of {name} differs"
 
-    def _differences(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-        if not old:
-            yield "it serves no call whose programs could be compared"
+    def _differences(self, key: str, new_key: str) -> dict[str, str]:
+        """What is different about a call, by its label."""
+        old, new = (content["programs"].get(x, {}) for content, x in ((self.before, key), (self.after, new_key)))
+        found: dict[str, str] = {}
         for label in sorted(old.keys() | new.keys()):
             if label not in new:
-                yield f"missing: {label}"
+                found[label] = "is missing"
             elif label not in old:
-                yield f"new: {label}"
+                found[label] = "is new"
             elif self._kernels(old[label]) != sorted(map(tuple, new[label]["kernels"])):
-                yield f"differs: {label}"
+                found[label] = "differs"
             elif any(old[label].get(name) != new[label].get(name) for name in ("program", "later")):
-                yield f"differs outside of its kernels: {label}"
+                found[label] = "differs outside of its kernels"
+        return found
 
     def _kernels(self, program: Mapping[str, Any]) -> list[tuple[str, str]]:
         return sorted((self.renamed.get(target, target), x) for target, x in program["kernels"])
+
+
+def _listed(line: str, more: list[str]) -> str:
+    rest = [f"  and {len(more) - SHOWN} more"] if len(more) > SHOWN else []
+    return "\n".join([line, *(f"  {each}" for each in more[:SHOWN]), *rest])
+
+
+def tests_of(implementation: str, label: str, chip: str) -> list[tuple[str, bool]]:
+    """The tests of a call, each with whether it is of those that dispatch serves.
+
+    Args:
+        implementation: Name of the implementation.
+        label: From a file of `programs`.
+        chip: A name in `ejkernel.ops.device.KINDS`.
+    """
+    op, _, case = label.removesuffix(programs.GRADIENTS).partition(", ")
+    found: list[tuple[str, bool]] = []
+    with programs.stand_ins(), target_device(chip):
+        for test in listing.list_tests((implementation,), (op,)):
+            # Candidates are tried on one case of all: where it is this one is not known without asking.
+            if test.op == op and (test.unit == f"{op}, {case}" or test.unit.startswith(listing.CANDIDATES)):
+                function, parameter = listing.resolve(test)
+                found.append((test.id, not refusal_of(function)(parameter)))
+    return found
+
+
+def _without_tests(tally: Tally, left: Mapping[str, bool]) -> Tally:
+    """A tally in which some tests have not run; each is told of whether dispatch serves it."""
+    left = {name: served for name, served in left.items() if name not in tally.not_run and name not in tally.failed}
+    passed = min(tally.passed, sum(left.values()))
+    refused = min(tally.refused, len(left) - passed)
+    return msgspec.structs.replace(
+        tally, passed=tally.passed - passed, refused=tally.refused - refused, not_run=(*tally.not_run, *sorted(left))
+    )

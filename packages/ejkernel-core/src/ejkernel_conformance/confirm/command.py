@@ -92,18 +92,21 @@ def programs(**options: Any) -> None:
 @click.argument("before", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("after", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--renamed", multiple=True, metavar="OLD=NEW", help="A family, an implementation or an FFI handler.")
+@click.option("--partial", is_flag=True, help="Carry the rest where programs of an implementation differ.")
 @click.pass_context
-def carry(ctx: click.Context, before: Path, after: Path, renamed: tuple[str, ...]) -> None:
+def carry(ctx: click.Context, before: Path, after: Path, renamed: tuple[str, ...], partial: bool) -> None:
     """Renew the digests of evidence where changed sources lower to the programs that a chip has confirmed.
 
     BEFORE has the programs of the sources that the evidence is about, AFTER those of the sources as they are. Where
     all programs of an implementation are the same, the evidence says that it was carried, from which sources, and how
-    many programs were compared. Where one differs, is missing or is new, the evidence is marked as stale.
+    many programs were compared. Where one differs, is missing or is new, the evidence is marked as stale; with
+    `--partial`, the tests of that call count as not run, and the others as they were.
 
     Exits with 1 if an implementation of both files could not be carried.
     """
     try:
-        result = carrying.carry(carrying.read(before), carrying.read(after), carrying.parse_renamed(renamed))
+        names = carrying.parse_renamed(renamed)
+        result = carrying.carry(carrying.read(before), carrying.read(after), names, partial)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     for line in result.lines:

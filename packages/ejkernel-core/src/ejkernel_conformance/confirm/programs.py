@@ -66,6 +66,8 @@ LOCATIONS = re.compile(r"\s*loc\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|^#loc.*\
 SYMBOLS = re.compile(r'@"[^"]*"|@[\w$.]+|sym_name = "[^"]*"')
 VALUES = re.compile(r"%[\w$.-]+")
 FUNCTIONS = re.compile(r"(?=^ *(?:tt\.)?func\.?(?:func)? )", re.MULTILINE)
+GRADIENTS = ", with gradients"
+"""What the label of a differentiated call ends with."""
 NAMES_ONLY = frozenset({"kernel_hash", "name", "mhlo.frontend_attributes", "jax.uses_shape_polymorphism"})
 """Attributes that say how something is called."""
 
@@ -220,7 +222,7 @@ class Listed:
                 label = f"{op.name}, {case.name}"
                 yield label, functools.partial(_lowered, subject, False, self.chip)
                 if both:
-                    yield f"{label}, with gradients", functools.partial(_lowered, subject, True, self.chip)
+                    yield f"{label}{GRADIENTS}", functools.partial(_lowered, subject, True, self.chip)
 
 
 def listed(names: Sequence[str], ops: Sequence[str], chip: str) -> list[Listed]:
