@@ -10,8 +10,8 @@ INTRODUCTION = """# Models
 How to port the mixing layer of a model: attention, a recurrence, or experts. Each recipe uses public calls alone and
 takes the weights by the names of the checkpoint. Tests compare it, in float32, with the layer of
 [transformers](https://github.com/huggingface/transformers): the output, the gradients of the input and of every weight,
-packed sequences, and decoding token by token with a cache. Errors are parts of the largest entry; this page measured
-them when it was built.
+packed sequences, and decoding token by token with a cache; of a model that serves requests, the tokens it generates.
+Errors are parts of the largest entry; this page measured them when it was built.
 """
 
 
@@ -29,7 +29,7 @@ def models_page() -> str:
         title = (ast.get_docstring(ast.parse(source)) or family).partition(":")[0].rstrip(".")
         rows.append(f"| [{title}](#{family.replace('_', '-')}) | {' '.join(_calls(source))} | {' | '.join(cells)} |")
         recipes.append(f"## {family.replace('_', '-')}\n\n`{module.SOURCE}`\n\n```{{.python .no-test}}\n{source}```\n")
-    head = "| model | calls | value and gradients | packed | decoding |\n|---|---|---|---|---|"
+    head = "| model | calls | value and gradients | packed | decoding | generation |\n|---|---|---|---|---|---|"
     return "\n".join([INTRODUCTION, head, *rows, "", *recipes])
 
 

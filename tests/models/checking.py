@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.models.fixtures import LENGTHS, load
+from tests.models.fixtures import LENGTHS, load, load_generated
 
 FAMILIES = sorted(x.stem for x in (Path(__file__).parent / "fixtures").glob("*.npz"))
 
@@ -63,7 +63,13 @@ def decoded(family: str) -> dict[str, Pair]:
     return {"y": (output.swapaxes(0, 1), fixture.y)}
 
 
-CHECKS = {"prefill": values_and_gradients, "packed": packed, "decode": decoded}
+def generated(family: str) -> dict[str, Pair]:
+    """The tokens of requests that share steps, where the original has one request at a time."""
+    weights, prompts, tokens = load_generated(family)
+    return {"tokens": (np.array(recipe(family).generate(weights, prompts, tokens.shape[1])), tokens)}
+
+
+CHECKS = {"prefill": values_and_gradients, "packed": packed, "decode": decoded, "generate": generated}
 """The function of a recipe -> what compares it with the original layer."""
 
 

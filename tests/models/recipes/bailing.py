@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from tests.models.recipes.common import rms_norm
 
-from ejkernel.modules import causal_conv1d, kernel_delta_attention
+from ejkernel.modules import causal_conv1d, kda_decay, kernel_delta_attention
 
 SOURCE = "bailing_hybrid.BailingHybridDeltaAttention"
 HEADS, DIM, TAPS = 2, 8, 4
@@ -19,8 +19,8 @@ def mix(w, x, conv_state=None, state=None):
         hidden, w["conv1d.weight"][:, 0], None, conv_state, activation="silu", return_state=True
     )
     query, key, value = (piece.reshape(shape) for piece in jnp.split(hidden, 3, axis=-1))
-    gate = (x @ w["forget_gate.f_proj.weight"].T + w["forget_gate.dt_bias"]).reshape(shape)
-    decay = LOWER_BOUND * jax.nn.sigmoid(jnp.exp(w["forget_gate.A_log"])[:, None] * gate)
+    gate = (x @ w["forget_gate.f_proj.weight"].T).reshape(shape)
+    decay = kda_decay(gate, w["forget_gate.A_log"], w["forget_gate.dt_bias"], LOWER_BOUND)
     beta = jax.nn.sigmoid(x @ w["b_proj.weight"].T)
     output, state = kernel_delta_attention(query, key, value, beta, decay, state, return_state=True)
     output = rms_norm(output, w["o_norm.weight"]) * jax.nn.sigmoid(x @ w["g_proj.weight"].T).reshape(shape)

@@ -119,19 +119,24 @@ def kda_decay(
     gate: Float[Array, "*tokens h"] | Float[Array, "*tokens h k"],
     A_log: Float[Array, " h"] | Float[Array, "1 1 h 1"],
     dt_bias: Float[Array, " h"] | Float[Array, "h k"] | Float[Array, " h*k"],
+    lower_bound: float | None = None,
 ) -> Float[Array, "*tokens h"] | Float[Array, "*tokens h k"]:
     """Log decay from a gate, `-exp(A_log) * softplus(gate + dt_bias)`, in at least float32.
+
+    With `lower_bound` it is `lower_bound * sigmoid(exp(A_log) * (gate + dt_bias))`, the bounded gate of Ling (Bailing)
+    and GLM-5, which they call a safe gate.
 
     Args:
         gate: [..., H], or [..., H, K] for a decay of each key channel.
         A_log: [H], or [1, 1, H, 1] as checkpoints store it.
         dt_bias: [H]; with a gate of each key channel [H, K], or [H * K] as checkpoints store it.
+        lower_bound: The least log decay, < 0; -5 in the checkpoints of Ling. None for no bound.
 
     Returns:
         gate's shape, at most 0.
 
     Raises:
-        ValueError: The shapes do not fit together.
+        ValueError: The shapes do not fit together, or the bound is not negative.
 
     Example:
         ```python
@@ -145,6 +150,8 @@ def kda_decay(
     channels = _channels(gate, A_log, dt_bias)
     rate = jnp.exp(A_log.reshape(heads, *([1] if channels else [])).astype(dtype))
     bias = dt_bias.reshape(heads, *([gate.shape[-1]] if channels else [])).astype(dtype)
+    if lower_bound is not None:
+        return as_number("lower_bound", lower_bound, below=0.0) * jax.nn.sigmoid(rate * (gate.astype(dtype) + bias))
     return -rate * jax.nn.softplus(gate.astype(dtype) + bias)
 
 
