@@ -73,6 +73,7 @@ def test_the_same_programs_renew_the_digest_of_every_toolchain_and_say_so(tree):
 
 def test_evidence_is_carried_on_from_what_the_chip_ran(tree):
     carrying.carry(programs_of("d1"), programs_of("d2"), {})
+    assert carrying.carry(programs_of("d1"), programs_of("d2"), {}).written == ()
     tree.name("fast", "d3")
     carrying.carry(programs_of("d1"), programs_of("d3"), {})
     assert {(found.digest, found.carried.digest) for found in families(tree)} == {("d3", "d1")}

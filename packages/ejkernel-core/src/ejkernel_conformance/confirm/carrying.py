@@ -90,10 +90,11 @@ def carry(
         content = merging.with_marks(new[path], judge.current) if path in new else None
         if content is None or not content.confirmations:
             path.unlink(missing_ok=True)
-        elif content != old.get(path):
-            path.write_bytes(evidence.encode(content))
-        else:
+        elif path in old and evidence.encode(content) == evidence.encode(old[path]):
             continue
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(evidence.encode(content))
         written.append(path)
     return Carrying(tuple(judge.lines.values()), tuple(written), judge.refused)
 

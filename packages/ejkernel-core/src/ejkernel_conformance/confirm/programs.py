@@ -141,8 +141,13 @@ def collect(
 def _add_programs(subject: "Listed", made: Programs, handlers: set[str], texts: Path | None) -> None:
     """Lowers the calls of an implementation that are not yet there."""
     for label, call in subject.calls():
-        if label not in made:
+        if label in made:
+            continue
+        try:
             made[label] = summary(call, handlers, texts and texts / _file_name(subject.key, label))
+        except Exception as error:
+            error.add_note(f"{subject.key} on {label} cannot be lowered")
+            raise
     # jax-triton 0.4 passes memory that an output takes over in another way.
     again = [label for label, one in made.items() if one["aliases"] and "later" not in one]
     if again:
