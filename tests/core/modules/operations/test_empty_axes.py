@@ -14,6 +14,7 @@ from ejkernel.ops import explain
 from ejkernel.ops.call import call
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.arguments import array_fields
+from ejkernel_conformance.subjects import abstract_args
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 PACKED = {"int4", "uint4", "uint32"}
@@ -26,7 +27,7 @@ def arguments(op):
 
 def letters(op):
     """The axis letters of an operation's arrays, but those of starts, of which there is one more than of sequences."""
-    named = op.letters(arguments(op))[0]
+    named = op.letters(abstract_args(op.cases[0]))[0]
     return sorted({letter for axes in named.values() for letter in axes.split()} - {"n"})
 
 
