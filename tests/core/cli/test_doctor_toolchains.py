@@ -7,21 +7,22 @@ import pytest
 from click.testing import CliRunner
 
 from ejkernel.cli import main, toolchains
-from ejkernel.ops import NO_CHOICE, DeviceInfo, Implementation, Requires, evidence
+from ejkernel.ops import DeviceInfo, Implementation, Requires, evidence
 from ejkernel.ops.evidence import Confirmation, EvidenceFile, FamilyEvidence, Tally
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 NEW, OLD = {"jax": "0.12.0.1", "jax_triton": "0.4.1", "triton": "3.9.0"}, {"jax": "0.11.2", "triton": "3.6.0"}
 
 
-def kernel(name, modules, evidence="package:evidence"):
+class Confirmed(Implementation):
+    evidence = "package:evidence"
+
+
+def kernel(name, modules, kind=Confirmed):
     requires = Requires(
         devices=frozenset({"nvidia"}), dtypes=frozenset({"float32"}), handles=frozenset(), modules=modules
     )
-    return Implementation(
-        family="toy", name=name, platform=name, backend="gpu", forward="m:f", requires=requires, config=NO_CHOICE,
-        evidence=evidence,
-    )  # fmt: skip
+    return kind(family="toy", name=name, platform=name, forward="m:f", requires=requires)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def found(monkeypatch):
     monkeypatch.setattr(evidence, "installed_versions", lambda modules: {"jax": "0.13.1", "triton": "4.0"})
     resolved = toolchains.Resolved(date="2026-11-26", pythons={"3.11": {"jax": "0.10.2"}, "3.12": NEW})
     monkeypatch.setattr(toolchains, "resolved", lambda: resolved)
-    return SimpleNamespace(implementations={"one": (*kernels, kernel("xla", (), None)), "two": kernels})
+    return SimpleNamespace(implementations={"one": (*kernels, kernel("xla", (), Implementation)), "two": kernels})
 
 
 @pytest.mark.parametrize("devices", [[H200], [DeviceInfo(platform="cpu")]], ids=["on a GPU", "without a GPU"])

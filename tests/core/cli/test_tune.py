@@ -17,7 +17,7 @@ from ejkernel_xla.tiled_attention import IMPLEMENTATIONS
 
 @hookimpl
 def ejkernel_implementations():
-    return [dataclasses.replace(IMPLEMENTATIONS[0], name="fleet", priority=5, tuned="fleet_backend:tuned")]
+    return [dataclasses.replace(IMPLEMENTATIONS[0], name="fleet", priority=5, package="fleet_backend")]
 """
 ASK = """
 import jax, ejkernel

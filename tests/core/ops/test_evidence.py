@@ -8,7 +8,7 @@ import pytest
 import toy
 
 from ejkernel.modules.base import detect_platform
-from ejkernel.ops import DeviceInfo, evidence, explain, target_device
+from ejkernel.ops import DeviceInfo, evidence, explain, model, target_device
 from ejkernel.ops.evidence import Confirmation, EvidenceFile, EvidenceWarning, FamilyEvidence, Tally, trouble
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
@@ -25,7 +25,8 @@ def confirmation(tally=PASSED, *, device=H200, jax=f"{JAX}.77", at="2026-11-26",
 
 
 def forget():
-    for cached in (evidence.shipped, evidence._unconfirmed, evidence._confirmed, evidence._is_allowed):
+    caches = evidence.shipped, evidence._unconfirmed, evidence._confirmed, evidence._is_allowed, model._shipped_folder
+    for cached in caches:
         cached.cache_clear()
 
 
@@ -34,10 +35,10 @@ def ship(tmp_path, monkeypatch, use):
     """Makes the confirmations given all that the backend `fast` ships; it comes before XLA by priority."""
     monkeypatch.delenv(evidence.VARIABLE, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "shipping").mkdir()
+    (tmp_path / "shipping/evidence").mkdir(parents=True)
     (tmp_path / "shipping/__init__.py").touch()
     devices = frozenset({"cpu", "nvidia"})
-    fast = {"platform": "fast", "priority": 10, "evidence": "shipping:evidence", "devices": devices}
+    fast = {"platform": "fast", "priority": 10, "package": "shipping", "devices": devices}
     use(toy.plugin(toy.implementation("fast", **fast), toy.implementation("xla", devices=devices)))
 
     def ship(*confirmations, chip="sm_90", name="fast", change=lambda text: text):

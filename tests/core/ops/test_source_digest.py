@@ -59,7 +59,6 @@ IMPLEMENTATION = Implementation(
     family="tiled_attention",
     name="digested",
     platform="digested",
-    backend="gpu",
     forward="digested.passes:forward",
     requires=REQUIRES,
     config=NO_CHOICE,

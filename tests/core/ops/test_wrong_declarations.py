@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ejkernel.ops.declarations import folder_problem, object_problem, problems, wrong_declarations
+from ejkernel.ops.declarations import object_problem, problems, wrong_declarations
 from ejkernel.ops.plugins import registry
 from ejkernel_xla.segment_pooling import IMPLEMENTATIONS
 
@@ -33,7 +33,6 @@ def with_requires(**changes):
             dataclasses.replace(GOOD, gradients=frozenset({"value"})),
             "gradients: there is no 'value'; did you mean 'value",
         ),
-        (dataclasses.replace(GOOD, backend="cuda"), "backend: there is no 'cuda'"),
         (
             dataclasses.replace(GOOD, forward="ejkernel_xla.nowhere:forward"),
             "there is no module 'ejkernel_xla.nowhere'",
@@ -46,8 +45,7 @@ def with_requires(**changes):
         (dataclasses.replace(GOOD, forward="ejkernel_xla.sizes"), "wants 'module:attribute'"),
         (dataclasses.replace(GOOD, backward="ejkernel_xla.nowhere:x"), "backward: 'ejkernel_xla.nowhere:x'"),
         (dataclasses.replace(GOOD, cases="ejkernel_xla.nowhere:x"), "cases: 'ejkernel_xla.nowhere:x'"),
-        (dataclasses.replace(GOOD, tuned="ejkernel_xla:nowhere"), "tuned: 'ejkernel_xla:nowhere': package"),
-        (dataclasses.replace(GOOD, tuned="nowhere:tuned"), "tuned: 'nowhere:tuned': No module named 'nowhere'"),
+        (dataclasses.replace(GOOD, package="nowhere"), "package: there is no package 'nowhere'"),
     ],
 )
 def test_a_name_that_does_not_exist_is_found(implementation, sentence):
@@ -84,7 +82,3 @@ def test_a_module_whose_names_the_source_does_not_tell_is_accepted(tmp_path, mon
     assert object_problem("starred_source:anything") is None
     assert object_problem("needs_toolchain.kernels:anything") is None
     assert object_problem("math:cos") is None
-
-
-def test_a_folder_of_tables_that_exists_is_right():
-    assert folder_problem("ejkernel_triton:tuned") is None

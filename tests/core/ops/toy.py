@@ -179,7 +179,6 @@ def implementation(
     """An implementation of `toy`; `fields` as `Implementation`'s."""
     requires = Requires(devices=devices, dtypes=dtypes, handles=handles, extra=extra)
     standard = {
-        "backend": "any",
         "forward": f"toy:forward_{name}",
         "backward": f"toy:backward_{name}",
         "gradients": frozenset({"x", "bias"}),

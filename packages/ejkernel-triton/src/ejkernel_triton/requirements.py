@@ -61,12 +61,10 @@ def triton_implementation(
         family=family,
         name=name,
         platform="triton",
-        backend="gpu",
         forward=f"ejkernel_triton.{forward}",
         backward=None if backward is None else f"ejkernel_triton.{backward}",
         requires=requires,
         config=config,
         priority=priority,
-        evidence="ejkernel_triton:evidence",
         **fields,
     )

@@ -36,7 +36,6 @@ def xla_implementation(
         family=family,
         name="xla",
         platform="xla",
-        backend="any",
         forward=f"{folder}.{forward}",
         backward=None if backward is None else f"{folder}.{backward}",
         gradients=frozenset(gradients),

@@ -18,6 +18,7 @@ from ejkernel.ops import (
     PersistentCache,
     StoreWarning,
     Tuner,
+    model,
     overlay_cache,
     policy_override,
 )
@@ -34,7 +35,7 @@ def shipping(use, tmp_path, monkeypatch):
     """An implementation that ships a table, in which the tiles are 5."""
 
     def ship(content: str | None = None) -> None:
-        use(toy.plugin(toy.implementation(tuned="toy_tables:tuned")))
+        use(toy.plugin(toy.implementation(package="toy_tables")))
         package = tmp_path / "toy_tables"
         request = toy.request(ConfigSelectorChain(), jax.numpy.ones((4, 8)))
         file = package / "tuned" / table_name(request.key().device, "toy")
@@ -45,10 +46,14 @@ def shipping(use, tmp_path, monkeypatch):
         file.write_text(shipped if content is None else content)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(__import__("sys").modules, "toy_tables", raising=False)
+        forget()
+
+    def forget() -> None:
         table._shipped.cache_clear()
+        model._shipped_folder.cache_clear()
 
     yield ship
-    table._shipped.cache_clear()
+    forget()
 
 
 def test_each_tier_answers_before_those_below_it(shipping, x, store):
@@ -136,7 +141,7 @@ def test_the_user_store_wins_over_the_shipped_table(shipping, x, store):
 def test_calls_of_a_kind_share_an_entry_of_the_shipped_table(shipping, use, x):
     shipping()
     space = dataclasses.replace(toy.implementation().config, kind=lambda record: f"x={record.x.dtype}[4,8]")
-    use(toy.plugin(toy.implementation(tuned="toy_tables:tuned", config=space)))
+    use(toy.plugin(toy.implementation(package="toy_tables", config=space)))
 
     for other in (x, jax.numpy.ones((40, 80))):
         selection = ConfigSelectorChain().choose(toy.request(ConfigSelectorChain(), other))
@@ -153,7 +158,7 @@ def test_a_damaged_shipped_table_costs_a_warning(shipping, x, content):
 
 
 def test_a_shipped_table_that_is_not_there_costs_nothing(use, x):
-    use(toy.plugin(toy.implementation(tuned="json:tuned")))
+    use(toy.plugin(toy.implementation(package="json")))
     chain = ConfigSelectorChain()
 
     assert chain.choose(toy.request(chain, x)).tier == "heuristics"

@@ -68,8 +68,8 @@ def test_candidates_are_complete_configurations_without_repeats(name):
 def test_candidates_of_a_platform_come_from_the_implementations_for_it(use, x):
     use(
         toy.plugin(
-            toy.implementation("g", platform="triton", backend="gpu", devices=frozenset({"gpu"}), blocks=(1, 2)),
-            toy.implementation("t", platform="pallas", backend="tpu", devices=frozenset({"tpu"}), blocks=(3,)),
+            toy.implementation("g", platform="triton", devices=frozenset({"gpu"}), blocks=(1, 2)),
+            toy.implementation("t", platform="pallas", devices=frozenset({"tpu"}), blocks=(3,)),
             toy.implementation("c", blocks=(4,)),
         )
     )
@@ -81,7 +81,7 @@ def test_candidates_of_a_platform_come_from_the_implementations_for_it(use, x):
 
     assert listed("candidate_cfgs_gpu") == {("triton", "gpu", size) for size in (1, 2, 64)}
     assert listed("candidate_cfgs_tpu") == {("pallas", "tpu", size) for size in (3, 64)}
-    assert listed("candidate_cfgs") == listed("candidate_cfgs_xla") == {("xla", "any", size) for size in (4, 64)}
+    assert listed("candidate_cfgs") == listed("candidate_cfgs_xla") == {("xla", "cpu", size) for size in (4, 64)}
     assert kernel.heuristic_cfg_gpu(invocation).platform == "triton"
     assert kernel.heuristic_cfg_tpu(invocation).platform == "pallas"
     assert kernel.heuristic_cfg(invocation).platform == "xla"

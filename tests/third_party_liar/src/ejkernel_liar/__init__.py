@@ -18,7 +18,6 @@ def _declare(name: str, *handles: str, **requires: Any) -> Implementation:
         family="tiled_attention",
         name=name,
         platform=name,
-        backend="any",
         forward="ejkernel_liar:ignores_window",
         priority=-100,
         requires=Requires(

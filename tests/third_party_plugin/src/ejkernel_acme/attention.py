@@ -17,7 +17,6 @@ IMPLEMENTATION = Implementation(
     family="tiled_attention",
     name="acme",
     platform="acme",
-    backend="any",
     forward="ejkernel_acme.attention_kernel:forward",
     priority=50,
     requires=Requires(

@@ -185,7 +185,6 @@ IMPLEMENTATION = Implementation(
     family=FAMILY.name,
     name="acme",
     platform="acme",
-    backend="any",
     forward="ejkernel_acme.scaled_sum:forward",
     backward="ejkernel_acme.scaled_sum:backward",
     gradients=frozenset({"x", "weights"}),

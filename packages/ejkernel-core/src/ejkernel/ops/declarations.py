@@ -5,7 +5,6 @@
 
 import ast
 import functools
-import importlib.resources
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from ejkernel.suggestion import did_you_mean
 from ejkernel.types.arguments import optional_fields
 
 DEVICES = frozenset({"cpu", "gpu", "nvidia", "amd", "tpu"})
-BACKENDS = frozenset({"gpu", "tpu", "cpu", "any"})
 PULLBACK_PIECES = frozenset({"lse_cotangent"})  # what a backward pass may handle in addition to record fields
 
 
@@ -40,7 +38,6 @@ def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
 
 def problems(implementation: Implementation, family: Family) -> Iterator[str]:
     """Sentences about one implementation's names that do not exist."""
-    yield from _unknown("backend", [implementation.backend], BACKENDS)
     yield from _unknown("gradients", implementation.gradients, family.differentiable)
     for field in ("requires", "backward_requires"):
         requires: Requires | None = getattr(implementation, field)
@@ -51,8 +48,8 @@ def problems(implementation: Implementation, family: Family) -> Iterator[str]:
         problem = None if path is None else object_problem(path)
         if problem is not None:
             yield f"{field}: {problem}"
-    if implementation.tuned is not None and (problem := folder_problem(implementation.tuned)) is not None:
-        yield f"tuned: {problem}"
+    if implementation.package is not None and importlib.util.find_spec(implementation.package) is None:
+        yield f"package: there is no package {implementation.package!r}"
 
 
 def _requirement_problems(field: str, requires: Requires, family: Family) -> Iterator[str]:
@@ -108,16 +105,6 @@ def object_problem(path: str) -> str | None:
     return f"{path!r}: module {module!r} has no {attribute!r}{did_you_mean(attribute, names)}"
 
 
-def folder_problem(path: str) -> str | None:
-    """Why `"package:folder"` is no folder of shipped tables; None if it is one."""
-    package, _, folder = path.partition(":")
-    try:
-        there = importlib.resources.files(package).joinpath(folder).is_dir()
-    except (ImportError, TypeError) as error:
-        return f"{path!r}: {error}"
-    return None if there else f"{path!r}: package {package!r} has no folder {folder!r}"
-
-
 @functools.cache
 def _module_names(path: Path) -> frozenset[str] | None:
     """The names that a module defines at its top level; None if its source does not tell."""
@@ -147,4 +134,4 @@ def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(block)
 
 
-__all__ = ["folder_problem", "object_problem", "problems", "wrong_declarations"]
+__all__ = ["object_problem", "problems", "wrong_declarations"]

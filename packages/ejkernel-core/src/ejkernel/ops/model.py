@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import importlib
+import importlib.resources
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
 from ejkernel.ops.config.params import BaseOperationConfig, Direction
-from ejkernel.ops.config.space import ConfigSpace
+from ejkernel.ops.config.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Conditions
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
@@ -153,7 +154,7 @@ class Requires:
 
     devices: frozenset[str]
     dtypes: frozenset[str]
-    handles: frozenset[str]
+    handles: frozenset[str] = frozenset()
     modules: tuple[str, ...] = ()
     min_compute_capability: float | None = None
     head_dims: Container[int] | None = None
@@ -169,21 +170,21 @@ class Implementation:
         family: The family's name; the registry lists the implementation for every operation that lowers to it.
         name: Unique among the implementations of an operation.
         platform: Toolchain: `"triton"`, `"pallas"`, `"cuda"` or `"xla"`, or a third party's own word.
-        backend: Device kind it is made for: `"gpu"`, `"tpu"`, `"cpu"` or `"any"`.
         forward: `"module:function"`, called as `(record, config_part) -> (output, residuals)`, or `(output, residuals,
             pocket)`: the residuals are the family's, and any backward of the family can use them; the pocket is any
             tree of arrays that only `backward` of the same implementation is given, as `Pullback.pocket`.
         requires: What the forward pass needs.
-        config: Its configurations.
+        config: Its configurations; those of a kernel with nothing to choose unless given.
         backward: `"module:function"`, called as `(Pullback, config_part) -> {field: gradient}`; None leaves the
             backward pass to another implementation of the same family. Unless `paired`, it must do without a pocket,
             for the forward pass of another implementation may have run.
         gradients: Record fields `backward` gives a gradient for.
         backward_requires: What the backward pass needs, where that differs.
         priority: Higher is tried first; ties go by name.
-        tuned: `"package:folder"` of shipped tables, `<device kind>/<op>.json` in it.
-        evidence: `"package:folder"` of what the conformance suite found on devices, `<chip>/<name>.json` in it: on a
-            GPU without, it comes after all that are confirmed. None goes by priority alone.
+        package: The package that ships what was measured; None for that of `forward`. Tables of tuned configurations
+            are in its folder `tuned`, `<device kind>/<op>.json`. What the conformance suite found on devices is in its
+            folder `evidence`, `<chip>/<name>.json`: on a GPU without, an implementation comes after all that are
+            confirmed. Of a package without such a folder, priority alone decides.
         only: Names of the operations it serves; None for all of the family. For exceptions: what a call cannot be
             served for belongs in `requires`.
         cases: `"module:function"` that returns further conformance cases by operation, `{"flash_attention": (...)}`;
@@ -196,16 +197,14 @@ class Implementation:
     family: str
     name: str
     platform: str
-    backend: str
     forward: str
     requires: Requires
-    config: ConfigSpace
+    config: ConfigSpace = NO_CHOICE
     backward: str | None = None
     gradients: frozenset[str] = frozenset()
     backward_requires: Requires | None = None
     priority: int = 0
-    tuned: str | None = None
-    evidence: str | None = None
+    package: str | None = None
     only: frozenset[str] | None = None
     cases: str | None = None
     paired: bool = False
@@ -213,6 +212,22 @@ class Implementation:
     def __post_init__(self) -> None:
         if self.paired and self.backward is None:
             raise ValueError(f"implementation {self.name!r} of {self.family}: paired=True wants a backward, got None")
+
+    @property
+    def backend(self) -> str:
+        """The kind of device it is made for: `"gpu"`, `"tpu"`, `"cpu"`, or `"any"` where it runs on several."""
+        kinds = {"gpu" if name in ("nvidia", "amd") else name for name in self.requires.devices}
+        return kinds.pop() if len(kinds) == 1 else "any"
+
+    @property
+    def tuned(self) -> str | None:
+        """`"package:tuned"`, where the shipped tables are; None without any."""
+        return _shipped_folder(self.package or self.forward.partition(".")[0], "tuned")
+
+    @property
+    def evidence(self) -> str | None:
+        """`"package:evidence"`, where the evidence is; None for an implementation that needs none."""
+        return _shipped_folder(self.package or self.forward.partition(".")[0], "evidence")
 
     def serves(self, op: Op) -> bool:
         """Whether it is registered for the calls of an operation."""
@@ -232,6 +247,16 @@ class Implementation:
         if path is None:
             raise ValueError(f"implementation {self.name!r} of {self.family} has no {direction} function")
         return load_object(path)
+
+
+@functools.cache
+def _shipped_folder(package: str, name: str) -> str | None:
+    """A folder of a package as `"package:folder"`; None where there is none."""
+    try:
+        there = importlib.resources.files(package).joinpath(name).is_dir()
+    except (ImportError, TypeError, ValueError):  # there is no such package, or it is a module
+        return None
+    return f"{package}:{name}" if there else None
 
 
 @functools.cache

@@ -34,7 +34,6 @@ def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -
         requires=_requires(tiled.requires),
         backward_requires=None if needs is None else _requires(needs),
         config=_config(tiled.config),
-        tuned=None,
     )
 
 

@@ -27,8 +27,6 @@ IMPLEMENTATIONS = (
         family="paged_attention",
         name="cuda",
         platform="cuda",
-        evidence="ejkernel_cuda:evidence",
-        backend="gpu",
         forward="ejkernel_cuda.dense_decode.forward:forward",
         requires=decoding_requires(
             handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_reasons

@@ -50,8 +50,6 @@ def _implementation(name: str, priority: int, handles: frozenset[str]) -> Implem
         family="paged_attention",
         name=name,
         platform="cuda",
-        evidence="ejkernel_cuda:evidence",
-        backend="gpu",
         forward="ejkernel_cuda.paged_decode.forward:forward",
         requires=decoding_requires(handles=handles, extra=_reasons),
         config=ConfigSpace(heuristic=blocks.heuristic, candidates=blocks.candidates, forward=blocks.PagedBlocks),

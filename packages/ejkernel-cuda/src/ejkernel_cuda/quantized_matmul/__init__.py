@@ -71,8 +71,6 @@ def _implementation(name: str, priority: int, extra: Callable[[Any], Iterable[st
         family="quantized_matmul",
         name=name,
         platform="cuda",
-        evidence="ejkernel_cuda:evidence",
-        backend="gpu",
         forward="ejkernel_cuda.quantized_matmul.forward:forward",
         requires=Requires(
             devices=frozenset({"nvidia"}),

@@ -84,8 +84,6 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             name="cudnn",
             platform="cuda",
-            evidence="ejkernel_cuda:evidence",
-            backend="gpu",
             forward="ejkernel_cuda.tiled_attention.cudnn:forward",
             backward="ejkernel_cuda.tiled_attention.cudnn:backward" if backward else None,
             gradients=frozenset({"query", "key", "value", "bias"}) if backward else frozenset(),

@@ -61,6 +61,5 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 kind=kind_of,
             ),
-            tuned="ejkernel_triton:tuned",
         ),
     )

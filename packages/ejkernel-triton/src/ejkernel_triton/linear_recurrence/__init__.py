@@ -72,7 +72,6 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 kind=config.kind_of_large,
             ),
-            tuned="ejkernel_triton:tuned",
         ),
         triton_implementation(
             "linear_recurrence",
@@ -89,7 +88,6 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.delta_candidates,
                 kind=config.kind_of_large,
             ),
-            tuned="ejkernel_triton:tuned",
         ),
         # Before the chunked kernels, which pad a step to a chunk: it refuses what is longer.
         triton_implementation(
@@ -104,7 +102,6 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=decode_config.candidates,
             ),
             priority=20,
-            tuned="ejkernel_triton:tuned",
             cases="ejkernel_triton.linear_recurrence.decode_cases:step_cases",
         ),
     )

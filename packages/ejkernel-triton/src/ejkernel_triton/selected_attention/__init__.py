@@ -58,6 +58,5 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 kind=config.kind,
             ),
-            tuned="ejkernel_triton:tuned",
         ),
     )

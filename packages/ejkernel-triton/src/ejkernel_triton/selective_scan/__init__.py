@@ -81,7 +81,6 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             # Before the scans of both packages, whose blocks of tokens would be masked but for one token.
             priority=30,
-            tuned="ejkernel_triton:tuned",
             cases="ejkernel_triton.selective_scan.step_cases:step_cases",
         ),
     )

@@ -39,6 +39,5 @@ def implementations() -> tuple[Implementation, ...]:
             backward=tiles.TritonBackward,
             faces=tiles.FACES,
         ),
-        tuned="ejkernel_triton:tuned",
     )
     return (implementation,)

@@ -20,8 +20,6 @@ DECODE_HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "q_positions", "s
 def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str]], **fields: Any) -> Implementation:
     return Implementation(
         platform="pallas",
-        evidence="ejkernel_pallas:evidence",
-        backend="gpu",
         requires=hopper_requires(
             handles=handles,
             extra=extra,

@@ -19,8 +19,6 @@ def _implementation(name: str, priority: int, reasons: Callable[[Any], Iterable[
         family="paged_attention",
         name=name,
         platform="pallas",
-        evidence="ejkernel_pallas:evidence",
-        backend="gpu",
         forward="ejkernel_pallas.gpu.paged_attention.run:forward",
         requires=hopper_requires(handles=HANDLES, extra=reasons),
         config=ConfigSpace(

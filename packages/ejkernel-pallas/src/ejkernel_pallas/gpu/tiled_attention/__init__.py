@@ -41,8 +41,6 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             name="mosaic_gpu",
             platform="pallas",
-            evidence="ejkernel_pallas:evidence",
-            backend="gpu",
             forward="ejkernel_pallas.gpu.tiled_attention.forward.run:forward",
             backward="ejkernel_pallas.gpu.tiled_attention.backward.run:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
@@ -57,6 +55,5 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=tiles.FACES,
             ),
             priority=20,
-            tuned="ejkernel_pallas:tuned",
         ),
     )

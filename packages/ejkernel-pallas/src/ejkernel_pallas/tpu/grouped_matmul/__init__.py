@@ -40,8 +40,6 @@ def implementations() -> tuple[Implementation, ...]:
             family="grouped_matmul",
             name="pallas_tpu",
             platform="pallas",
-            evidence="ejkernel_pallas:evidence",
-            backend="tpu",
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable) - {"lhs_scale"},
@@ -57,6 +55,5 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=tiles.FACES,
             ),
             priority=10,
-            tuned="ejkernel_pallas:tuned",
         ),
     )

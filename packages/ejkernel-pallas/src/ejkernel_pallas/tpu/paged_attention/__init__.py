@@ -82,8 +82,6 @@ def implementations() -> tuple[Implementation, ...]:
             only=OPS,
             name="pallas_tpu",
             platform="pallas",
-            evidence="ejkernel_pallas:evidence",
-            backend="tpu",
             forward="ejkernel_pallas.tpu.paged_attention.forward:forward",
             requires=tpu_requires(
                 head_dims=range(1, 1025),
@@ -104,8 +102,6 @@ def implementations() -> tuple[Implementation, ...]:
             only=frozenset({"mla_decode"}),
             name="pallas_tpu_latent",
             platform="pallas",
-            evidence="ejkernel_pallas:evidence",
-            backend="tpu",
             forward="ejkernel_pallas.tpu.paged_attention.latent_decode:forward",
             requires=tpu_requires(
                 head_dims=range(1, 1025),

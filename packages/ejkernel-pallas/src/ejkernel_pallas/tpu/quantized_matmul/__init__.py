@@ -30,8 +30,6 @@ def implementations() -> tuple[Implementation, ...]:
             family="quantized_matmul",
             name="pallas_tpu",
             platform="pallas",
-            evidence="ejkernel_pallas:evidence",
-            backend="tpu",
             forward="ejkernel_pallas.tpu.quantized_matmul.passes:forward",
             backward="ejkernel_pallas.tpu.quantized_matmul.passes:backward",
             gradients=frozenset(FAMILY.differentiable),

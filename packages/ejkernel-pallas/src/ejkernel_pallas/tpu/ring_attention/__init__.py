@@ -23,8 +23,6 @@ def implementations() -> tuple[Implementation, ...]:
             family="ring_attention",
             name="pallas_tpu",
             platform="pallas",
-            evidence="ejkernel_pallas:evidence",
-            backend="tpu",
             forward="ejkernel_pallas.tpu.ring_attention.dispatch:forward",
             backward="ejkernel_pallas.tpu.ring_attention.dispatch:backward",
             gradients=frozenset(FAMILY.differentiable),

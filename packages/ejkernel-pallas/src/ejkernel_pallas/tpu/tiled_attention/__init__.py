@@ -32,8 +32,6 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             name="pallas_tpu",
             platform="pallas",
-            evidence="ejkernel_pallas:evidence",
-            backend="tpu",
             forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
@@ -51,6 +49,5 @@ def implementations() -> tuple[Implementation, ...]:
                 faces=tiles.FACES,
             ),
             priority=10,
-            tuned="ejkernel_pallas:tuned",
         ),
     )
