@@ -16,8 +16,8 @@ from ejkernel.modules import (
 )
 from ejkernel.modules.operations import configs
 from ejkernel.ops.call import call, decide
-from ejkernel.ops.config.params import BaseOperationConfig, given_leaves
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import BaseOperationConfig, given_leaves
 from ejkernel.ops.plugins import registry
 
 OPS = sorted(name for name, op in registry().ops.items() if op.function.__module__.startswith("ejkernel."))

@@ -22,7 +22,7 @@ from ejkernel.ops import (
     record_calls,
 )
 from ejkernel.ops.call import make_plan
-from ejkernel.ops.execution.tuner import tune_call
+from ejkernel.ops.tuning import tune_call
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,6 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.checkpoints import from_awq, from_compressed_tensors, from_fp8_blocks, from_gptq, from_mxfp4, from_nvfp4
-from ejkernel.compat.renamed import also_called
 from ejkernel.planning.quantized_formats import (
     MODES,
     WORD,
@@ -35,6 +34,7 @@ from ejkernel.planning.quantized_formats import (
     whole_rows,
 )
 from ejkernel.promotion import promoting
+from ejkernel.renamed import also_called
 
 __all__ = [
     "MODES",

@@ -17,9 +17,9 @@ import numpy as np
 
 from ejkernel.ops.call import decide
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.model import Op
+from ejkernel.ops.params import Direction
 from ejkernel.types.pullback import Pullback
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_close, assert_gradients_close, assert_same_bits, assert_same_shapes

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import refusals
 from ejkernel.ops.model import Case, Implementation, Op
+from ejkernel.ops.params import Direction
 from ejkernel.ops.plugins import registry
 from ejkernel.types.arguments import array_fields, given_fields, optional_fields
 from ejkernel.types.pullback import Pullback, Results

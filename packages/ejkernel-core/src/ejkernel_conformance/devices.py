@@ -5,10 +5,10 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.model import Implementation
+from ejkernel.ops.params import Direction
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.claims import record_refusals
 from ejkernel_conformance.served import Refused, refusal_of

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import current_device
 from ejkernel.ops.model import Case, Implementation, Op
+from ejkernel.ops.params import Direction
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.claims import record_refusals
 from ejkernel_conformance.padding import has_segments

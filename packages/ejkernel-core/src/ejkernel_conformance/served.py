@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_conformance import claims, shards
 from ejkernel_conformance.subjects import Subject, abstract_record, refusal
 

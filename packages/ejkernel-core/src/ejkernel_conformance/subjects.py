@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from ejkernel.families.contract import Family
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.model import Case, Implementation, Op, Tolerance
+from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.types.arguments import array_fields
 
 NONE: frozenset[str] = frozenset()

@@ -13,11 +13,10 @@ from transformed import graded
 from ejkernel import explain
 from ejkernel.modules import flash_attention
 from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
-from ejkernel.ops import ConfigSelectorChain
+from ejkernel.ops import ConfigSelectorChain, tuning
 from ejkernel.ops.call import call
 from ejkernel.ops.config.policy import AutotunePolicy
-from ejkernel.ops.execution import tuner
-from ejkernel.ops.execution.tuner import Tuner
+from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.sharding import letters_of
 from ejkernel_conformance.checks import public_arguments
@@ -100,7 +99,7 @@ def test_values_gradients_and_explanations_are_those_of_a_call_with_mesh():
 @needs_two_devices
 def test_such_a_call_is_left_to_offline_tuning_as_one_with_mesh(monkeypatch):
     missed = []
-    monkeypatch.setattr(tuner, "tune_missing", lambda plan, args: missed.append(plan.op.name))
+    monkeypatch.setattr(tuning, "tune_missing", lambda plan, args: missed.append(plan.op.name))
     chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner())
     query, where = jnp.ones((2, 12, 4, 8)), mesh()
     call(OP, FlashAttentionArguments(query=query, key=query, value=query), chain=chain)

@@ -22,7 +22,7 @@ from ejkernel.ops import (
     save_recorded,
 )
 from ejkernel.ops.config.table import Entry
-from ejkernel.ops.execution.tuner import spread
+from ejkernel.ops.config.tuner import spread
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.recording import RecordedCall
 from ejkernel.types import MaskInfo

@@ -23,8 +23,8 @@ from ejkernel.ops import (
     StoreWarning,
     overlay_cache,
 )
-from ejkernel.ops.config.params import given_values
 from ejkernel.ops.config.table import Entry, as_part
+from ejkernel.ops.params import given_values
 
 PARTS = {
     "forward": OwnForward(block_rows=4),

@@ -13,7 +13,7 @@ from toy import Toy
 import ejkernel.ops
 from ejkernel.modules import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import FwdParams, Invocation, Kernel, NoImplementationError
-from ejkernel.ops.config.params import given_leaves
+from ejkernel.ops.params import given_leaves
 from ejkernel.ops.plugins import registry
 
 METHODS = (

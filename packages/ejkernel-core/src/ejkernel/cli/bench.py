@@ -25,7 +25,7 @@ from ejkernel.cli.programs import BASELINE, PASSES, REFERENCE, Program, programs
 from ejkernel.cli.progress import duration, progress_bar
 from ejkernel.cli.tables import console, megabytes, milliseconds, print_choice, print_plain, print_table
 from ejkernel.ops.call import default_chain, make_plan
-from ejkernel.ops.execution.tuner import spread
+from ejkernel.ops.config.tuner import spread
 
 BACKWARD_COST = 2.5  # forward passes that a backward pass costs, for the estimate
 SWEEP_HELP = "Time several sizes of an axis, by its letter in `ejkernel ops`: t,s=1024,2048,4096 sets both t and s."

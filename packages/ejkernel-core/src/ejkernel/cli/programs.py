@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.cli.baselines import baselines, with_gradients
-from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.params import Direction, given_values
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.pullback import Pullback, Results
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ejkernel.ops.config.params import given_values
 from ejkernel.ops.dispatch import Choice, Decision
+from ejkernel.ops.params import given_values
 from ejkernel.suggestion import did_you_mean
 
 UNLIMITED = 1 << 16  # where the output has no known width: lines in a file, a pipe or a log are not broken

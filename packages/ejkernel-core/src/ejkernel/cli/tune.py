@@ -22,14 +22,15 @@ from ejkernel.cli.targets import find_target
 from ejkernel.errors import TunerError
 from ejkernel.ops.call import decide, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.measurement import Measurement
-from ejkernel.ops.config.params import Direction, given_values
+from ejkernel.ops.config.measurement import Measurement, TuningResult
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.table import Entry, table_name
+from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import target_device
 from ejkernel.ops.execution.target import Target, tune_described
-from ejkernel.ops.execution.tuner import Tuner, TuningResult, tune_call
 from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.params import Direction, given_values
+from ejkernel.ops.tuning import tune_call
 
 TARGET_HELP = (
     "Predict times for this device instead of measuring on this machine: v5e, v5p, v6e or v7x, with "

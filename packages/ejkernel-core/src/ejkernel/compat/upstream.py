@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel.compat.differences import differences, reason, upstream_surface
-from ejkernel.ops.config.params import BaseOperationConfig
-from ejkernel.ops.config.space import leaf_names
+from ejkernel.ops.params import BaseOperationConfig
 from ejkernel.ops.plugins import Registry
+from ejkernel.ops.space import leaf_names
 
 INTRODUCTION = """# Coming from upstream
 

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from ejkernel.compat.renamed import also_called
 from ejkernel.compat.sample_inputs import random_blocks, varlen_input_helper
 from ejkernel.modules.operations.shared.shapes import as_count, as_float_dtype, got
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import rounded
+from ejkernel.renamed import also_called
 
 __all__ = [
     "assert_close",

@@ -9,19 +9,18 @@ from ejkernel.ops.call import call, default_chain
 from ejkernel.ops.calls_file import read_calls, save_recorded
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request, Selection
 from ejkernel.ops.config.key import ConfigKey
+from ejkernel.ops.config.measurement import Measurement, TuningResult
 from ejkernel.ops.config.memory import ConfigCache
 from ejkernel.ops.config.overlay import overlay_cache
-from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams
 from ejkernel.ops.config.persistent import PersistentCache, StoreWarning
 from ejkernel.ops.config.policy import AutotunePolicy, forward_autotune_only, policy_override
-from ejkernel.ops.config.space import NO_CHOICE, ConfigSpace
+from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device, target_device
 from ejkernel.ops.dispatch import Choice, Decision, Verdict
 from ejkernel.ops.execution.batching import vmap_with_config
 from ejkernel.ops.execution.executor import Executor, create_default_executor
 from ejkernel.ops.execution.kernel import Invocation, Kernel
 from ejkernel.ops.execution.offline import autotune_recorded, tune_abstract
-from ejkernel.ops.execution.tuner import Measurement, Tuner, TuningResult
 from ejkernel.ops.explain import explain
 from ejkernel.ops.fingerprint import (
     device_fingerprint,
@@ -34,9 +33,11 @@ from ejkernel.ops.invocations import get_invocations, record_invocation
 from ejkernel.ops.isolation import isolate_sequences
 from ejkernel.ops.model import Case, Implementation, Op, Requires, Tolerance
 from ejkernel.ops.operation import operation
+from ejkernel.ops.params import BaseOperationConfig, BwdParams, FwdParams
 from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
 from ejkernel.ops.second import second_derivatives
+from ejkernel.ops.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Condition, check_values
 from ejkernel.types.arguments import arguments, static
 from ejkernel.types.pullback import Pullback

@@ -8,16 +8,17 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
-from ejkernel.ops import recording, values
+from ejkernel.ops import recording, tuning, values
 from ejkernel.ops.callers import callers
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.params import BaseOperationConfig, Platform
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import CallPlan, differentiable_call
 from ejkernel.ops.isolation import SENTENCE, sequences_isolated
 from ejkernel.ops.model import CALL_OPTIONS, Op
+from ejkernel.ops.params import BaseOperationConfig, Platform
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_wanted
 from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
@@ -39,8 +40,6 @@ class Options:
 @functools.cache
 def default_chain() -> ConfigSelectorChain:
     """The chain of calls made through the public functions: the user's store, heuristics on a miss."""
-    from ejkernel.ops.execution.tuner import Tuner
-
     return ConfigSelectorChain(tuner=Tuner(), persistent=PersistentCache())
 
 
@@ -82,9 +81,7 @@ def call(
     _check_mesh(mesh, in_specs, out_specs)
     specs = None if in_specs is None else _as_specs(in_specs)
     if plan.tunes_on_miss and not _traced(args) and _placed(plan.op, args, mesh, specs)[0] is None:
-        from ejkernel.ops.execution.tuner import tune_missing
-
-        tune_missing(plan, args)
+        tuning.tune_missing(plan, args)
     options = Options(plan, mesh, specs, out_specs, chain.cache.generation)
     outer = callers.set(args)
     try:

@@ -14,7 +14,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.recording import RecordedCall, get_recorded
 from ejkernel.suggestion import did_you_mean
-
-if TYPE_CHECKING:
-    from ejkernel.types import MaskInfo
+from ejkernel.types import MaskInfo
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -117,8 +115,6 @@ def _written(call: RecordedCall) -> dict[str, Any]:
 
 def _encoded(name: str, value: Any) -> Any:
     """A value as JSON: words that can be mistaken for nothing else where JSON has no such type."""
-    from ejkernel.types import MaskInfo
-
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
@@ -209,9 +205,7 @@ def _array(text: str) -> Any:
     return jax.ShapeDtypeStruct(tuple(map(int, parts)), jnp.dtype(dtype))
 
 
-def _mask(value: dict[str, Any]) -> "MaskInfo":
-    from ejkernel.types import MaskInfo
-
+def _mask(value: dict[str, Any]) -> MaskInfo:
     leaves = tuple(_decoded(leaf) for leaf in value["mask_info"])
     return MaskInfo.tree_unflatten(tuple(tuple(x) if isinstance(x, list) else x for x in value["fixed"]), leaves)
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from ejkernel.families.contract import Family
 from ejkernel.ops import evidence
-from ejkernel.ops.config.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.config.selection import foreign_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op, Requires
+from ejkernel.ops.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.plugins import Plugin, registry
 from ejkernel.ops.toolchain import lacking
 from ejkernel.types.arguments import array_fields, given_fields

@@ -16,11 +16,11 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel import _compat
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import Choice, choose, taking, together
 from ejkernel.ops.model import Op
+from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.second import backward_pass, forward_pass, refusing
 from ejkernel.promotion import promoting
 from ejkernel.types.arguments import arguments, array_fields, static

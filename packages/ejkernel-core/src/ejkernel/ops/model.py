@@ -9,8 +9,8 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
-from ejkernel.ops.config.space import NO_CHOICE, ConfigSpace
+from ejkernel.ops.params import BaseOperationConfig, Direction
+from ejkernel.ops.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Conditions
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.errors import NoImplementationError
+from ejkernel.ops.call import default_chain
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import unpaired
 from ejkernel.ops.grad import CallPlan
@@ -47,8 +48,6 @@ class Nested:
         return plan.backward(pullback, plan.configured(choice, pullback.record))
 
     def _plan(self) -> CallPlan:
-        from ejkernel.ops.call import default_chain
-
         op = registry().ops[self.op]
         return CallPlan(op=op, device=current_device(), platform="auto", cfg=None, chain=default_chain())
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -101,9 +102,8 @@ def reload() -> None:
 
 def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
     """Loads entry points one by one, in name order and those of this project first; a failure stops no other."""
-    from ejkernel.modules.operations import OPS
-
-    collected = _Collected({op.name: op for op in OPS})
+    own: tuple[Op, ...] = importlib.import_module(OPERATIONS).OPS
+    collected = _Collected({op.name: op for op in own})
     owners: dict[str, str] = {}
     for entry_point in sorted(entry_points, key=lambda e: (not _is_built_in(e), e.name, _distribution(e))):
         name, owner = entry_point.name, _owner(entry_point)
@@ -272,6 +272,9 @@ def _version_error(entry_point: importlib.metadata.EntryPoint) -> str | None:
             return f"needs ejkernel-core {requirement.specifier}, this is {__version__}"
     return None
 
+
+OPERATIONS = "ejkernel.modules.operations"
+"""The module with the library's own operations, which is above the engine and is loaded by name, as plugins are."""
 
 BUILT_IN = frozenset({"ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda"})
 """Distributions of this project. Their plugins are loaded first, so that none of their names goes to another plugin."""

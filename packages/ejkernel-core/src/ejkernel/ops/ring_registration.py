@@ -6,10 +6,10 @@ from typing import Any
 
 from ejkernel.families.ring_attention import FAMILY, RingAttention
 from ejkernel.families.ring_attention.steps import abstract_steps
-from ejkernel.ops.config.params import Direction
-from ejkernel.ops.config.space import ConfigSpace
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Requires
+from ejkernel.ops.params import Direction
+from ejkernel.ops.space import ConfigSpace
 from ejkernel.types.arguments import given_fields
 
 

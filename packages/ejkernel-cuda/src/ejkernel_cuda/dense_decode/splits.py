@@ -4,8 +4,8 @@ import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 
 HEADS_PER_BLOCK = 16
 """Query heads of one KV head in a block: the rows of an MMA tile."""

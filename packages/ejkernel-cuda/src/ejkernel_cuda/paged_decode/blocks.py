@@ -4,8 +4,8 @@ import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_cuda.dense_decode.splits import CHIPS, HEADS_PER_BLOCK
 
 ENOUGH_BLOCKS = 0.95

@@ -3,8 +3,8 @@
 import dataclasses
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, columns
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 
 MAX_SPLITS = 8
 """Blocks of a cluster on every chip that has clusters."""

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
 from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
 
 HANDLES = frozenset({"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"})

@@ -4,8 +4,8 @@ import dataclasses
 
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import sequences
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 
 LARGEST = 16
 """Numbers of a state that the kernels hold."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from ejkernel.families.tiled_attention import band
 from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo, current_device
+from ejkernel.ops.params import Direction
 
 
 def deterministic() -> bool:

@@ -3,8 +3,8 @@
 import dataclasses
 
 from ejkernel.families.expert_routing import ExpertRouting
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul.kinds import average_rows
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.grouped_matmul.config import TileChoice
 from ejkernel_triton.launch import Shape, interpreting

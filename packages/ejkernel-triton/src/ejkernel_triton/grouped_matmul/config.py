@@ -8,8 +8,8 @@ from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.grouped_matmul.kinds import average_rows
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.grouped_matmul.spec import blocks_of_scales, float8_step, operand_dtype, scaled_rows
 from ejkernel_triton.launch import interpreting

@@ -6,8 +6,8 @@ from typing import Any
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded

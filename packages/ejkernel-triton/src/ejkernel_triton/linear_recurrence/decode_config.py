@@ -3,8 +3,8 @@
 import dataclasses
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded

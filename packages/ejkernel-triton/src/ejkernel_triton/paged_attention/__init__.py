@@ -5,8 +5,8 @@ from typing import Any
 
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo, current_device
+from ejkernel.ops.params import Direction
 from ejkernel_triton.paged_attention import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 

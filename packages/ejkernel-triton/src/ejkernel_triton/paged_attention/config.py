@@ -4,8 +4,8 @@ import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.groups import group_of

@@ -9,8 +9,8 @@ import jax
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention.latent_pages import as_pages
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.paged_attention import config as paged_config
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.forward import attend_pages

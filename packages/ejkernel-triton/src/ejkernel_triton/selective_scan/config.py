@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 

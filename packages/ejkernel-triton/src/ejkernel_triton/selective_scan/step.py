@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.sizes import padded

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import KIBI, chip_of
 from ejkernel_triton.tiled_attention.shared_memory import pair_bytes, row_bytes
 from ejkernel_triton.tiled_attention.spec import padded, padded_row

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS, TilePlan, make_plan
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 
 BLOCK_SIZES = (128, 256, 512)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 
 CHUNK_LENGTHS = (32, 64, 128)

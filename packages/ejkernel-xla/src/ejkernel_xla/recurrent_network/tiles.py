@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.recurrent_network import RecurrentNetwork
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 
 CACHED_TOKENS = {"forward": 256, "backward": 512}

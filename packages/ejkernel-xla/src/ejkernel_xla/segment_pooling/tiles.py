@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.segment_pooling import SegmentPooling
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import current_device
+from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 
 BLOCK_SIZES = (16, 32, 64, 256)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 
 ROWS_PER_BLOCK = 512

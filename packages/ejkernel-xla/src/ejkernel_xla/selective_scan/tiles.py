@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.compat.renamed import also_called
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, got
+from ejkernel.renamed import also_called
 
 
 @also_called(spec="partition_spec")

@@ -48,7 +48,7 @@ from ejkernel.modules.operations.configuration.sequence import (
     RNNConfig,
     StateSpaceV1Config,
 )
-from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams
+from ejkernel.ops.params import BaseOperationConfig, BwdParams, FwdParams
 
 __all__ = [
     "AttentionConfig",

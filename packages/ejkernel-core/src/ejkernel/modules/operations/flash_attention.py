@@ -11,9 +11,9 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
+from ejkernel.modules.operations.paged_keys import of_pages, paged_call
 from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
-from ejkernel.modules.operations.shared.paged_keys import of_pages, paged_call
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
     as_flag,

@@ -9,18 +9,19 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.key import ConfigKey
     from ejkernel.ops.config.memory import ConfigCache
     from ejkernel.ops.config.overlay import overlay_cache
-    from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, FwdParams
     from ejkernel.ops.config.persistent import PersistentCache, StoreWarning
     from ejkernel.ops.config.policy import AutotunePolicy, forward_autotune_only, policy_override
+    from ejkernel.ops.params import BaseOperationConfig, BwdParams, FwdParams
 
 _HOMES = {
-    "chain": ("ConfigSelectorChain", "NoConfigError", "Request", "Selection"),
-    "key": ("ConfigKey",),
-    "memory": ("ConfigCache",),
-    "overlay": ("overlay_cache",),
-    "params": ("BaseOperationConfig", "BwdParams", "FwdParams"),
-    "persistent": ("PersistentCache", "StoreWarning"),
-    "policy": ("AutotunePolicy", "forward_autotune_only", "policy_override"),
+    "ejkernel.errors": ("NoConfigError",),
+    "ejkernel.ops.config.chain": ("ConfigSelectorChain", "Request", "Selection"),
+    "ejkernel.ops.config.key": ("ConfigKey",),
+    "ejkernel.ops.config.memory": ("ConfigCache",),
+    "ejkernel.ops.config.overlay": ("overlay_cache",),
+    "ejkernel.ops.params": ("BaseOperationConfig", "BwdParams", "FwdParams"),
+    "ejkernel.ops.config.persistent": ("PersistentCache", "StoreWarning"),
+    "ejkernel.ops.config.policy": ("AutotunePolicy", "forward_autotune_only", "policy_override"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -46,4 +47,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         return importlib.import_module("ejkernel.compat.paths").old_name(__name__, name)
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

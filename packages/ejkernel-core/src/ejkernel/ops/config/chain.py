@@ -25,11 +25,12 @@ from ejkernel.ops.config.agreement import Agreement, looking
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.measurement import TunerWarning, TuningResult
 from ejkernel.ops.config.memory import ConfigCache
-from ejkernel.ops.config.params import given_values
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy, effective
 from ejkernel.ops.config.selection import Request, Selection, foreign_part, op_label
 from ejkernel.ops.config.table import Entry, shipped_part
+from ejkernel.ops.config.tuner import Tuner
+from ejkernel.ops.params import given_values
 
 MEASURED = frozenset({"memory", "persistent", "autotune"})
 """The tiers whose answers were measured, here or elsewhere; no others are ever kept."""
@@ -254,8 +255,6 @@ class ConfigSelectorChain:
         return None
 
     def _measured(self, request: Request, argument: Any, predicted: bool = False) -> TuningResult:
-        from ejkernel.ops.execution.tuner import Tuner
-
         if self.forbid_reautotune and request.key() in self._measured_keys:
             raise EjkernelRuntimeError(f"forbid_reautotune: got True, and {request.key()} was measured already")
         self.event("autotune_start", request.op.name, direction=request.direction)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import msgspec
 
 from ejkernel._version import __version__
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel.types.arguments import given_fields
 
 

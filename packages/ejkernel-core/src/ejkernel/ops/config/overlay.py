@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops.config.key import ConfigKey
-from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.params import BaseOperationConfig
 from ejkernel.ops.plugins import registry
 
 _Overlay = tuple[tuple[ConfigKey | str, Any], ...]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ejkernel.ops.config.key import ConfigKey, device_label, schema_hash, signature
-from ejkernel.ops.config.params import BaseOperationConfig, Direction, piece
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op
+from ejkernel.ops.params import BaseOperationConfig, Direction, piece
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import both_passes
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ejkernel.ops.config.key import ConfigKey
-from ejkernel.ops.config.space import leaf_names
+from ejkernel.ops.space import leaf_names
 
 FORMAT = 1
 

@@ -5,18 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ejkernel.errors import TunerError
+    from ejkernel.ops.config.measurement import Measurement, TuningResult
+    from ejkernel.ops.config.tuner import Tuner
     from ejkernel.ops.execution.batching import vmap_with_config
     from ejkernel.ops.execution.executor import Executor, create_default_executor
     from ejkernel.ops.execution.kernel import Invocation, Kernel
     from ejkernel.ops.execution.offline import autotune_recorded, tune_abstract
-    from ejkernel.ops.execution.tuner import Measurement, Tuner, TuningResult
 
 _HOMES = {
-    "batching": ("vmap_with_config",),
-    "executor": ("Executor", "create_default_executor"),
-    "kernel": ("Invocation", "Kernel"),
-    "offline": ("autotune_recorded", "tune_abstract"),
-    "tuner": ("Measurement", "Tuner", "TunerError", "TuningResult"),
+    "ejkernel.ops.execution.batching": ("vmap_with_config",),
+    "ejkernel.ops.execution.executor": ("Executor", "create_default_executor"),
+    "ejkernel.ops.execution.kernel": ("Invocation", "Kernel"),
+    "ejkernel.ops.execution.offline": ("autotune_recorded", "tune_abstract"),
+    "ejkernel.errors": ("TunerError",),
+    "ejkernel.ops.config.measurement": ("Measurement", "TuningResult"),
+    "ejkernel.ops.config.tuner": ("Tuner",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -38,4 +41,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         return importlib.import_module("ejkernel.compat.paths").old_name(__name__, name)
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -24,9 +24,10 @@ from ejkernel.errors import NoConfigError
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import ConfigKey, device_label
 from ejkernel.ops.config.policy import effective
+from ejkernel.ops.config.tuner import Tuner, traced
 from ejkernel.ops.device import current_device
 from ejkernel.ops.execution import custom_gradient
-from ejkernel.ops.execution.tuner import Tuner, traced
+from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.fingerprint import short_hash
 
 
@@ -81,8 +82,6 @@ def specialised(kernel: Any, name: str, mapped: bool = False) -> Callable[..., A
 
 @functools.cache
 def _base_methods() -> Mapping[str, Any]:
-    from ejkernel.ops.execution.kernel import Kernel
-
     return {name: getattr(Kernel, name) for name in dir(Kernel)}
 
 

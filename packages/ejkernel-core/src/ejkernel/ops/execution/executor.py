@@ -12,14 +12,14 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import decide
 from ejkernel.ops.config.agreement import only_looking
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.params import BaseOperationConfig
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
+from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.execution import custom_kernel
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.execution.tuner import Tuner
 from ejkernel.ops.model import Op
+from ejkernel.ops.params import BaseOperationConfig
 
 Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
 Out = TypeVar("Out")

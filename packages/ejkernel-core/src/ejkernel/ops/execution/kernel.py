@@ -11,12 +11,12 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import call, default_chain, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import signature
-from ejkernel.ops.config.params import BaseOperationConfig, Direction
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import made_for
-from ejkernel.ops.execution.lowering import lowered
 from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.lowering import lowered
 from ejkernel.ops.model import Implementation, Op
+from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.plugins import registry
 
 Cfg = TypeVar("Cfg", bound=BaseOperationConfig)

@@ -7,10 +7,11 @@ import jax
 
 from ejkernel.errors import TunerError
 from ejkernel.ops.config.measurement import TuningResult
-from ejkernel.ops.config.params import Direction
-from ejkernel.ops.execution.tuner import BOTH, traced, tune_call
+from ejkernel.ops.config.tuner import traced
 from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.params import Direction
 from ejkernel.ops.recording import RecordedCall, forget, get_recorded
+from ejkernel.ops.tuning import BOTH, tune_call
 
 
 def autotune_recorded(

@@ -15,12 +15,12 @@ import numpy as np
 
 from ejkernel.ops.config.chain import Measures
 from ejkernel.ops.config.measurement import TuningResult
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.dispatch import Choice
-from ejkernel.ops.execution.lowering import lowered
-from ejkernel.ops.execution.tuner import BOTH, pair_gradients, passes
 from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.lowering import lowered
+from ejkernel.ops.params import Direction
+from ejkernel.ops.tuning import BOTH, pair_gradients, passes
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.pullback import Pullback, Results
 

@@ -7,8 +7,8 @@ import jax
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.grouped_matmul.kinds import average_rows
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_pallas.gpu.grouped_matmul import spec
 from ejkernel_pallas.gpu.grouped_matmul.spec import Gate, GroupedSpec, HopperGrouped
 from ejkernel_pallas.gpu.hopper.row_gathers import LARGEST

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction, given_values
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     COPIED_BLOCKS,

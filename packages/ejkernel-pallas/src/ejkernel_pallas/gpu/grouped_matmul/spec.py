@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.kinds import average_rows
 from ejkernel.families.grouped_matmul.row_tiles import most_tiles
-from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction, given_values
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
 STEP = 64

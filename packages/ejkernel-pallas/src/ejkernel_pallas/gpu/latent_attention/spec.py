@@ -11,8 +11,8 @@ import numpy as np
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WGMMA_M
 
 LATENT = 512

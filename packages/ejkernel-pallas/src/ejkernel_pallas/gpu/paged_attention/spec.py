@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.params import Direction, given_values
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction, given_values
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.ops.config.params import Direction
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
 from ejkernel_pallas.tpu.requirements import tpu_requires
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, latent_pages
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import limits, tiles
 from ejkernel_pallas.tpu.paged_attention.forward import forward as paged_forward

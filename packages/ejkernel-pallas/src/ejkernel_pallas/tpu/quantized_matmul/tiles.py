@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel.planning.quantized_formats import WORD
 
 LANES = 128

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention import tiles
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.families.tiled_attention import kinds as attention_kinds
-from ejkernel.ops.config.params import Direction
+from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, padded

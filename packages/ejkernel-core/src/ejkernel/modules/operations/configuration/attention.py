@@ -5,7 +5,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, Direction, FwdParams
+from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams
 
 
 @dataclasses.dataclass(frozen=True)

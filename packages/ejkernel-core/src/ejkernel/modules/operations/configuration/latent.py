@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig
-from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.params import BaseOperationConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 import msgspec
 
-from ejkernel.ops.config.params import BaseOperationConfig, Direction, FwdParams
+from ejkernel.ops.params import BaseOperationConfig, Direction, FwdParams
 
 
 @dataclasses.dataclass(frozen=True)

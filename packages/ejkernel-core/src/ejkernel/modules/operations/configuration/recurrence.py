@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.params import BaseOperationConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _compat
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.shared.shapes import (
     as_float_dtype,
     check_dtype,
@@ -25,11 +24,6 @@ def settle(record: Any, **values: Any) -> None:
     """Gives fields of a record that is being made their canonical values."""
     for name, value in values.items():
         object.__setattr__(record, name, value)
-
-
-def flash_call(**fields: Any) -> FlashAttentionArguments:
-    """A call of `flash_attention`, which says what these operations have in common with it."""
-    return FlashAttentionArguments(**fields)
 
 
 def as_logits_dtype(name: str, value: Any) -> Any:

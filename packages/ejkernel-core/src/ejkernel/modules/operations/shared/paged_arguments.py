@@ -16,8 +16,8 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
-from ejkernel.ops.config.params import BaseOperationConfig
 from ejkernel.ops.model import Tolerance
+from ejkernel.ops.params import BaseOperationConfig
 
 Config = TypeVar("Config", bound=BaseOperationConfig)
 

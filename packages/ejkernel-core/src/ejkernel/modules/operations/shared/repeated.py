@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ejkernel.ops.config.params import BaseOperationConfig
+from ejkernel.ops.params import BaseOperationConfig
 
 
 def check_repeated(cfg: BaseOperationConfig | None, **arguments: Any) -> None:

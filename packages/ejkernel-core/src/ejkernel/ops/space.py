@@ -6,8 +6,8 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ejkernel.ops.config.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
 
 PUBLIC = (FwdParams, BwdParams, BaseOperationConfig)
 """The classes that calls are configured with. A kernel may have one of them for its own; `faces` hold there too."""

@@ -22,9 +22,9 @@ from ejkernel.ops import (
     target_device,
 )
 from ejkernel.ops.call import make_plan
+from ejkernel.ops.config import tuner as tuner_module
 from ejkernel.ops.config.chain import TunerWarning
-from ejkernel.ops.execution import tuner as tuner_module
-from ejkernel.ops.execution.tuner import tune_call
+from ejkernel.ops.tuning import tune_call
 
 QUICK = Tuner(warmup_iterations=0, timing_iterations=1)
 TRANSFORMS = {

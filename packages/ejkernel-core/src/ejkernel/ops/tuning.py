@@ -1,0 +1,143 @@
+"""Tuning of calls: which passes are measured, and with which arguments."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.errors import TunerError
+from ejkernel.ops.config.measurement import TuningResult
+from ejkernel.ops.config.tuner import traced
+from ejkernel.ops.dispatch import Choice
+from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.lowering import lowered
+from ejkernel.ops.params import Direction
+from ejkernel.types.arguments import array_fields
+from ejkernel.types.pullback import Pullback, Results
+
+BOTH: tuple[Direction, ...] = ("forward", "backward")
+
+
+def tune_missing(plan: CallPlan, args: Any) -> None:
+    """Before an eager call: measures its forward pass, unless a tier before autotune knows it.
+
+    In a job of several processes only process 0 measures; the others take its decision. Arrays that are spread over
+    processes cannot be measured by one of them; such a call is left to offline tuning.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    call = (plan, structure, tuple(map(jax.api_util.shaped_abstractify, leaves)))
+    settled = plan.chain.cache.settled
+    if call in settled:
+        return
+    record, choice = _lowered(plan, args)
+    if choice.implementation is None:
+        return
+    here = all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
+    selection = plan.chain.choose(plan.request(choice, record), argument_of(plan, record, choice) if here else None)
+    if selection.tier != "overlay":  # which says nothing about the call outside its block
+        settled.add(call)
+
+
+def tune_call(
+    plan: CallPlan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
+) -> list[TuningResult]:
+    """Measures the given passes of a concrete call and stores the winners.
+
+    Args:
+        plan: How the call is carried out; its chain keeps the results.
+        args: Concrete argument record.
+        directions: Which passes.
+        mesh: With in_specs: what is tuned is one shard of the call.
+        in_specs: Partition specs of the first arguments, in public order.
+
+    Returns:
+        A result for each pass that an implementation serves. In a job of several processes only process 0 measures
+        and has results; the winners are in force everywhere.
+
+    Raises:
+        TunerError: As `Tuner.tune`, or the policy forbids it.
+    """
+    if traced(args):
+        raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
+    record, _ = _lowered(plan, args, mesh, in_specs)
+    results: list[TuningResult | None] = []
+    for choice, forward in passes(plan, record, directions):
+        make = functools.partial(argument_of, plan, record, choice, forward)
+        results.append(plan.chain.tune(plan.request(choice, record), make))
+    return [result for result in results if result is not None]
+
+
+def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> Iterator[tuple[Choice, Choice]]:
+    """The choices to tune, each with the forward choice that it follows; a pair is one choice, whichever pass is asked
+    for."""
+    wanted = _wanted(plan, record)
+    forward, backward = plan.pick_both(record, wanted)
+    if "backward" not in directions or not wanted or backward.implementation is None:
+        forward, backward = plan.pick(record, "forward"), None
+    if forward.implementation is None:
+        return
+    if "forward" in directions or forward.implementation.paired:
+        yield forward, forward
+    if backward is not None and not forward.implementation.paired:
+        yield backward, forward
+
+
+def argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
+    """What the kernel of a choice is measured with: a record, or a `Pullback` with a random cotangent.
+
+    Args:
+        plan: How the call is carried out.
+        record: Concrete family record.
+        choice: What is measured.
+        forward: For a backward pass, the forward choice that it follows.
+    """
+    implementation = choice.implementation
+    assert implementation is not None  # callers have looked
+    if implementation.paired:
+        return _pair_argument(plan, record, choice)
+    return record if forward is None or choice is forward else _pullback(plan, record, forward, _wanted(plan, record))
+
+
+def _wanted(plan: CallPlan, record: Any) -> frozenset[str]:
+    return frozenset(plan.op.family.differentiable) & set(array_fields(record))
+
+
+def _pair_argument(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
+    """Where the backward function does not give every gradient, the forward pass is measured alone."""
+    wanted = pair_gradients(plan, record, choice)
+    assert choice.implementation is not None  # callers have looked
+    function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
+    output = jax.eval_shape(lambda r: Results(*function(r, config)).output, record)
+    cotangent = _cotangent(output) if wanted else None
+    return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, wanted=wanted)
+
+
+def pair_gradients(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str]:
+    """The fields whose gradient a pair is measured with: all that have one, or none where it does not serve them."""
+    wanted = _wanted(plan, record)
+    verdicts = plan.pick(record, "backward", wanted).verdicts
+    serving = [v for v in verdicts if v.implementation is choice.implementation and v.status != "refused"]
+    return wanted if serving else frozenset()
+
+
+def _cotangent(output: Any) -> Any:
+    draw = functools.partial(jax.random.normal, jax.random.key(1), dtype=jnp.float32)
+    return jax.tree.map(lambda x: draw(shape=x.shape).astype(x.dtype), output)
+
+
+def _pullback(plan: CallPlan, record: Any, forward: Choice, wanted: frozenset[str]) -> Pullback:
+    """What the backward implementation is given, with a random cotangent."""
+    assert forward.implementation is not None  # the caller has looked
+    kernel = forward.implementation.function("forward")
+    config = plan.chain.choose(plan.request(forward, record)).part
+    made = jax.jit(lambda r: Results(*kernel(r, config)))(record)
+    backward = plan.pick_both(record, wanted)[1].implementation
+    made = made if backward is forward.implementation else made._replace(pocket=None)
+    return Pullback(record=record, cotangent=_cotangent(made.output), wanted=wanted, **made._asdict())
+
+
+def _lowered(plan: CallPlan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:
+    record = jax.jit(lambda args: lowered(plan.op, args, mesh, in_specs))(args)
+    return record, plan.pick(record, "forward")
