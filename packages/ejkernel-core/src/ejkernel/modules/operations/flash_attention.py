@@ -87,6 +87,11 @@ class FlashAttentionArguments:
                 check_cumulative(name, lengths, *side.shape[:2])
 
 
+def flash_call(**fields: Any) -> FlashAttentionArguments:
+    """A call of `flash_attention`, by which other operations say what they have in common with it."""
+    return FlashAttentionArguments(**fields)
+
+
 @operation(lambda: OP)
 def flash_attention(
     query: Float[Array, "b t h d"],

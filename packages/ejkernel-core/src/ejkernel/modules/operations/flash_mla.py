@@ -11,7 +11,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_mla as cases
 from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import (
     as_logits_dtype,
@@ -213,7 +213,7 @@ def validate(args: FlashMLAArguments) -> None:
     keys = jax.ShapeDtypeStruct((*shape[:2], sizes["Hk"], shape[3]), args.query.dtype)
     # What is said of these two there holds here.
     flash_attention.validate(
-        FlashAttentionArguments(query=args.query, key=keys, value=keys, bias=args.bias, softmax_aux=args.softmax_aux)
+        flash_call(query=args.query, key=keys, value=keys, bias=args.bias, softmax_aux=args.softmax_aux)
     )
 
 
@@ -237,7 +237,7 @@ def lower(args: FlashMLAArguments) -> TiledAttention:
         query = jnp.concatenate([query, _for_heads(args.b_q, query.shape[2])], axis=-1)
     mask = args.attention_mask
     return flash_attention.lower(
-        FlashAttentionArguments(
+        flash_call(
             query=query,
             key=key,
             value=expand(args.key_value, args.w_vc),

@@ -12,7 +12,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import mla_decode as cases
 from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.latent_inputs import (
     check_latent_sizes,
@@ -157,7 +157,7 @@ def validate(args: MLADecodeArguments) -> None:
     check_dtype("lengths", args.lengths, jnp.integer, "an integer dtype")
     row = jax.ShapeDtypeStruct((sizes["B"], 1, sizes["H"], sizes["Dq"]), args.query.dtype)
     # What is said of sinks there holds here.
-    flash_attention.validate(FlashAttentionArguments(query=row, key=row, value=row, softmax_aux=args.softmax_aux))
+    flash_attention.validate(flash_call(query=row, key=row, value=row, softmax_aux=args.softmax_aux))
 
 
 def conditions(args: MLADecodeArguments) -> Iterable[Condition]:
@@ -181,7 +181,7 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
     lengths = args.lengths.astype(jnp.int32)[:, None]
     token = jnp.arange(cache.shape[1], dtype=jnp.int32)
     return flash_attention.lower(
-        FlashAttentionArguments(
+        flash_call(
             query=query[:, None],
             key=both_caches[:, :, None],
             value=cache[:, :, None],
