@@ -11,8 +11,6 @@ import numpy as np
 from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
 from ejkernel.modules.operations.shared.lse import beside_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
-from ejkernel.modules.operations.unified_attention import OP as UNIFIED
-from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
 from ejkernel.ops.model import Op
 from ejkernel.ops.values import Condition, integers
 
@@ -31,6 +29,9 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
         ValueError: A shape is wrong.
         NotImplementedError: An argument has no meaning with pages.
     """
+    # Here, because importing an operation imports no other.
+    from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
+
     _check(args, options)
     batch, tokens, heads, size = args.query.shape
     tables = args.block_tables
@@ -107,8 +108,10 @@ def _check(args: Any, options: dict[str, Any]) -> None:
 def _with_rows(batch: int, tokens: int) -> Op:
     """The operation with rows of queries in its result."""
 
+    from ejkernel.modules.operations.unified_attention import OP
+
     def finish(args: Any, value: Any) -> Any:
         output, lse = (x.reshape(batch, tokens, *x.shape[1:]) for x in value[:2])
         return beside_lse(args, output, lse.swapaxes(1, 2))
 
-    return dataclasses.replace(UNIFIED, finish=finish)
+    return dataclasses.replace(OP, finish=finish)
