@@ -102,8 +102,8 @@ def reload() -> None:
 
 def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
     """Loads entry points one by one, in name order and those of this project first; a failure stops no other."""
-    own: tuple[Op, ...] = importlib.import_module(OPERATIONS).OPS
-    collected = _Collected({op.name: op for op in own})
+    built_in: tuple[Op, ...] = importlib.import_module(OPERATIONS).OPS
+    collected = _Collected({op.name: op for op in built_in})
     owners: dict[str, str] = {}
     for entry_point in sorted(entry_points, key=lambda e: (not _is_built_in(e), e.name, _distribution(e))):
         name, owner = entry_point.name, _owner(entry_point)
