@@ -1,0 +1,50 @@
+"""From how many devices a device receives keys, against a loop over all pairs of queries and keys."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.families.ring_attention import RingAttention
+from ejkernel.families.ring_attention.schedule import reach
+
+SIDES = (None, 0, 1, 2, 3, 4, 7)
+
+
+def record(queries, keys, **masks):
+    query, key = (jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32) for length in (queries, keys))
+    return RingAttention(query=query, key=key, value=key, softmax_scale=1.0, axis_name="sp", **masks)
+
+
+def senders(size, queries, keys, left, right):
+    """(devices before, devices after) whose keys some query of a device attends to."""
+    seen = {
+        device - k // keys
+        for device in range(size)
+        for q in range(device * queries, (device + 1) * queries)
+        for k in range(size * keys)
+        if (left is None or k >= q - left) and (right is None or k <= q + right)
+    }
+    return max(0, *seen), max(0, *(-distance for distance in seen))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 3), (4, 2), (2, 3)])
+def test_reach_is_that_of_the_pairs_that_a_window_leaves(queries, keys):
+    for size, left, right in itertools.product((2, 3, 4), SIDES, SIDES):
+        if (left, right) == (None, None):
+            continue
+        call = record(queries, keys, sliding_window=(left, right))
+        assert reach(call, size) == senders(size, queries, keys, left, right), (size, left, right)
+
+
+def test_reach_of_causal_calls_is_nothing_after():
+    for size, left in itertools.product((2, 4), SIDES):
+        call = record(4, 4, causal=True, sliding_window=(left, 3))
+        assert reach(call, size) == senders(size, 4, 4, left, 0), (size, left)
+
+
+def test_reach_is_everyone_where_positions_are_compared_or_nothing_is():
+    positions = jnp.arange(4, dtype=jnp.int32)[None]
+    assert reach(record(4, 4), 4) == (3, 0)
+    assert reach(record(4, 4, causal=True, q_positions=positions, kv_positions=positions), 4) == (3, 0)
