@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from suite.mutants import ROOT, read_faults
+from suite.mutants import EQUIVALENT, FIRST, ROOT, SURVIVES, read_faults, read_outcomes
 
 from ejkernel.ops.plugins import registry
 
@@ -37,3 +37,22 @@ def test_their_tests_and_operations_exist():
         assert fault.tests or fault.ops
         assert all(Path(ROOT, test).is_file() for test in fault.tests), fault
         assert set(fault.ops) <= registry().ops.keys()
+
+
+def test_results_are_of_these_faults_and_the_first_command_catches_95_of_100():
+    outcomes = read_outcomes()
+    assert outcomes.keys() <= {fault.name for fault in FAULTS}
+    for fault in FAULTS:
+        assert bool(fault.equivalent) == (fault.name in outcomes and outcomes[fault.name].command == EQUIVALENT)
+    caught = Counter(outcome.command for outcome in outcomes.values() if outcome.command != EQUIVALENT)
+    assert not caught[SURVIVES]
+    assert caught[FIRST] >= 0.95 * caught.total()
+
+
+def test_nearly_all_tests_that_catch_faults_are_where_the_results_say():
+    named = [outcome.test for outcome in read_outcomes().values() if outcome.command != EQUIVALENT]
+    places = [
+        (Path(ROOT, file), f"def {test.partition('[')[0]}(") for file, _, test in (x.partition("::") for x in named)
+    ]
+    there = [file.is_file() and text in file.read_text(encoding="utf-8") for file, text in places]
+    assert sum(there) >= 0.9 * len(there), [name for name, known in zip(named, there, strict=True) if not known]
