@@ -1,8 +1,9 @@
-"""What the figures share: a light card that reads on light and dark pages, a palette, boxes and arrows.
+"""What the figures share: a palette for light pages and one for dark pages, boxes and arrows.
 
 `python docs/figures/make.py` draws all of them again.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,23 @@ RESULTS = HERE.parents[1] / "benchmarks" / "results"
 
 INK, MUTED, CARD = "#1f2937", "#6b7280", "#f8fafc"
 BLUE, LIGHT_BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#bfdbfe", "#f59e0b", "#10b981", "#dc2626", "#d1d5db"
+
+DARK = {
+    INK: "#e5e7eb",
+    MUTED: "#9ca3af",
+    CARD: "#1e2129",
+    BLUE: "#3b82f6",
+    LIGHT_BLUE: "#1e3a8a",
+    ORANGE: "#d97706",
+    GREEN: "#047857",
+    RED: "#f87171",
+    GREY: "#4b5563",
+    "#fde68a": "#854d0e",
+    "#a7f3d0": "#065f46",
+    "#fecaca": "#991b1b",
+    "#d9d9d9": "#4b5563",
+}
+"""The colour of the dark variant for each colour of a figure."""
 
 # Text stays text, so that pages can be searched. Ids and dates are fixed: a figure drawn again is the same file.
 plt.rcParams.update(
@@ -61,10 +79,23 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], bend:
 
 
 def save(figure: Any, name: str, folder: Path) -> None:
-    """Writes `name`.svg."""
+    """Writes `name`.svg, and `name`_dark.svg for dark pages."""
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(folder / f"{name}.svg", metadata=nothing, bbox_inches="tight", pad_inches=0.1)
+    path = folder / f"{name}.svg"
+    figure.savefig(path, metadata=nothing, bbox_inches="tight", pad_inches=0.1)
     plt.close(figure)
+    (folder / f"{name}_dark.svg").write_text(dark(path.read_text()))
+
+
+def dark(svg: str) -> str:
+    """Returns a figure with the colours of the dark palette.
+
+    White text stays white, since it is on a coloured bar, while white boxes become dark. Text without a colour of its own
+    is black in a light figure, and light here.
+    """
+    svg = re.sub(r"(<(?!text)[^>]*fill: )#ffffff", r"\1#111827", svg)
+    svg = re.sub("|".join(DARK), lambda color: DARK[color.group()], svg)
+    return svg.replace("</style>", f"text{{fill: {DARK[INK]}}}</style>", 1)
 
 
 def table_rows(file: str) -> Iterable[list[str]]:

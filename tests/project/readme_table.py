@@ -6,6 +6,7 @@ python tests/project/readme_table.py --write  # puts it into the README
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 from ejkernel.cli.ops import support_matrix
@@ -13,6 +14,7 @@ from ejkernel.ops import evidence
 from ejkernel.ops.model import Implementation
 from ejkernel.ops.plugins import registry
 
+ROOT = Path(__file__).parents[2]
 COLUMNS = {
     "XLA": r"xla$",
     "Triton": r"triton",
@@ -25,7 +27,7 @@ CHOSEN, ASKED = "●", "○"
 
 
 def support() -> dict[str, tuple[str, ...]]:
-    """For every operation a mark for each column: chosen by dispatch somewhere, only with `platform=`, or none."""
+    """Returns a mark per column for each operation: chosen by dispatch somewhere, only with `platform=`, or none."""
     found = registry()
     marks: dict[str, tuple[str, ...]] = {}
     for name, served in ROW.findall(support_matrix(found)):
@@ -36,12 +38,12 @@ def support() -> dict[str, tuple[str, ...]]:
 
 
 def _mark(op: str, column: list[Implementation]) -> str:
-    """The mark of a column with these implementations."""
+    """Returns the mark of a column with these implementations."""
     return "" if not column else CHOSEN if any(_is_chosen(op, one) for one in column) else ASKED
 
 
 def _is_chosen(op: str, one: Implementation) -> bool:
-    """Whether dispatch chooses it somewhere: not below XLA's 0, and confirmed on some chip where that is asked for.
+    """Returns whether dispatch chooses it somewhere: priority 0 or more, and confirmed on a chip if it needs evidence.
 
     Stale evidence counts here: no release has any.
     """
@@ -51,18 +53,21 @@ def _is_chosen(op: str, one: Implementation) -> bool:
 
 
 def table() -> str:
-    """Markdown: operations with the same marks share a row."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name, marks in support().items():
-        rows.setdefault(marks, []).append(f"`{name}`")
-    ordered = sorted(rows.items(), key=lambda row: (-sum(map(bool, row[0])), row[1]))
-    head = f"| operation | {' | '.join(COLUMNS)} |\n|---|{':-:|' * len(COLUMNS)}\n"
-    return head + "".join(f"| {', '.join(names)} | {' | '.join(marks)} |\n" for marks, names in ordered)
+    """Returns the table in Markdown: a row per operation with a link to its page, grouped as in the navigation."""
+    marks = support()
+    rows = (f"| [`{name}`](docs/{page}) | {' | '.join(marks[name])} |\n" for name, page in pages().items())
+    return f"| operation | {' | '.join(COLUMNS)} |\n|---|{':-:|' * len(COLUMNS)}\n" + "".join(rows)
+
+
+def pages() -> dict[str, str]:
+    """Returns the page of each operation, in the order of the navigation."""
+    groups = tomllib.loads((ROOT / ".ci/operation_pages.toml").read_text())
+    return {name: page for group in groups.values() for name, page in group.items()}
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        readme = Path(__file__).parents[2] / "README.md"
+        readme = ROOT / "README.md"
         text = re.sub(r"^\| operation \|.*?\n\n", lambda _: f"{table()}\n", readme.read_text(), flags=re.M | re.S)
         readme.write_text(text)
     else:
