@@ -29,24 +29,28 @@ PREFILLERS = (
 )
 
 
-def rates() -> dict[tuple[str, str], float]:
-    """Rates by shape and side, of the first table that has them."""
-    found: dict[tuple[str, str], float] = {}
-    for shape, side, _, rate in table_rows("paged_attention_gpu.md"):
-        if rate[:1].isdigit():
-            found.setdefault((shape, side), float(rate.split()[0]))
-    return found
+def rates(shape: str, sides: list[str]) -> list[float]:
+    """Returns the rates of a shape on several sides, from the first table in which one run measured them all."""
+    measured: dict[str, float] = {}
+    for name, side, _, rate in table_rows("paged_attention_gpu.md"):
+        if name == "shape":
+            measured = {}
+        elif name == shape and rate[:1].isdigit():
+            measured[side] = float(rate.split()[0])
+            if measured.keys() >= set(sides):
+                return [measured[side] for side in sides]
+    raise ValueError(f"no table of paged_attention_gpu.md has {shape!r} for all of {sides}")
 
 
 def panel(axes: object, shapes: tuple[tuple[str, str], ...], sides: tuple, unit: str, title: str) -> None:
     """One kind of call."""
-    measured = rates()
     for i, (shape, _) in enumerate(shapes):
-        for place, (side, color, label) in enumerate(sides):
-            at, rate = i + (place - 1) * 0.27, measured[shape.format(LAYOUT), side]
+        measured = rates(shape.format(LAYOUT), [side for side, *_ in sides])
+        for slot, (rate, (_, color, label)) in enumerate(zip(measured, sides, strict=True)):
+            at = i + (slot - 1) * 0.27
             axes.barh(at, rate, 0.25, color=color, label=None if i else label)
             ink = "white" if color == BLUE else "black"
-            axes.text(rate * 0.98, at, f"{rate:.0f}", va="center", ha="right", fontsize=8, color=ink)
+            axes.text(rate * 0.98, at, f"{rate:.0f}", va="center", ha="right", fontsize=9, color=ink)
     axes.set(title=title, xlabel=unit, yticks=range(len(shapes)), yticklabels=[name for _, name in shapes])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
@@ -55,7 +59,7 @@ def panel(axes: object, shapes: tuple[tuple[str, str], ...], sides: tuple, unit:
 
 def draw(folder: Path) -> None:
     """Paged attention on an H200."""
-    figure, panels = plt.subplots(1, 2, figsize=(13, 4.6))
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5))
     panel(panels[0], DECODING, DECODERS, "GB/s of keys and values", "decoding, sequences of a batch")
     panel(panels[1], PREFILL, PREFILLERS, "TFLOP/s", "prefill over pages")
     source = "H200, bfloat16, 32/8 heads of 128, JAX 0.11.2; benchmarks/paged_attention_gpu.py"

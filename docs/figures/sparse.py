@@ -31,7 +31,7 @@ def panel(axes: object, column: int, title: str) -> None:
     for branches, side, color, label in SIDES:
         tokens, ms = zip(*measured[branches, side], strict=True)
         axes.plot(tokens, ms, marker="o", color=color, label=label, linewidth=2)
-        axes.annotate(f"{ms[-1]:.3g}", (tokens[-1], ms[-1]), (4, 4), textcoords="offset points", fontsize=8.5)
+        axes.annotate(f"{ms[-1]:.3g}", (tokens[-1], ms[-1]), (4, 4), textcoords="offset points", fontsize=9)
     axes.set(title=title, xlabel="tokens", ylabel="ms", xscale="log", yscale="log")
     ticks = [tokens for tokens, _ in measured["selected", "ejkernel triton"]]
     axes.set_xticks(ticks, [f"{n // 1024}k" for n in ticks], minor=False)
@@ -44,11 +44,11 @@ def panel(axes: object, column: int, title: str) -> None:
 
 def draw(folder: Path) -> None:
     """Native sparse attention on an H200, forward and with gradients."""
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.4))
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.8))
     panel(panels[0], 0, "forward")
     panel(panels[1], 2, "forward and backward")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
     source = "H200, bfloat16, 64/4 heads of 128, 16 blocks of 64; benchmarks/native_sparse_attention_gpu.py"
-    figure.text(0.99, -0.07, source, ha="right", fontsize=8.5, color=MUTED)
+    figure.text(0.99, -0.07, source, ha="right", fontsize=9, color=MUTED)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     save(figure, "sparse", folder)

@@ -37,15 +37,15 @@ def panel(axes: object, column: int, title: str) -> None:
         name, peer = max(((s, x) for s, x in measured[shape].items() if "ejkernel" not in s), key=lambda side: side[1])
         axes.barh(i - 0.2, ours, 0.38, color=BLUE, label="ejkernel" if not i else None)
         axes.barh(i + 0.2, peer, 0.38, color=GREY, label="fastest peer" if not i else None)
-        axes.text(ours - 8, i - 0.2, f"{ours:.0f}", va="center", ha="right", fontsize=8.5, color="white")
-        axes.text(peer - 8, i + 0.2, f"{peer:.0f}  {name}", va="center", ha="right", fontsize=8.5)
+        axes.text(ours - 8, i - 0.2, f"{ours:.0f}", va="center", ha="right", fontsize=9, color="white")
+        axes.text(peer - 8, i + 0.2, f"{peer:.0f}  {name}", va="center", ha="right", fontsize=9)
     axes.set(title=title, xlabel="TFLOP/s", yticks=range(len(SHAPES)), yticklabels=[name for _, name in SHAPES])
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw(folder: Path) -> None:
     """Flash attention on an H200, forward and with gradients."""
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True)
     panel(panels[0], 1, "forward")
     panels[0].invert_yaxis()  # shared
     panel(panels[1], 3, "forward and backward")
@@ -55,7 +55,7 @@ def draw(folder: Path) -> None:
         0.01,
         "H200, bfloat16, JAX 0.11.2; benchmarks/flash_attention_gpu.py",
         ha="right",
-        fontsize=8.5,
+        fontsize=9,
         color=MUTED,
     )
     figure.tight_layout(rect=(0, 0.06, 1, 1))

@@ -54,8 +54,7 @@ def expert_routing(
     Returns:
         Four int32 arrays, which `gather_reduce` and `grouped_matmul` take:
 
-        - experts [T, K], the largest logit first, of equal ones the first; -0 equals 0, and NaN of either sign
-          is above infinity;
+        - experts [T, K], the largest logit first, of equal ones the first; -0 equals 0, NaN is above infinity;
         - places [T, K], the row of each pair;
         - order [R], the pair of each row, `t * K + n`;
         - sizes [E], how many rows each expert has.

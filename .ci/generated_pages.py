@@ -1,0 +1,121 @@
+"""The pages of the site that are generated, and what is added to every page before it is rendered.
+
+`docs_hooks.py` calls this for MkDocs, and `build_site.py` for Zensical.
+"""
+
+import os
+import posixpath
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import ejkernel.modules
+from ejkernel.cli.ops import support_matrix
+from ejkernel.compat.upstream import upstream_page
+from ejkernel.modules.base import Kernel
+from ejkernel.ops.plugins import registry
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models_page import models_page
+from order_of_choice import order_of_choice
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+FIGURES = ROOT / "docs/figures"
+GROUPS = tomllib.loads((Path(__file__).parent / "operation_pages.toml").read_text())
+CITED = re.compile(r"(?<!\[)`benchmarks/results/(\w+\.md)`")
+"""A table of measurements that a page cites by its path in the repository."""
+FIGURE = re.compile(r"!\[([^\]]*)\]\(([./\w]*figures/)(\w+)\.svg\)")
+LAB = """!!! note "Lab notebook"
+
+    This page records what was tried and measured while the kernels were written, in the order of the work. Names and
+    figures are those of that time. [The pages about kernels](../{kernels}) describe what ships.
+
+"""
+KERNEL_PAGES = {"hopper": "pallas_gpu.md", "cuda": "cuda.md", "tpu": "pallas_tpu.md"}
+VERSION = ejkernel.__version__
+MODELS_LATER = "# Models\n\n`EJKERNEL_DOCS_MODELS=skip` left this page out: its errors are measured by a build.\n"
+
+
+def generated() -> dict[str, str]:
+    """Returns the generated pages by their path under `docs`.
+
+    The page about models runs every recipe, which takes minutes; `EJKERNEL_DOCS_MODELS=skip` leaves that out.
+    """
+    found = registry()
+    pages = {
+        "support_matrix.md": support_matrix(found),
+        "order_of_choice.md": order_of_choice(found),
+        "upstream.md": upstream_page(),
+        "models.md": MODELS_LATER if os.environ.get("EJKERNEL_DOCS_MODELS") == "skip" else models_page(),
+        "api/operations.md": api_index(),
+    }
+    pages |= {f"api/{name}.md": api_page(name, page) for group in GROUPS.values() for name, page in group.items()}
+    scripts = (BENCHMARKS / "README.md").read_text()
+    for path in (BENCHMARKS / "results").glob("*.md"):
+        content = path.read_text().replace("../../docs/", "../")
+        pages[f"results/{path.name}"] = f"# benchmarks/results/{path.name}\n\n{content}"
+        scripts = scripts.replace(f"| `{path.stem}.py` |", f"| [`{path.stem}.py`]({path.name}) |")
+    return pages | {"results/scripts.md": scripts}
+
+
+def api_index() -> str:
+    """Returns the page that lists the operations with the first sentence of each docstring."""
+    lines = ["# Operations", "", "One function per operation, imported from `ejkernel.modules`."]
+    for group, pages in GROUPS.items():
+        lines += ["", f"## {group}", "", "| function | computes |", "|---|---|"]
+        lines += [f"| [`{name}`]({name}.md) | {_first_sentence(name)} |" for name in pages]
+    return "\n".join([*lines, ""])
+
+
+def _first_sentence(name: str) -> str:
+    doc = getattr(ejkernel.modules, name).__doc__ or ""
+    return " ".join(doc.split("\n\n")[0].split())
+
+
+def api_page(name: str, guide: str) -> str:
+    """Returns the API page of an operation: its function first, then its class and configuration."""
+    links = f"[Guide](../{guide}) · [support matrix](../support_matrix.md#{name}) · [all operations](operations.md)"
+    objects = [name, *aliases(name), *classes(name)]
+    return f"# {name}\n\n{links}\n\n" + "\n\n".join(f"::: ejkernel.modules.{x}" for x in objects) + "\n"
+
+
+def aliases(name: str) -> list[str]:
+    """Returns the other public functions of the operation's module, such as `kda_decay`."""
+    module = f"ejkernel.modules.operations.{name}"
+    public = {x: getattr(ejkernel.modules, x) for x in ejkernel.modules.__all__ if x != name}
+    found = [x for x, value in public.items() if value.__module__ == module and not isinstance(value, type)]
+    return [x for x in found if x not in GROUPED]
+
+
+def classes(name: str) -> list[str]:
+    """Returns the `Kernel` classes of an operation and their configuration classes."""
+    module = f"ejkernel.modules.operations.{name}"
+    public = {x: getattr(ejkernel.modules, x) for x in ejkernel.modules.__all__}
+    kernels = [x for x, y in public.items() if isinstance(y, type) and issubclass(y, Kernel) and y.__module__ == module]
+    return kernels + [f"{x}Config" for x in kernels if f"{x}Config" in public]
+
+
+GROUPED = {name for pages in GROUPS.values() for name in pages}
+
+
+def finish(markdown: str, path: str) -> str:
+    """Returns a page with links to the measurements that it cites, dark figures, and the note on pages of the lab."""
+    folder = posixpath.dirname(path) or "."
+    results = posixpath.relpath("results", folder)
+    markdown = CITED.sub(rf"[`benchmarks/results/\1`]({results}/\1)", markdown)
+    markdown = FIGURE.sub(_both_themes, markdown)
+    if not path.startswith("lab/"):
+        return markdown
+    title, _, rest = markdown.partition("\n\n")
+    kernels = next((page for word, page in KERNEL_PAGES.items() if word in path), "triton.md")
+    return f"{title}\n\n{LAB.format(kernels=kernels)}{rest}"
+
+
+def _both_themes(figure: re.Match[str]) -> str:
+    """Shows a figure on light pages and its dark variant, if there is one, on dark pages."""
+    text, folder, name = figure.groups()
+    if not (FIGURES / f"{name}_dark.svg").exists():
+        return figure.group()
+    return f"![{text}]({folder}{name}.svg#only-light)\n![{text}]({folder}{name}_dark.svg#only-dark)"
