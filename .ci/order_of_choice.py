@@ -13,8 +13,8 @@ Dispatch considers the implementations of an operation in this order and runs th
 1. With `platform=`, only implementations of that toolchain are left.
 2. An implementation is refused if it does not support the device, the dtype, the head size or an argument of the call.
    What it supports is in the [support matrix](support_matrix.md).
-3. On a GPU, implementations that a chip has [confirmed](evidence.md) with the installed toolchain come before those that
-   none has.
+3. On a GPU, implementations that a chip has [confirmed](evidence.md) with the installed toolchain come before all
+   others.
 4. Of those that are left, the highest priority is first; equal priorities go by name.
 
 [`ejkernel.explain`](architecture.md#verdicts-refused-unless-granted) shows the result for a call. The tables list the

@@ -49,6 +49,6 @@ def draw(folder: Path) -> None:
     panel(panels[1], measured["all three"], "forward and both gradients")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
     source = "H200, bfloat16, JAX 0.11.2; benchmarks/grouped_matmul_gpu.py"
-    figure.text(0.99, 0.01, source, ha="right", fontsize=9, color=MUTED)
+    figure.text(0.99, -0.02, source, ha="right", fontsize=9, color=MUTED)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     save(figure, "experts", folder)

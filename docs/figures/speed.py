@@ -52,7 +52,7 @@ def draw(folder: Path) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
     figure.text(
         0.99,
-        0.01,
+        -0.02,
         "H200, bfloat16, JAX 0.11.2; benchmarks/flash_attention_gpu.py",
         ha="right",
         fontsize=9,

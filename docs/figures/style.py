@@ -90,8 +90,8 @@ def save(figure: Any, name: str, folder: Path) -> None:
 def dark(svg: str) -> str:
     """Returns a figure with the colours of the dark palette.
 
-    White text stays white, since it is on a coloured bar, while white boxes become dark. Text without a colour of its own
-    is black in a light figure, and light here.
+    White text stays white, since it is on a coloured bar, while white boxes become dark. Text without a colour is black
+    in a light figure, and light here.
     """
     svg = re.sub(r"(<(?!text)[^>]*fill: )#ffffff", r"\1#111827", svg)
     svg = re.sub("|".join(DARK), lambda color: DARK[color.group()], svg)
