@@ -55,14 +55,14 @@ def ragged_delta(args):
 
 
 def state_space_v2(args):
-    if args.cu_seqlens is not None or args.gate is not None:
+    if args.cu_seqlens is not None or args.gate is not None or args.dt_softplus:
         return None
     names = ("x", "A", "B", "C", "D", "dt", "initial_state")
     return linear_recurrence_loop.state_space(**arrays(args, *names))[0]
 
 
 def selective_scan(args):
-    if args.cu_seqlens is not None:
+    if args.cu_seqlens is not None or args.dt_softplus:
         return None
     return state_space_v1(**arrays(args, "hidden_states", "A", "B", "C", "D", "dt", "gate", "initial_state"))[0]
 

@@ -1,9 +1,7 @@
 """Falcon H1: Mamba-2 with multipliers, limits of the step sizes, and a norm before the gate."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.models.recipes.common import rms_norm
 
 from ejkernel.modules import causal_conv1d, state_space_v2
 
@@ -22,13 +20,23 @@ def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     hidden, write, read = jnp.split(hidden, [CHANNELS, CHANNELS + GROUPS * STATES], axis=-1)
     hidden = hidden.reshape(*x.shape[:2], HEADS, -1)
     write, read = (piece.reshape(*x.shape[:2], GROUPS, STATES) for piece in (write, read))
-    dt = jnp.clip(jax.nn.softplus(dt + w["dt_bias"]), *STEP_LIMITS)
     output, state, _ = state_space_v2(
-        hidden, -jnp.exp(w["A_log"]), write, read, w["D"], dt, initial_state=state, cu_seqlens=cu_seqlens
+        hidden,
+        -jnp.exp(w["A_log"]),
+        write,
+        read,
+        w["D"],
+        dt,
+        gate,
+        state,
+        cu_seqlens=cu_seqlens,
+        dt_bias=w["dt_bias"],
+        dt_softplus=True,
+        dt_limit=STEP_LIMITS,
+        use_gated_rmsnorm=True,
+        norm_group_size=CHANNELS // GROUPS,
     )
-    output = output.reshape(*x.shape[:2], GROUPS, -1)
-    output = rms_norm(output, w["norm.weight"].reshape(GROUPS, -1), 1e-5).reshape(gate.shape) * jax.nn.silu(gate)
-    return output @ w["out_proj.weight"].T, conv_state, state
+    return (output * w["norm.weight"]) @ w["out_proj.weight"].T, conv_state, state
 
 
 def prefill(w, x):

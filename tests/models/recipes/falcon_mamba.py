@@ -1,6 +1,5 @@
 """Falcon Mamba: Mamba with norms, without weights, of the step sizes, B and C."""
 
-import jax
 import jax.numpy as jnp
 from tests.models.recipes.common import rms_norm
 
@@ -17,9 +16,18 @@ def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     hidden, conv_state = causal_conv1d(hidden, taps, bias, conv_state, cu_seqlens, activation="silu", return_state=True)
     split = jnp.split(hidden @ w["x_proj.weight"].T, [RANK, RANK + STATES], axis=-1)
     dt, write, read = (rms_norm(piece, 1.0) for piece in split)
-    dt = jax.nn.softplus(dt @ w["dt_proj.weight"].T + w["dt_proj.bias"])
     output, state, _ = state_space_v1(
-        hidden, -jnp.exp(w["A_log"]), write, read, w["D"], dt, gate, state, cu_seqlens=cu_seqlens
+        hidden,
+        -jnp.exp(w["A_log"]),
+        write,
+        read,
+        w["D"],
+        dt @ w["dt_proj.weight"].T,
+        gate,
+        state,
+        cu_seqlens=cu_seqlens,
+        dt_bias=w["dt_proj.bias"],
+        dt_softplus=True,
     )
     return output @ w["out_proj.weight"].T, conv_state, state
 

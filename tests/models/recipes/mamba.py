@@ -1,6 +1,5 @@
 """Mamba: the selective scan with its short convolution."""
 
-import jax
 import jax.numpy as jnp
 
 from ejkernel.modules import causal_conv1d, state_space_v1
@@ -15,9 +14,18 @@ def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     taps, bias = w["conv1d.weight"][:, 0], w["conv1d.bias"]
     hidden, conv_state = causal_conv1d(hidden, taps, bias, conv_state, cu_seqlens, activation="silu", return_state=True)
     dt, write, read = jnp.split(hidden @ w["x_proj.weight"].T, [RANK, RANK + STATES], axis=-1)
-    dt = jax.nn.softplus(dt @ w["dt_proj.weight"].T + w["dt_proj.bias"])
     output, state, _ = state_space_v1(
-        hidden, -jnp.exp(w["A_log"]), write, read, w["D"], dt, gate, state, cu_seqlens=cu_seqlens
+        hidden,
+        -jnp.exp(w["A_log"]),
+        write,
+        read,
+        w["D"],
+        dt @ w["dt_proj.weight"].T,
+        gate,
+        state,
+        cu_seqlens=cu_seqlens,
+        dt_bias=w["dt_proj.bias"],
+        dt_softplus=True,
     )
     return output @ w["out_proj.weight"].T, conv_state, state
 

@@ -1,8 +1,6 @@
 """Mamba-2: heads with a scalar gate, and a norm in groups after the gate."""
 
-import jax
 import jax.numpy as jnp
-from tests.models.recipes.common import rms_norm
 
 from ejkernel.modules import causal_conv1d, state_space_v2
 
@@ -18,13 +16,23 @@ def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     hidden, write, read = jnp.split(hidden, [CHANNELS, CHANNELS + GROUPS * STATES], axis=-1)
     hidden = hidden.reshape(*x.shape[:2], HEADS, -1)
     write, read = (part.reshape(*x.shape[:2], GROUPS, STATES) for part in (write, read))
-    dt = jax.nn.softplus(dt + w["dt_bias"])
     output, state, _ = state_space_v2(
-        hidden, -jnp.exp(w["A_log"]), write, read, w["D"], dt, initial_state=state, cu_seqlens=cu_seqlens
+        hidden,
+        -jnp.exp(w["A_log"]),
+        write,
+        read,
+        w["D"],
+        dt,
+        gate,
+        state,
+        cu_seqlens=cu_seqlens,
+        dt_bias=w["dt_bias"],
+        dt_softplus=True,
+        use_gated_rmsnorm=True,
+        norm_before_gate=False,
+        norm_group_size=CHANNELS // GROUPS,
     )
-    output = (output * jax.nn.silu(gate)).reshape(*x.shape[:2], GROUPS, -1)
-    output = rms_norm(output, w["norm.weight"].reshape(GROUPS, -1), 1e-5).reshape(*x.shape[:2], CHANNELS)
-    return output @ w["out_proj.weight"].T, conv_state, state
+    return (output * w["norm.weight"]) @ w["out_proj.weight"].T, conv_state, state
 
 
 def prefill(w, x):

@@ -13,7 +13,15 @@ from ejkernel.modules.operations.cases import state_space_v1 as cases
 from ejkernel.modules.operations.configs import StateSpaceV1Config
 from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import check_packing, check_states, rank
-from ejkernel.modules.operations.shared.shapes import check_cumulative, check_dtype, check_not_empty, check_shape, got
+from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
+    check_cumulative,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
+from ejkernel.modules.operations.shared.step_sizes import as_limits, check_bias, step_sizes
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
@@ -39,13 +47,16 @@ class StateSpaceV1Arguments:
     A: jax.Array
     B: jax.Array
     C: jax.Array
-    D: jax.Array
     dt: jax.Array
+    D: jax.Array | None = None
     gate: jax.Array | None = None
     initial_state: jax.Array | None = None
     conv_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     state_indices: jax.Array | None = None
+    dt_bias: jax.Array | None = None
+    dt_softplus: bool = static(False)
+    dt_limit: tuple[float, float] | None = static(None)
     act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
 
     def __post_init__(self) -> None:
@@ -53,6 +64,8 @@ class StateSpaceV1Arguments:
             raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
         if self.act_fn is not None and self.gate is None:
             raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
+        object.__setattr__(self, "dt_softplus", as_flag("dt_softplus", self.dt_softplus))
+        object.__setattr__(self, "dt_limit", as_limits(self.dt_limit))
         if self.cu_seqlens is not None and rank(self.hidden_states) == 3:
             check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.hidden_states.shape[1])
 
@@ -63,7 +76,7 @@ def state_space_v1(
     A: Float[Array, "i e"],
     B: Float[Array, "b t e"],
     C: Float[Array, "b t e"],
-    D: Float[Array, " i"],
+    D: Float[Array, " i"] | None,
     dt: Float[Array, "b t i"],
     gate: Float[Array, "b t i"] | None = None,
     initial_state: Float[Array, "n i e"] | None = None,
@@ -71,6 +84,9 @@ def state_space_v1(
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
     state_indices: Integer[Array, " n"] | None = None,
+    dt_bias: Float[Array, " i"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
     platform: str | None = None,
     cfg: StateSpaceV1Config | None = None,
@@ -90,8 +106,8 @@ def state_space_v1(
         A: [I, E] floating, real and negative; a model that learns its logarithm passes `-exp(A_log)`.
         B: [B, T, E] floating, what each token writes.
         C: [B, T, E] floating, what each token reads.
-        D: [I] floating, the share of x that goes past the states.
-        dt: [B, T, I] floating, the step of each token, after its softplus.
+        D: [I] floating, weight of the skip connection; None for none.
+        dt: [B, T, I] floating, the step of each token; after softplus, unless `dt_softplus` takes it.
         gate: [B, T, I] floating; the output is multiplied with `act_fn(gate)`.
         initial_state: [B, I, E] floating, the state before the first token; None is zeros. [N, I, E] of packed
             sequences.
@@ -104,6 +120,10 @@ def state_space_v1(
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
             state that is returned is the slots, in their dtype; donate them under `jax.jit`.
+        dt_bias: [I] floating, added to dt before the softplus. Differentiable.
+        dt_softplus: Take the softplus of dt, so that dt is what the layer projects.
+        dt_limit: (lower, upper), limits of the step sizes after the softplus; the upper one may be infinite. Steps past
+            a limit have no gradient.
         act_fn: Activation of the gate, a function of an array in the accumulator's dtype; None is `jax.nn.silu`. Goes
             with a gate. A call is traced again for every new function object.
 
@@ -146,6 +166,7 @@ def validate(args: StateSpaceV1Arguments) -> None:
             check_dtype(name, array, jnp.floating, "a floating dtype")
         if name == "hidden_states" and args.cu_seqlens is not None:
             check_packing(args.cu_seqlens, sizes)
+    check_bias(args, "I", sizes)
     check_states(args, "I E", sizes)
     check_not_empty("hidden_states", args.hidden_states, "B T I", "T I")
     check_not_empty("A", args.A, "I E", "E")
@@ -155,11 +176,11 @@ def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
     """The selective-scan record of a call."""
     return SelectiveScan(
         x=args.hidden_states,
-        step=args.dt,
+        step=step_sizes(args),
         decay=args.A,
         write=args.B,
         read=args.C,
-        skip=args.D,
+        skip=jnp.zeros(args.A.shape[0], args.A.dtype) if args.D is None else args.D,
         initial_state=args.initial_state,
         cu_seqlens=args.cu_seqlens,
         state_slots=args.state_indices,

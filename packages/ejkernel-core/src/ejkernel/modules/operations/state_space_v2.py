@@ -28,6 +28,7 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.modules.operations.shared.step_sizes import as_limits, check_bias, step_sizes
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
@@ -42,29 +43,38 @@ class StateSpaceV2Arguments:
     A: jax.Array
     B: jax.Array
     C: jax.Array
-    D: jax.Array
     dt: jax.Array
+    D: jax.Array | None = None
     gate: jax.Array | None = None
     initial_state: jax.Array | None = None
     conv_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     state_indices: jax.Array | None = None
+    dt_bias: jax.Array | None = None
+    dt_softplus: bool = static(False)
+    dt_limit: tuple[float, float] | None = static(None)
     n_groups: int | None = static(None)
     act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
     use_gated_rmsnorm: bool = static(False)
     rmsnorm_eps: float = static(1e-5)
+    norm_before_gate: bool = static(True)
+    norm_group_size: int | None = static(None)
     precision: Any = static(None)
 
     def __post_init__(self) -> None:
-        groups = self.n_groups
+        groups, size = self.n_groups, self.norm_group_size
         if self.act_fn is not None and not callable(self.act_fn):
             raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
         if self.act_fn is not None and self.gate is None:
             raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
         canonical = {
             "n_groups": None if groups is None else as_count("n_groups", groups, 1),
+            "dt_softplus": as_flag("dt_softplus", self.dt_softplus),
+            "dt_limit": as_limits(self.dt_limit),
             "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
             "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, above=0),
+            "norm_before_gate": as_flag("norm_before_gate", self.norm_before_gate),
+            "norm_group_size": None if size is None else as_count("norm_group_size", size, 1),
             "precision": as_precision("precision", self.precision),
         }
         for name, value in canonical.items():
@@ -79,7 +89,7 @@ def state_space_v2(
     A: Float[Array, " h"],
     B: Float[Array, "b t g e"],
     C: Float[Array, "b t g e"],
-    D: Float[Array, " h"],
+    D: Float[Array, " h"] | None,
     dt: Float[Array, "b t h"],
     gate: Float[Array, "b t h*p"] | None = None,
     initial_state: Float[Array, "n h p e"] | None = None,
@@ -87,10 +97,15 @@ def state_space_v2(
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
     state_indices: Integer[Array, " n"] | None = None,
+    dt_bias: Float[Array, " h"] | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
     n_groups: int | None = None,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
     use_gated_rmsnorm: bool = False,
     rmsnorm_eps: float = 1e-5,
+    norm_before_gate: bool = True,
+    norm_group_size: int | None = None,
     precision: Any = None,
     platform: str | None = None,
     cfg: StateSpaceV2Config | None = None,
@@ -112,8 +127,8 @@ def state_space_v2(
         A: [H] floating, real and negative: `-exp(A_log)`. Differentiable, as are all arrays here.
         B: [B, T, G, E], dtype of x; H is a multiple of G.
         C: [B, T, G, E], dtype of x.
-        D: [H] floating, weight of the skip connection.
-        dt: [B, T, H] floating step sizes, after softplus.
+        D: [H] floating, weight of the skip connection; None for none.
+        dt: [B, T, H] floating step sizes; after softplus, unless `dt_softplus` takes it.
         gate: [B, T, H * P] floating; multiplies the output with `act_fn(gate)`.
         initial_state: [B, H, P, E] floating, the state before the first token; None is zeros. [N, H, P, E] of packed
             sequences.
@@ -124,11 +139,19 @@ def state_space_v2(
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
             state that is returned is the slots, in their dtype; donate them under `jax.jit`.
+        dt_bias: [H] floating, added to dt before the softplus. Differentiable.
+        dt_softplus: Take the softplus of dt, so that dt is what the layer projects.
+        dt_limit: (lower, upper), limits of the step sizes after the softplus; the upper one may be infinite. Steps past
+            a limit have no gradient.
         n_groups: G; None takes it from B.
         act_fn: Activation of the gate; None is SiLU. Goes with a gate.
-        use_gated_rmsnorm: Divide the output by its root mean square over all H * P channels before it is gated; has no
-            weight, and needs a gate.
+        use_gated_rmsnorm: Divide the output by its root mean square; has no weight, which the caller multiplies with,
+            and needs a gate.
         rmsnorm_eps: Added to the mean square, > 0.
+        norm_before_gate: Whether the norm comes before the gate. Mamba-2's own layer and most checkpoints gate first:
+            False.
+        norm_group_size: Channels that share a mean square, a divisor of H * P; None for all. Mamba-2 has a norm per
+            group: `H * P // G`.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
 
@@ -169,20 +192,33 @@ def validate(args: StateSpaceV2Arguments) -> None:
         )
     if args.n_groups not in (None, sizes["G"]):
         raise ValueError(f"n_groups: got {args.n_groups}, wants the {sizes['G']} groups of B")
-    for name, axes in (("A", "H"), ("D", "H"), ("dt", "B T H")):
+    for name, axes in (("A", "H"), ("dt", "B T H")):
         check_shape(name, getattr(args, name), axes, sizes)
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    check_floating("D", args.D, "H", sizes)
+    check_bias(args, "H", sizes)
     check_floating("gate", args.gate, "B T H*P", sizes | {"H*P": sizes["H"] * sizes["P"]})
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
     check_states(args, "H P E", sizes)
     if args.use_gated_rmsnorm and args.gate is None:
         raise ValueError("gate: got None with use_gated_rmsnorm=True, wants [B, T, H*P]")
+    _check_norm(args, sizes["H"] * sizes["P"])
+
+
+def _check_norm(args: StateSpaceV2Arguments, channels: int) -> None:
+    """Refuses options of a norm that the call does not have, and groups that do not fit."""
+    if not args.use_gated_rmsnorm:
+        for name, default in (("norm_before_gate", True), ("norm_group_size", None)):
+            if (value := getattr(args, name)) != default:
+                raise ValueError(f"{name}: got {value} without a norm, wants use_gated_rmsnorm=True")
+    elif channels % (args.norm_group_size or 1):
+        raise ValueError(f"norm_group_size: got {args.norm_group_size}, wants a divisor of the {channels} channels")
 
 
 def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
     """The family's record of a call: C reads what B writes, and dt scales both the decay and what is written."""
-    dt = wide(args.dt)
+    dt = wide(step_sizes(args))
     return LinearRecurrence(
         query=args.C,
         key=args.B,
@@ -190,7 +226,7 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
         softmax_scale=1.0,
         decay=(wide(args.A) * dt)[..., None],
         dt=dt,
-        skip=wide(args.D)[None, None],
+        skip=None if args.D is None else wide(args.D)[None, None],
         **_states(args),
         transposed_states=True,
         precision=args.precision,
@@ -211,11 +247,19 @@ def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> 
     y = wide(read)
     rows, tokens, heads, size = y.shape
     y = y.reshape(rows, tokens, heads * size)
-    if args.use_gated_rmsnorm:
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + args.rmsnorm_eps)
+    if args.use_gated_rmsnorm and args.norm_before_gate:
+        y = _normalised(y, args)
     if args.gate is not None:
         y = y * (args.act_fn or jax.nn.silu)(wide(args.gate))
+    if args.use_gated_rmsnorm and not args.norm_before_gate:
+        y = _normalised(y, args)
     return y.astype(args.x.dtype), state, args.conv_state
+
+
+def _normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
+    """y [B, T, channels] over the root mean square of each group of channels."""
+    groups = y.reshape(*y.shape[:2], -1, args.norm_group_size or y.shape[2])
+    return (groups * lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + args.rmsnorm_eps)).reshape(y.shape)
 
 
 def reference(args: StateSpaceV2Arguments) -> tuple[jax.Array, jax.Array, Any]:

@@ -56,6 +56,22 @@ _TABLE: tuple[Row, ...] = (
         (),
     ),
     ("normalised and gated", StateSpaceSizes(g=4), ("gate",), {"use_gated_rmsnorm": True}, ("decay",), ()),
+    (
+        "gated, then normalised in groups",
+        StateSpaceSizes(t=7),
+        ("gate",),
+        {"use_gated_rmsnorm": True, "norm_before_gate": False, "norm_group_size": 12},
+        ("decay",),
+        (),
+    ),
+    (
+        "raw steps",
+        StateSpaceSizes(),
+        ("dt_bias",),
+        {"dt_softplus": True, "dt_limit": (0.3, 1.5), "D": None},
+        ("decay", "dt"),
+        (),
+    ),
     ("packed, states", PACKED, ("states", "cu_seqlens"), {}, ("cu_seqlens", "sequence_state"), ("awkward",)),
     (
         "slots",
@@ -97,7 +113,7 @@ def _case(
         arrays = _arrays(key, sizes)
         required = ("x", "A", "B", "C", "D", "dt")
         given = {_FIELDS.get(name, name): arrays[name] for name in (*required, *optional)}
-        return arguments(**given, **constants)
+        return arguments(**given | constants)
 
     return tagged(name, make, exercises, tags)
 
@@ -120,4 +136,5 @@ def _arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
         "slots": in_slots(next(keys), (6, z.h, z.p, z.e), (4, 1)),
         "starts": jnp.array([0, 1, 1, 3, 4], jnp.int32),
         "state_indices": jnp.array([4, 2, 1, -1], jnp.int32),
+        "dt_bias": jnp.linspace(-1.0, 1.0, z.h),
     }

@@ -18,6 +18,7 @@ _TABLE: tuple[Row, ...] = (
     ("three intervals", (1, 129, 20, 5), ("initial_state",), jnp.float32, ("initial_state",), ()),
     ("gate", (2, 64, 16, 8), ("gate", "conv_state"), jnp.float32, (), ()),
     ("other activation", (2, 63, 16, 8), ("gate", "act_fn"), jnp.float32, (), ("awkward",)),
+    ("raw steps", (2, 63, 16, 8), ("dt_bias",), jnp.float32, (), ()),
     ("one number a state", (3, 65, 12, 1), (), jnp.float32, (), ("awkward",)),
     ("packed, states", (1, 23, 8, 3), ("states", "cu_seqlens"), jnp.float32, ("cu_seqlens",), ("awkward",)),
     ("slots", (1, 5, 8, 3), ("slots",), jnp.float32, ("cu_seqlens", "state_slots"), ()),
@@ -56,7 +57,9 @@ def _case(arguments: type, row: Row) -> Case:
     def make(key: jax.Array) -> Any:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         kept = {field: shape for field, shape in shapes.items() if field in required or field in optional}
-        made = {field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in kept.items()}
+        made: dict[str, Any] = {
+            field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in kept.items()
+        }
         if "states" in made:
             made["initial_state"] = made.pop("states")
             made["cu_seqlens"] = jnp.array([0, 9, 9, 10, tokens], jnp.int32)
@@ -64,6 +67,9 @@ def _case(arguments: type, row: Row) -> Case:
             made["initial_state"] = in_slots(key, (6, channels, size), (4, 1), dtype)
             made["cu_seqlens"] = jnp.array([0, 1, 1, 3, 4], jnp.int32)
             made["state_indices"] = jnp.array([4, 2, 1, -1], jnp.int32)
+        if "dt_bias" in optional:
+            made |= {"dt_bias": jnp.linspace(-1.0, 1.0, channels), "D": None}
+            made |= {"dt": made["dt"] - 1, "dt_softplus": True, "dt_limit": (0.3, 1.5)}
         return arguments(**made, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
 
     return tagged(name, make, exercises, tags)
