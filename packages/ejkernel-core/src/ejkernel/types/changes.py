@@ -1,37 +1,24 @@
 """The fields of a MaskInfo, and the methods that change some of them. Each method is bound to the class."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import ejkernel.types.mask
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-BAKED_IN = {
-    "causal": "causal_mask_baked_in",
-    "sliding_window": "sliding_window_baked_in",
-    "chunked": "chunked_mask_baked_in",
-    "token_type_ids": "token_type_ids_baked_in",
-}
-_CU_SEQLENS = ("_cu_seqlens_q", "_cu_seqlens_kv")
-_SEGMENT_IDS = ("_q_segment_ids", "_kv_segment_ids")
+from ejkernel.types.derived import get_or_compute_attention_mask, get_or_compute_segment_ids
+from ejkernel.types.mask_parts import BAKED_IN, CU_SEQLENS, SEGMENT_IDS, STATIC, Info
+
 _PARTS = {
-    "attention_mask": ("_attention_mask", *_CU_SEQLENS),
-    "segment_ids": (*_SEGMENT_IDS, *_CU_SEQLENS),
-    "cu_seqlens": _CU_SEQLENS,
+    "attention_mask": ("_attention_mask", *CU_SEQLENS),
+    "segment_ids": (*SEGMENT_IDS, *CU_SEQLENS),
+    "cu_seqlens": CU_SEQLENS,
     "positions": ("q_positions", "kv_positions"),
 }
-LEAVES = (
-    "_attention_mask",
-    *_SEGMENT_IDS,
-    *_CU_SEQLENS,
-    "q_positions",
-    "kv_positions",
-)
-STATIC = (*BAKED_IN.values(), "batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
 
 
 def replace(
-    info: "ejkernel.types.mask.MaskInfo",
+    info: Info,
     *,
     attention_mask: Any = None,
     q_segment_ids: Any = None,
@@ -39,7 +26,7 @@ def replace(
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     **fields: Any,
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Returns a copy with some parts changed. What is None is kept; `without` clears a part.
 
     A new mask replaces what the stored parts say about pairs: the stored ids go with the old mask, unless ids of
@@ -70,7 +57,7 @@ def replace(
     """
     ids = info.explicit_q_segment_ids, info.explicit_kv_segment_ids
     if (q_segment_ids is None) != (kv_segment_ids is None) and None in ids:
-        found = info.get_or_compute_segment_ids()
+        found = get_or_compute_segment_ids(info)
         q_segment_ids = found[0] if q_segment_ids is None else q_segment_ids
         kv_segment_ids = found[1] if kv_segment_ids is None else kv_segment_ids
     named = {
@@ -84,14 +71,14 @@ def replace(
     unknown = fields.keys() - {"q_positions", "kv_positions", *STATIC}
     if unknown:
         raise ValueError(f"replace() got {sorted(unknown)}, but MaskInfo has no such field")
-    if "_attention_mask" in changes and not changes.keys() & set(_SEGMENT_IDS):
-        changes |= dict.fromkeys(_SEGMENT_IDS)
-    if changes.keys() - set(_CU_SEQLENS):
-        changes = dict.fromkeys(_CU_SEQLENS) | changes
+    if "_attention_mask" in changes and not changes.keys() & set(SEGMENT_IDS):
+        changes |= dict.fromkeys(SEGMENT_IDS)
+    if changes.keys() - set(CU_SEQLENS):
+        changes = dict.fromkeys(CU_SEQLENS) | changes
     return dataclasses.replace(info, **changes, **fields)
 
 
-def without(info: "ejkernel.types.mask.MaskInfo", *names: str) -> "ejkernel.types.mask.MaskInfo":
+def without(info: Info, *names: str) -> Info:
     """Returns a copy without some of its parts.
 
     Cumulative lengths go with the mask and with the ids. With the mask go the `*_baked_in` flags, since what was
@@ -119,3 +106,42 @@ def without(info: "ejkernel.types.mask.MaskInfo", *names: str) -> "ejkernel.type
     cleared = dict.fromkeys(part for name in names for part in _PARTS[name])
     flags = dict.fromkeys(BAKED_IN.values(), False) if "attention_mask" in names else {}
     return dataclasses.replace(info, **cleared, **flags)
+
+
+def materialize_attention_mask(info: Info, dtype: DTypeLike = jnp.bool_) -> Info:
+    """Returns a MaskInfo of the same meaning that stores an explicit mask in `dtype`.
+
+    Raises:
+        ValueError: The mask is empty.
+    """
+    return replace(
+        info,
+        attention_mask=get_or_compute_attention_mask(info, dtype),
+        q_segment_ids=info.explicit_q_segment_ids,
+        kv_segment_ids=info.explicit_kv_segment_ids,
+        cu_seqlens_q=info.explicit_cu_seqlens_q,
+        cu_seqlens_kv=info.explicit_cu_seqlens_kv,
+    )
+
+
+def materialize_segment_ids(info: Info, per_head: bool = False) -> Info:
+    """Returns a MaskInfo of the same meaning that stores segment ids, if need be those of `mask_to_segment_ids`.
+
+    Args:
+        info: The mask.
+        per_head: Only for masks with one head. Stored ids are shared by the heads;
+            `get_or_compute_segment_ids(per_head=True)` returns ids of every head.
+
+    Raises:
+        ValueError: The mask is empty, or has several heads and `per_head` is set.
+    """
+    heads = 1 if info.explicit_mask is None else info.explicit_mask.shape[1]
+    if per_head and heads > 1:
+        raise ValueError(
+            f"per_head=True with {heads} heads: stored segment ids are shared by the heads; "
+            "get_or_compute_segment_ids(per_head=True) returns ids of every head"
+        )
+    if info.explicit_q_segment_ids is not None:
+        return info
+    q_ids, kv_ids = get_or_compute_segment_ids(info)
+    return replace(info, q_segment_ids=q_ids, kv_segment_ids=kv_ids)

@@ -1,6 +1,6 @@
 """The constructors of MaskInfo. Each is bound to the class as a class method."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,13 @@ from ejkernel.types.checks import check_rank, check_static_size, checked_integer
 from ejkernel.types.cu_seqlens import as_cu_seqlens, cu_seqlens_to_segment_ids
 from ejkernel.types.debug import check_mask_values
 from ejkernel.types.integers import as_array, exact_segment_ids
+from ejkernel.types.mask_parts import AxisNames, Info
 from ejkernel.types.segments import (
     as_bool_mask,
     padding_segment_ids,
     segment_ids_to_positions,
     validity_to_segment_ids,
 )
-from ejkernel.types.sharding import AxisNames
-
-if TYPE_CHECKING:
-    import ejkernel.types.mask
 
 _BATCH_AXES: AxisNames = ("dp", "fsdp")
 _MASK_SHAPES = {2: "[batch, length]", 3: "[batch, q_len, kv_len]", 4: "[batch, heads or 1, q_len, kv_len]"}
@@ -28,7 +25,7 @@ KV_PADDING_POSITION = int(jnp.iinfo(jnp.int32).max)
 
 
 def from_segments(  # noqa: PLR0913 - a public constructor
-    cls: "type[ejkernel.types.mask.MaskInfo]",
+    cls: type[Info],
     q_segment_ids: ArrayLike,
     kv_segment_ids: ArrayLike | None = None,
     q_positions: ArrayLike | None = None,
@@ -38,7 +35,7 @@ def from_segments(  # noqa: PLR0913 - a public constructor
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
     is_attn_mask: bool = False,
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Makes a mask from segment ids. Only the ids are stored.
 
     Args:
@@ -94,7 +91,7 @@ def _positions(name: str, value: Any) -> jax.Array | None:
 
 
 def from_attention_mask(  # noqa: PLR0913 - a public constructor
-    cls: "type[ejkernel.types.mask.MaskInfo]",
+    cls: type[Info],
     attention_mask: ArrayLike,
     q_positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
@@ -104,7 +101,7 @@ def from_attention_mask(  # noqa: PLR0913 - a public constructor
     qheads_axis_name: AxisNames = "tp",
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Makes a mask from a boolean array.
 
     A 2-D validity mask is stored as ids alone. A pairwise mask is stored as it is, together with ids that carry its
@@ -148,7 +145,7 @@ def from_attention_mask(  # noqa: PLR0913 - a public constructor
 
 
 def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
-    cls: "type[ejkernel.types.mask.MaskInfo]",
+    cls: type[Info],
     cu_seqlens_q: ArrayLike,
     *,
     max_q_len: int,
@@ -160,7 +157,7 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
     qheads_axis_name: AxisNames = "tp",
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Makes the mask of one packed row: sequences one after the other, each attending to itself.
 
     The vectors and the ids made of them are stored. If the keys have lengths of their own, an index no longer says
@@ -208,7 +205,7 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
 
 
 def from_random(  # noqa: PLR0913 - a public constructor
-    cls: "type[ejkernel.types.mask.MaskInfo]",
+    cls: type[Info],
     batch_size: int,
     q_len: int,
     kv_len: int | None = None,
@@ -220,7 +217,7 @@ def from_random(  # noqa: PLR0913 - a public constructor
     qheads_axis_name: AxisNames = "tp",
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Makes a random mask, for tests: every pair attends with probability `1 - sparsity`. No ids are stored.
 
     Args:
@@ -254,13 +251,13 @@ def from_random(  # noqa: PLR0913 - a public constructor
 
 
 def dynamic_init(
-    cls: "type[ejkernel.types.mask.MaskInfo]",
+    cls: type[Info],
     *,
-    mask_info: "ejkernel.types.mask.MaskInfo | None" = None,
+    mask_info: Info | None = None,
     input_ids: ArrayLike | None = None,
     inputs_embeds: ArrayLike | None = None,
     attention_mask: ArrayLike | None = None,
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Makes a mask from whatever a model was called with; the first of the following that is given decides.
 
     Args:

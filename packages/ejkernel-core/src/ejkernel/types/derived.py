@@ -4,23 +4,19 @@ Nothing is remembered: every call computes from the stored parts, so no tracer c
 longer.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.constructors import KV_PADDING_POSITION
 from ejkernel.types.cu_seqlens import segment_ids_to_cu_seqlens
+from ejkernel.types.mask_parts import MaskParts
 from ejkernel.types.segments import mask_to_segment_ids, segment_ids_to_positions, segment_rule
-
-if TYPE_CHECKING:
-    import ejkernel.types.mask
 
 _EMPTY = "an empty MaskInfo says nothing about tokens; make it with a mask or with segment ids"
 
 
-def get_or_compute_attention_mask(info: "ejkernel.types.mask.MaskInfo", dtype: DTypeLike = jnp.bool_) -> jax.Array:
+def get_or_compute_attention_mask(info: MaskParts, dtype: DTypeLike = jnp.bool_) -> jax.Array:
     """Writes all parts together out as one mask.
 
     Args:
@@ -42,9 +38,7 @@ def get_or_compute_attention_mask(info: "ejkernel.types.mask.MaskInfo", dtype: D
     return mask.astype(dtype)
 
 
-def get_or_compute_segment_ids(
-    info: "ejkernel.types.mask.MaskInfo", per_head: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def get_or_compute_segment_ids(info: MaskParts, per_head: bool = False) -> tuple[jax.Array, jax.Array]:
     """Returns the stored segment ids, or those `mask_to_segment_ids` finds.
 
     Args:
@@ -59,11 +53,11 @@ def get_or_compute_segment_ids(
     """
     q_ids, kv_ids = info.explicit_q_segment_ids, info.explicit_kv_segment_ids
     if q_ids is None or kv_ids is None or (per_head and info.explicit_mask is not None):
-        return mask_to_segment_ids(info.get_or_compute_attention_mask(), per_head)
+        return mask_to_segment_ids(get_or_compute_attention_mask(info), per_head)
     return (q_ids[:, None], kv_ids[:, None]) if per_head else (q_ids, kv_ids)
 
 
-def get_or_compute_positions(info: "ejkernel.types.mask.MaskInfo") -> tuple[jax.Array | None, jax.Array | None]:
+def get_or_compute_positions(info: MaskParts) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the stored positions, or the places of the tokens in their segments.
 
     Args:
@@ -76,7 +70,7 @@ def get_or_compute_positions(info: "ejkernel.types.mask.MaskInfo") -> tuple[jax.
     q_positions, kv_positions = info.q_positions, info.kv_positions
     if info.is_empty or (q_positions is not None and kv_positions is not None):
         return q_positions, kv_positions
-    q_ids, kv_ids = info.get_or_compute_segment_ids()
+    q_ids, kv_ids = get_or_compute_segment_ids(info)
     if q_positions is None:
         q_positions = segment_ids_to_positions(q_ids)
     if kv_positions is None:
@@ -85,7 +79,7 @@ def get_or_compute_positions(info: "ejkernel.types.mask.MaskInfo") -> tuple[jax.
 
 
 def get_or_compute_qkv_cu_seqlens(
-    info: "ejkernel.types.mask.MaskInfo", *, out_dtype: DTypeLike = jnp.int32, max_segments: int = 128
+    info: MaskParts, *, out_dtype: DTypeLike = jnp.int32, max_segments: int = 128
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the stored cumulative lengths, or counts the tokens of every segment id.
 
@@ -103,15 +97,13 @@ def get_or_compute_qkv_cu_seqlens(
     """
     cu_q, cu_kv = info.explicit_cu_seqlens_q, info.explicit_cu_seqlens_kv
     if cu_q is None or cu_kv is None:
-        q_ids, kv_ids = info.get_or_compute_segment_ids()
+        q_ids, kv_ids = get_or_compute_segment_ids(info)
         cu_q = segment_ids_to_cu_seqlens(q_ids, max_segments=max_segments)
         cu_kv = segment_ids_to_cu_seqlens(kv_ids, max_segments=max_segments)
     return cu_q.astype(out_dtype), cu_kv.astype(out_dtype)
 
 
-def get_qkv_masks(
-    info: "ejkernel.types.mask.MaskInfo", dtype: DTypeLike = jnp.bool_
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def get_qkv_masks(info: MaskParts, dtype: DTypeLike = jnp.bool_) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns validity and mask.
 
     Args:
@@ -125,63 +117,21 @@ def get_qkv_masks(
     Raises:
         ValueError: The mask is empty.
     """
-    q_ids, kv_ids = info.get_or_compute_segment_ids()
-    return (q_ids >= 0).astype(dtype), (kv_ids >= 0).astype(dtype), info.get_or_compute_attention_mask(dtype)
+    q_ids, kv_ids = get_or_compute_segment_ids(info)
+    return (q_ids >= 0).astype(dtype), (kv_ids >= 0).astype(dtype), get_or_compute_attention_mask(info, dtype)
 
 
-def create_bias(info: "ejkernel.types.mask.MaskInfo", dtype: DTypeLike = jnp.float32) -> jax.Array:
+def create_bias(info: MaskParts, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Returns [batch, heads or 1, q_len, kv_len] in `dtype`: 0 where a pair attends, else the lowest finite number.
 
     Raises:
         ValueError: The mask is empty.
     """
     masked = jnp.asarray(jnp.finfo(dtype).min, dtype)
-    return jnp.where(info.get_or_compute_attention_mask(), jnp.zeros((), dtype), masked)
+    return jnp.where(get_or_compute_attention_mask(info), jnp.zeros((), dtype), masked)
 
 
-def materialize_attention_mask(
-    info: "ejkernel.types.mask.MaskInfo", dtype: DTypeLike = jnp.bool_
-) -> "ejkernel.types.mask.MaskInfo":
-    """Returns a MaskInfo of the same meaning that stores an explicit mask in `dtype`.
-
-    Raises:
-        ValueError: The mask is empty.
-    """
-    return info.replace(
-        attention_mask=info.get_or_compute_attention_mask(dtype),
-        q_segment_ids=info.explicit_q_segment_ids,
-        kv_segment_ids=info.explicit_kv_segment_ids,
-        cu_seqlens_q=info.explicit_cu_seqlens_q,
-        cu_seqlens_kv=info.explicit_cu_seqlens_kv,
-    )
-
-
-def materialize_segment_ids(
-    info: "ejkernel.types.mask.MaskInfo", per_head: bool = False
-) -> "ejkernel.types.mask.MaskInfo":
-    """Returns a MaskInfo of the same meaning that stores segment ids, if need be those of `mask_to_segment_ids`.
-
-    Args:
-        info: The mask.
-        per_head: Only for masks with one head. Stored ids are shared by the heads;
-            `get_or_compute_segment_ids(per_head=True)` returns ids of every head.
-
-    Raises:
-        ValueError: The mask is empty, or has several heads and `per_head` is set.
-    """
-    heads = 1 if info.explicit_mask is None else info.explicit_mask.shape[1]
-    if per_head and heads > 1:
-        raise ValueError(
-            f"per_head=True with {heads} heads: stored segment ids are shared by the heads; "
-            "get_or_compute_segment_ids(per_head=True) returns ids of every head"
-        )
-    if info.explicit_q_segment_ids is not None:
-        return info
-    q_ids, kv_ids = info.get_or_compute_segment_ids()
-    return info.replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-
-
-def is_self_attention(info: "ejkernel.types.mask.MaskInfo") -> jax.Array:
+def is_self_attention(info: MaskParts) -> jax.Array:
     """Returns a [] bool: both sides have equal ids, or, if no ids are stored, the mask is square. False if empty."""
     q_ids, kv_ids = info.explicit_q_segment_ids, info.explicit_kv_segment_ids
     if q_ids is None or kv_ids is None or q_ids.shape != kv_ids.shape:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import export
 
 from ejkernel.types import changes, constructors, derived, sharding, transforms
-from ejkernel.types.changes import BAKED_IN, LEAVES, STATIC
-from ejkernel.types.checks import check_leaf_shapes, has_values, is_array
+from ejkernel.types.checks import is_array
 from ejkernel.types.cu_seqlens import (
     attention_mask_to_qkv_cu_seqlens,
     cu_seqlens_to_mask,
@@ -20,16 +19,15 @@ from ejkernel.types.cu_seqlens import (
     qkv_masks_to_cu_seqlens,
     segment_ids_to_cu_seqlens,
 )
-from ejkernel.types.debug import check_cu_seqlens_values, check_mask_values, get_debug_mode, set_debug_mode
-from ejkernel.types.integers import as_int32, exact_segment_ids
+from ejkernel.types.debug import get_debug_mode, set_debug_mode
+from ejkernel.types.mask_parts import BAKED_IN, LEAVES, STATIC, MaskParts
 from ejkernel.types.segments import (
-    as_bool_mask,
     mask_to_segment_ids,
     segment_ids_to_mask,
     segment_ids_to_positions,
     segment_ids_to_qkv_masks,
 )
-from ejkernel.types.sharding import AxisNames, MaskSharding
+from ejkernel.types.sharding import MaskSharding
 from ejkernel.types.visualize import visualize as draw
 
 __all__ = [
@@ -54,7 +52,7 @@ __all__ = [
 @final
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MaskInfo:
+class MaskInfo(MaskParts):
     """Which query attends to which key: an explicit mask, segment ids, or both.
 
     A pair attends if **every** stored part lets it: the explicit mask is True and the segment ids are equal and not
@@ -103,22 +101,6 @@ class MaskInfo:
         ```
     """
 
-    _attention_mask: jax.Array | None = None
-    _q_segment_ids: jax.Array | None = None
-    _kv_segment_ids: jax.Array | None = None
-    _cu_seqlens_q: jax.Array | None = None
-    _cu_seqlens_kv: jax.Array | None = None
-    q_positions: jax.Array | None = None
-    kv_positions: jax.Array | None = None
-    causal_mask_baked_in: bool = False
-    sliding_window_baked_in: bool = False
-    chunked_mask_baked_in: bool = False
-    token_type_ids_baked_in: bool = False
-    batch_axis_name: AxisNames = ("dp", "fsdp")
-    qheads_axis_name: AxisNames = "tp"
-    kvheads_axis_name: AxisNames = "tp"
-    sequence_axis_name: AxisNames = "sp"
-
     # Functions of the sibling modules, each documented where it is written.
     from_segments = classmethod(constructors.from_segments)
     from_attention_mask = classmethod(constructors.from_attention_mask)
@@ -139,32 +121,13 @@ class MaskInfo:
     get_or_compute_positions = derived.get_or_compute_positions
     get_or_compute_qkv_cu_seqlens = derived.get_or_compute_qkv_cu_seqlens
     get_qkv_masks = derived.get_qkv_masks
-    materialize_attention_mask = derived.materialize_attention_mask
-    materialize_segment_ids = derived.materialize_segment_ids
-    to_dtype = derived.materialize_attention_mask
+    materialize_attention_mask = changes.materialize_attention_mask
+    materialize_segment_ids = changes.materialize_segment_ids
+    to_dtype = changes.materialize_attention_mask
     create_bias = derived.create_bias
     replace = changes.replace
     without = changes.without
     is_self_attention = derived.is_self_attention
-
-    def __post_init__(self) -> None:
-        leaves = {name.removeprefix("_"): getattr(self, name) for name in LEAVES}
-        check_leaf_shapes(leaves)
-        self._narrow_integers()
-        if get_debug_mode():
-            check_mask_values("attention_mask", self._attention_mask)
-            for name in ("cu_seqlens_q", "cu_seqlens_kv"):
-                check_cu_seqlens_values(name, leaves[name])
-
-    def _narrow_integers(self) -> None:
-        """Brings ids and positions of wider dtypes into int32; JAX would wrap 64-bit ones around."""
-        pair = (self._q_segment_ids, self._kv_segment_ids)
-        if all(map(has_values, pair)):
-            for name, ids in zip(("_q_segment_ids", "_kv_segment_ids"), exact_segment_ids(*pair), strict=True):
-                object.__setattr__(self, name, ids)
-        for name in ("q_positions", "kv_positions"):
-            if has_values(getattr(self, name)):
-                object.__setattr__(self, name, as_int32(getattr(self, name)))
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
         """Returns the leaves with their names, and the static fields."""
@@ -184,36 +147,6 @@ class MaskInfo:
         parts = [f"{n.removeprefix('_')}={v.shape if is_array(v) else v}" for n, v in stored if v is not None]
         parts += [flag for flag in BAKED_IN.values() if getattr(self, flag)]
         return f"MaskInfo({', '.join(parts)})"
-
-    @property
-    def explicit_mask(self) -> jax.Array | None:
-        """The stored mask [batch or 1, heads or 1, q_len, kv_len] as booleans, or None; ids apply as well."""
-        return None if self._attention_mask is None else as_bool_mask(self._attention_mask)
-
-    @property
-    def explicit_q_segment_ids(self) -> jax.Array | None:
-        """The stored ids [batch, q_len] of the queries, or None."""
-        return self._q_segment_ids
-
-    @property
-    def explicit_kv_segment_ids(self) -> jax.Array | None:
-        """The stored ids [batch, kv_len] of the keys, or None."""
-        return self._kv_segment_ids
-
-    @property
-    def explicit_cu_seqlens_q(self) -> jax.Array | None:
-        """The stored cumulative lengths [sequences + 1] of the queries, or None."""
-        return self._cu_seqlens_q
-
-    @property
-    def explicit_cu_seqlens_kv(self) -> jax.Array | None:
-        """The stored cumulative lengths [sequences + 1] of the keys, or None."""
-        return self._cu_seqlens_kv
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether neither a mask nor ids are stored, so that everything attends; positions may be stored."""
-        return self._attention_mask is None and self._q_segment_ids is None
 
     @property
     def attention_mask(self) -> jax.Array:
@@ -282,31 +215,6 @@ class MaskInfo:
     def bias(self) -> jax.Array:
         """`create_bias` in float32."""
         return self.create_bias()
-
-    def _size(self, leaf_axes: dict[str, int]) -> int | None:
-        """The size of a dimension from the first of these leaves that is stored."""
-        leaves = ((getattr(self, name), axis) for name, axis in leaf_axes.items())
-        return next((leaf.shape[axis] for leaf, axis in leaves if leaf is not None), None)
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of the stored parts, or None if nothing is stored."""
-        return self._size({"_q_segment_ids": 0, "_attention_mask": 0, "q_positions": 0, "kv_positions": 0})
-
-    @property
-    def q_len(self) -> int | None:
-        """Queries in a row, or None if nothing stored tells."""
-        return self._size({"_q_segment_ids": -1, "_attention_mask": -2, "q_positions": -1})
-
-    @property
-    def kv_len(self) -> int | None:
-        """Keys in a row, or None if nothing stored tells."""
-        return self._size({"_kv_segment_ids": -1, "_attention_mask": -1, "kv_positions": -1})
-
-    @property
-    def shape(self) -> tuple[int | None, int | None, int | None]:
-        """`(batch_size, q_len, kv_len)`."""
-        return self.batch_size, self.q_len, self.kv_len
 
 
 def _valid_tokens(ids: jax.Array) -> jax.Array:

@@ -1,15 +1,13 @@
 """Where the parts of a MaskInfo go on a mesh."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-if TYPE_CHECKING:
-    import ejkernel.types.mask
+from ejkernel.types.mask_parts import AxisNames, MaskParts
 
 # A mesh axis, several that shard one dimension together, or None for replication.
-AxisNames = tuple[str, ...] | str | None
 
 
 class MaskSharding(NamedTuple):
@@ -39,9 +37,7 @@ def get_empty_sharding() -> MaskSharding:
     return MaskSharding(*[None] * len(MaskSharding._fields))
 
 
-def get_shardings(
-    info: "ejkernel.types.mask.MaskInfo", sequence_parallel: bool = False, *, mesh: Mesh | AbstractMesh
-) -> MaskSharding:
+def get_shardings(info: MaskParts, sequence_parallel: bool = False, *, mesh: Mesh | AbstractMesh) -> MaskSharding:
     """Partition specs of the stored parts, from the axis names of this MaskInfo.
 
     A dimension that the devices of its axes do not divide is replicated, so a mask with one head is not sharded over

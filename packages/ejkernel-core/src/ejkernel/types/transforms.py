@@ -7,7 +7,7 @@ the kernels. So packed sequences whose queries and keys have lengths of their ow
 causal within each sequence.
 """
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel.promotion import promoting
+from ejkernel.types import changes
 from ejkernel.types.checks import check_choice, check_number, check_static_size, checked_integers, per_row
+from ejkernel.types.derived import get_or_compute_attention_mask, get_or_compute_segment_ids
 from ejkernel.types.integers import NO_LIMIT, as_int32, bounded, clamp_positions, exact_segment_ids
+from ejkernel.types.mask_parts import Info, MaskParts
 from ejkernel.types.segments import segment_rule
-
-if TYPE_CHECKING:
-    import ejkernel.types.mask
 
 # The token types whose zeros match nothing, by zero_policy: (of the queries, of the keys).
 _ZEROS_DISABLED = {"q": (True, False), "kv": (False, True), "both": (True, True), "none": (False, False)}
@@ -28,7 +28,7 @@ _COMBINATIONS = ("union", "intersect", "replace")
 _WINDOW_MODES = (None, "default", "decode", "prefill")
 
 
-def apply_causal(info: "ejkernel.types.mask.MaskInfo", offset: ArrayLike = 0) -> "ejkernel.types.mask.MaskInfo":
+def apply_causal(info: Info, offset: ArrayLike = 0) -> Info:
     """Keeps the keys whose place is at most that of the query plus `offset`.
 
     Args:
@@ -41,20 +41,20 @@ def apply_causal(info: "ejkernel.types.mask.MaskInfo", offset: ArrayLike = 0) ->
     Raises:
         ValueError: The mask is empty, or `offset` has another shape.
     """
-    mask = info.get_or_compute_attention_mask()
+    mask = get_or_compute_attention_mask(info)
     q_place, kv_place = _places(info)
     causal = kv_place <= q_place + _offset(offset, mask)
     return _restricted(info, mask & causal, causal_mask_baked_in=True)
 
 
 def apply_sliding_window(
-    info: "ejkernel.types.mask.MaskInfo",
+    info: Info,
     sliding_window: ArrayLike | tuple[ArrayLike | None, ArrayLike | None],
     *,
     offset: ArrayLike = 0,
     mode: Literal["default", "decode", "prefill"] | None = None,
     index: ArrayLike | None = None,
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Keeps the keys from `left` places before a query to `right` places behind it, both included.
 
     Args:
@@ -80,7 +80,7 @@ def apply_sliding_window(
         if side is not None:
             check_number("sliding_window", side, minimum=0)
     near, far = (None if side is None else _distance(side) for side in (left, right))
-    mask = info.get_or_compute_attention_mask()
+    mask = get_or_compute_attention_mask(info)
     q_place, kv_place = _places(info)
     q_place = q_place + _offset(offset, mask)
     if near is not None:
@@ -97,9 +97,7 @@ def apply_sliding_window(
     return windowed
 
 
-def apply_chunked(
-    info: "ejkernel.types.mask.MaskInfo", chunk_size: ArrayLike, offset: ArrayLike = 0
-) -> "ejkernel.types.mask.MaskInfo":
+def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> Info:
     """Keeps the keys of the query's own chunk that are causal: place at most that of the query plus `offset`.
 
     Args:
@@ -115,13 +113,14 @@ def apply_chunked(
         ValueError: The mask is empty, `chunk_size` is not positive, or `offset` has another shape.
     """
     check_number("chunk_size", chunk_size, minimum=1)
-    mask = info.get_or_compute_attention_mask()
+    mask = get_or_compute_attention_mask(info)
     q_place, kv_place = _places(info)
     size = chunk_size if isinstance(chunk_size, jax.Array) else min(int(np.asarray(chunk_size)), NO_LIMIT)
     q_chunk, kv_chunk = q_place // size, kv_place // size
     mask = mask & (q_chunk == kv_chunk) & (kv_place <= q_place + _offset(offset, mask))
-    q_ids, kv_ids = info.get_or_compute_segment_ids()
-    return info.replace(
+    q_ids, kv_ids = get_or_compute_segment_ids(info)
+    return changes.replace(
+        info,
         attention_mask=mask,
         q_segment_ids=jnp.where(q_ids < 0, -1, q_chunk[:, 0, :, 0] + 1),
         kv_segment_ids=jnp.where(kv_ids < 0, -1, kv_chunk[:, 0, 0, :] + 1),
@@ -131,13 +130,13 @@ def apply_chunked(
 
 @promoting
 def apply_kv_lengths(
-    info: "ejkernel.types.mask.MaskInfo",
+    info: Info,
     kv_lengths: ArrayLike,
     *,
     q_len: int | None = None,
     end_index: ArrayLike | None = None,
     sliding_window: int | None = None,
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Keeps what a step with a KV cache sees: the keys that are filled, and the rows of the newest queries.
 
     Args:
@@ -157,7 +156,7 @@ def apply_kv_lengths(
     """
     if q_len is None or end_index is None:
         raise ValueError("apply_kv_lengths needs q_len and end_index, which say which rows are kept")
-    mask = info.get_or_compute_attention_mask()
+    mask = get_or_compute_attention_mask(info)
     batch_size, _, rows, columns = mask.shape
     if check_static_size("q_len", q_len) > rows:
         raise ValueError(f"q_len is {q_len}, but the mask has only {rows} rows")
@@ -166,7 +165,7 @@ def apply_kv_lengths(
     limited = _restricted(info, mask & filled[:, None, None, :])
     if info.explicit_kv_segment_ids is not None:
         kv_ids = jnp.where(filled, info.explicit_kv_segment_ids, -1)
-        limited = limited.replace(kv_segment_ids=kv_ids)
+        limited = changes.replace(limited, kv_segment_ids=kv_ids)
     width = columns if sliding_window is None else min(check_static_size("sliding_window", sliding_window), columns)
     return _cut(
         limited,
@@ -176,13 +175,13 @@ def apply_kv_lengths(
 
 
 def apply_token_type_ids(
-    info: "ejkernel.types.mask.MaskInfo",
+    info: Info,
     token_type_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
     *,
     combine: Literal["union", "intersect", "replace"] = "union",
     zero_policy: Literal["q", "kv", "both", "none"] = "q",
     update_segment_ids: bool | None = None,
-) -> "ejkernel.types.mask.MaskInfo":
+) -> Info:
     """Lets tokens of the same type attend to each other, or only those.
 
     Args:
@@ -206,7 +205,7 @@ def apply_token_type_ids(
     update = combine != "union" if update_segment_ids is None else update_segment_ids
     if update and combine == "union":
         raise ValueError('update_segment_ids=True with combine="union": segment ids cannot express a union')
-    mask = info.get_or_compute_attention_mask()
+    mask = get_or_compute_attention_mask(info)
     q_types, kv_types = _token_types(info, token_type_ids, _ZEROS_DISABLED[zero_policy])
     same = segment_rule(q_types, kv_types)[:, None]
     ids = _stored_ids(info)
@@ -216,7 +215,7 @@ def apply_token_type_ids(
         ids = {"q_segment_ids": _padding_only(info.explicit_q_segment_ids)}
         ids["kv_segment_ids"] = _padding_only(info.explicit_kv_segment_ids)
     new_mask = {"union": mask | same, "intersect": mask & same, "replace": same}[combine]
-    return info.replace(attention_mask=new_mask, token_type_ids_baked_in=True, **ids)
+    return changes.replace(info, attention_mask=new_mask, token_type_ids_baked_in=True, **ids)
 
 
 def create_chunked_attention_mask(
@@ -248,17 +247,19 @@ class _Span(NamedTuple):
     size: int
 
 
-def _restricted(info: "ejkernel.types.mask.MaskInfo", mask: jax.Array, **fields: Any) -> "ejkernel.types.mask.MaskInfo":
+def _restricted(info: Info, mask: jax.Array, **fields: Any) -> Info:
     """A new mask over the same tokens; unlike with `replace` ids and cumulative lengths stay, as the sequences do."""
     cu_q, cu_kv = info.explicit_cu_seqlens_q, info.explicit_cu_seqlens_kv
-    return info.replace(attention_mask=mask, **_stored_ids(info), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **fields)
+    return changes.replace(
+        info, attention_mask=mask, **_stored_ids(info), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **fields
+    )
 
 
-def _stored_ids(info: "ejkernel.types.mask.MaskInfo") -> dict[str, jax.Array | None]:
+def _stored_ids(info: MaskParts) -> dict[str, jax.Array | None]:
     return {"q_segment_ids": info.explicit_q_segment_ids, "kv_segment_ids": info.explicit_kv_segment_ids}
 
 
-def _places(info: "ejkernel.types.mask.MaskInfo") -> tuple[jax.Array, jax.Array]:
+def _places(info: MaskParts) -> tuple[jax.Array, jax.Array]:
     """The places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
     q_place = _indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
     kv_place = _indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
@@ -286,22 +287,18 @@ def _width(left: Any, right: Any) -> int:
     return check_static_size("sliding_window", left) + check_static_size("sliding_window", right) + 1
 
 
-def _decode_part(
-    info: "ejkernel.types.mask.MaskInfo", left: Any, right: Any, offset: Any, index: Any
-) -> "ejkernel.types.mask.MaskInfo":
+def _decode_part(info: Info, left: Any, right: Any, offset: Any, index: Any) -> Info:
     if index is None:
         raise ValueError('mode="decode" needs index, the query whose row is kept')
-    batch_size, _, rows, columns = info.get_or_compute_attention_mask().shape
+    batch_size, _, rows, columns = get_or_compute_attention_mask(info).shape
     row = jnp.clip(per_row("index", index, batch_size), 0, rows - 1)
     first = row + per_row("offset", offset, batch_size) - left
     return _cut(info, rows=_Span(row, 1), columns=_Span(first, min(_width(left, right), columns)))
 
 
-def _cut(
-    info: "ejkernel.types.mask.MaskInfo", *, rows: _Span | None = None, columns: _Span | None = None
-) -> "ejkernel.types.mask.MaskInfo":
+def _cut(info: Info, *, rows: _Span | None = None, columns: _Span | None = None) -> Info:
     """Cuts every stored leaf to the given rows and columns; a span that sticks out is moved inside."""
-    mask = info.get_or_compute_attention_mask()
+    mask = get_or_compute_attention_mask(info)
     q_side = {"q_segment_ids": info.explicit_q_segment_ids, "q_positions": info.q_positions}
     kv_side = {"kv_segment_ids": info.explicit_kv_segment_ids, "kv_positions": info.kv_positions}
     cut: dict[str, Any] = dict(_stored_ids(info))
@@ -310,7 +307,7 @@ def _cut(
             continue
         mask = _take(mask, span, axis)
         cut |= {name: _take(leaf, span, 1) for name, leaf in side.items() if leaf is not None}
-    return info.replace(attention_mask=mask, **cut)
+    return changes.replace(info, attention_mask=mask, **cut)
 
 
 def _take(leaf: jax.Array, span: _Span, axis: int) -> jax.Array:
@@ -324,7 +321,7 @@ def _padding_only(ids: jax.Array | None) -> jax.Array | None:
 
 
 def _token_types(
-    info: "ejkernel.types.mask.MaskInfo", token_type_ids: Any, zeros_disabled: tuple[bool, bool]
+    info: MaskParts, token_type_ids: Any, zeros_disabled: tuple[bool, bool]
 ) -> tuple[jax.Array, jax.Array]:
     """The types of both sides as segment ids: -1 where a type matches nothing."""
     pair = token_type_ids if isinstance(token_type_ids, tuple | list) else (token_type_ids, token_type_ids)

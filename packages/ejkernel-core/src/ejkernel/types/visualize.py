@@ -1,6 +1,6 @@
 """A terminal picture of a MaskInfo."""
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,8 @@ import numpy as np
 
 from ejkernel.types.checks import check_choice, check_static_size
 from ejkernel.types.debug import is_traced
+from ejkernel.types.mask_parts import MaskParts
 from ejkernel.types.segments import mask_to_segment_ids
-
-if TYPE_CHECKING:
-    import ejkernel.types.mask
 
 # How a block is drawn: no pair attends, some do, all do.
 _CHARSETS = {"unicode": "·▒█", "ascii": ".+#"}
@@ -41,7 +39,7 @@ class _Side(NamedTuple):
 
 
 def visualize(  # noqa: PLR0913 - a public method
-    info: "ejkernel.types.mask.MaskInfo",
+    info: MaskParts,
     block_size: int | tuple[int, int] = 32,
     batch: int = 0,
     head: int = 0,
@@ -97,7 +95,7 @@ def visualize(  # noqa: PLR0913 - a public method
     return None
 
 
-def _host_parts(info: "ejkernel.types.mask.MaskInfo", batch: int, head: int) -> tuple[Any, np.ndarray, np.ndarray]:
+def _host_parts(info: MaskParts, batch: int, head: int) -> tuple[Any, np.ndarray, np.ndarray]:
     """The explicit mask [q_len, kv_len] (None if ids say it all) and the ids of one row and head."""
     if info.is_empty:
         raise ValueError("an empty MaskInfo has nothing to draw; make it with a mask or with segment ids")

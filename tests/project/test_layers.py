@@ -1,0 +1,100 @@
+"""Packages of core import what is below them, and no module imports itself by way of others."""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LAYERS = ("types", "planning", "families", "ops", "modules", "compat", "cli")
+"""Packages of core, each of which imports only itself, those before it, and single modules such as `errors`."""
+
+
+def _root() -> Path:
+    spec = importlib.util.find_spec("ejkernel")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@functools.cache
+def _files() -> dict[str, Path]:
+    """Modules of `ejkernel` by name."""
+    root = _root()
+    named = {path.relative_to(root.parent).with_suffix("").parts: path for path in root.rglob("*.py")}
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in named.items()}
+
+
+def _statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports below a node that run, those within functions included; type checkers read the others alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+            yield from _statements(child)
+
+
+@functools.cache
+def _imports() -> dict[str, frozenset[str]]:
+    """Module -> modules of `ejkernel` that it imports."""
+    files = _files()
+    found: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for statement in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(statement, ast.ImportFrom):
+                base = statement.module or ""
+                paths = [f"{base}.{alias.name}" for alias in statement.names]
+                found[name] |= {path if path in files else base for path in paths}
+            else:
+                found[name] |= {alias.name for alias in statement.names}
+    return {name: frozenset(paths & files.keys()) - {name} for name, paths in found.items()}
+
+
+def _shortened(depth: int) -> dict[str, set[str]]:
+    """The imports between packages and modules that are named by so many words, parents and children left out."""
+    short: dict[str, set[str]] = {}
+    for name, paths in _imports().items():
+        importer = ".".join(name.split(".")[:depth])
+        imported = {".".join(path.split(".")[:depth]) for path in paths}
+        kin = {x for x in imported if f"{x}.".startswith(f"{importer}.") or f"{importer}.".startswith(f"{x}.")}
+        short.setdefault(importer, set()).update(imported - kin)
+    return short
+
+
+def _cyclic(graph: dict[str, set[str]]) -> set[str]:
+    """What is left of a graph when all nodes are removed that import, or are imported by, no remaining one."""
+    left = set(graph)
+    while left:
+        imported = set().union(*(graph[name] for name in left)) & left
+        keep = {name for name in imported if graph[name] & left}
+        if keep == left:
+            break
+        left = keep
+    return left
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 5, 6])
+def test_no_package_and_no_module_imports_itself_by_way_of_others(depth):
+    assert not _cyclic(_shortened(depth))
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_a_package_imports_only_those_below_it(package):
+    above = set(LAYERS[LAYERS.index(package) + 1 :])
+    wrong = {
+        f"{name} imports {path}"
+        for name, paths in _imports().items()
+        for path in paths
+        if name.startswith(f"ejkernel.{package}.") and path.split(".")[1:2] and path.split(".")[1] in above
+    }
+    assert not wrong
+
+
+def test_errors_import_no_other_module():
+    assert not _imports()["ejkernel.errors"]
+
+
+def test_a_cycle_is_seen():
+    assert _cyclic({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
