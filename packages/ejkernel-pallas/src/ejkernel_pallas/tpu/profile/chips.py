@@ -1,6 +1,8 @@
-"""What the estimate knows of each TPU: public peak figures, and latencies of its units."""
+"""What the estimate knows of each TPU, in addition to its public figures: the latencies of its units."""
 
 import dataclasses
+
+from ejkernel.ops.chips import TPUS, Tpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,40 +44,16 @@ class Latencies:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """One kind of TPU, as JAX shows it: a device of v7x is one of the two cores of a chip.
+class Chip(Tpu):
+    """A kind of TPU with what estimates need in addition; one of its cores is simulated.
 
     Attributes:
-        name: What `--target` calls it.
         topology: One that libtpu makes executables for, of eight devices.
-        kind: JAX's `device_kind`.
-        clock: Cycles a second: peak figure over the products a cycle of the matrix units.
-        flops: Dense bfloat16 operations a second of a device.
-        bandwidth: HBM bytes a second of a device.
-        link_bandwidth: Bytes a second that a link between chips takes in one direction: the vendor's figure for a chip,
-            which is of both directions, over two and over its links (four in a plane, six in space).
-        cores: Cores that share the bandwidth; a kernel runs on all of them, and one is simulated.
-        mxus: Matrix units of a core.
-        vmem: VMEM bytes of a core.
         latencies: Of a core.
     """
 
-    name: str
     topology: str
-    kind: str
-    clock: float
-    flops: float
-    bandwidth: float
-    link_bandwidth: float
-    cores: int = 1
-    mxus: int
-    vmem: int
     latencies: Latencies
-
-    @property
-    def core_bandwidth(self) -> float:
-        """HBM bytes a second that one core gets while all of them copy."""
-        return self.bandwidth / self.cores
 
 
 _V5E = Latencies(
@@ -91,26 +69,16 @@ _V7X = dataclasses.replace(
     _V6E, branch_delay=6, matmul_result=205, reduction=128, rotation=122, transposition=135, dma_read=580, dma_write=500
 )
 
-_MIB = 1 << 20
-_ALL = (
-    Chip(
-        name="v5e", topology="v5e:4x2", kind="TPU v5 lite", clock=1.50e9, flops=197e12, bandwidth=819e9,
-        link_bandwidth=400e9 / 2 / 4, mxus=4, vmem=128 * _MIB, latencies=_V5E,
-    ),
-    Chip(
-        name="v5p", topology="v5p:2x2x2", kind="TPU v5", clock=1.75e9, flops=459e12, bandwidth=2765e9,
-        link_bandwidth=1200e9 / 2 / 6, cores=2, mxus=4, vmem=64 * _MIB, latencies=_V5P,
-    ),
-    Chip(
-        name="v6e", topology="v6e:4x2", kind="TPU v6 lite", clock=1.75e9, flops=918e12, bandwidth=1640e9,
-        link_bandwidth=800e9 / 2 / 4, mxus=2, vmem=128 * _MIB, latencies=_V6E,
-    ),
-    Chip(
-        name="v7x", topology="tpu7x:2x2x1", kind="TPU7x", clock=2.20e9, flops=2307e12 / 2, bandwidth=7380e9 / 2,
-        link_bandwidth=1200e9 / 2 / 6, mxus=2, vmem=64 * _MIB, latencies=_V7X,
-    ),
-)  # fmt: skip
-CHIPS = {chip.name: chip for chip in _ALL}
+_MORE = {
+    "v5e": ("v5e:4x2", _V5E),
+    "v5p": ("v5p:2x2x2", _V5P),
+    "v6e": ("v6e:4x2", _V6E),
+    "v7x": ("tpu7x:2x2x1", _V7X),
+}
+CHIPS = {
+    name: Chip(**dataclasses.asdict(TPUS[name]), topology=topology, latencies=latencies)
+    for name, (topology, latencies) in _MORE.items()
+}
 
 
 def chip(name: str) -> Chip:

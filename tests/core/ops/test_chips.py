@@ -1,0 +1,46 @@
+"""The table of chips: devices find their entry, and the entries are consistent."""
+
+import pytest
+
+from ejkernel.ops import chips
+from ejkernel.ops.device import KINDS, DeviceInfo
+
+
+def _nvidia(capability):
+    return DeviceInfo(platform="gpu", vendor="nvidia", kind="some GPU", compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"), [(8.0, "sm_80"), (9.0, "sm_90"), (12.0, "sm_120"), (12.1, "sm_120"), (7.5, "sm_80")]
+)
+def test_a_gpu_that_is_not_listed_counts_as_the_newest_before_it(capability, target):
+    assert chips.gpu_of(_nvidia(capability)).target == target
+
+
+def test_consumer_blackwell_has_the_multiprocessors_of_its_largest_product():
+    """An RTX PRO 6000 Blackwell has 188 multiprocessors of 128 lanes, 24,064 in all; an RTX 5090 has 170."""
+    assert chips.gpu_named("sm_120").multiprocessors == 24064 // 128
+
+
+@pytest.mark.parametrize("gpu", chips.GPUS.values(), ids=str)
+def test_a_block_leaves_the_driver_its_share_of_a_multiprocessor(gpu):
+    reserved = 1024 if gpu.vendor == "nvidia" else 0
+    assert gpu.total_shared_memory - gpu.shared_memory == reserved
+    assert gpu.capability == (int(gpu.target.removeprefix("sm_")) if gpu.vendor == "nvidia" else 0)
+
+
+def test_an_unknown_target_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"chip: got 'sm_75', wants one of sm_80, .*gfx942"):
+        chips.gpu_named("sm_75")
+
+
+def test_devices_of_the_command_line_are_in_the_table():
+    for name, device in KINDS.items():
+        if device.platform == "tpu":
+            assert chips.tpu_of(device) is chips.TPUS[name]
+        elif device.platform == "gpu":
+            assert chips.gpu_of(device).vendor == device.vendor
+
+
+def test_interpreters_on_a_cpu_have_the_limits_of_hopper():
+    assert chips.gpu_of(DeviceInfo(platform="cpu")).target == "sm_90"
