@@ -26,7 +26,7 @@ class Gpu:
         architecture: Its generation. Consumer Blackwell (sm_120) has `ada`'s matrix instructions, and counts as that.
         multiprocessors: How many it has.
         shared_memory: Bytes of shared memory that one thread block can have.
-        total_shared_memory: Bytes of a multiprocessor for its resident blocks, each of which takes 1 KiB more on NVIDIA.
+        total_shared_memory: Bytes of a multiprocessor for its resident blocks; each takes 1 KiB more on NVIDIA.
         registers: 32-bit registers of a multiprocessor, which its resident blocks share.
         l2: Bytes of the L2 cache, of all its parts together.
         bandwidth: Bytes a second of its memory.
@@ -60,7 +60,7 @@ class Tpu:
     Attributes:
         name: Its short name.
         kind: JAX's `device_kind`.
-        clock: Cycles a second: peak figure over the products a cycle of the matrix units.
+        clock: Cycles a second: `flops` over the operations a cycle of the matrix units.
         flops: Dense bfloat16 operations a second of a device.
         bandwidth: HBM bytes a second of a device.
         link_bandwidth: Bytes a second that a link between chips takes in one direction: the vendor's figure for a chip,
