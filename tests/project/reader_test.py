@@ -1,0 +1,135 @@
+"""Draws names, comments and sentences for a reader who has not seen the project, who says what each of them means.
+
+    python tests/project/reader_test.py --seed 1               # prints the sheet
+    python tests/project/reader_test.py --seed 1 --sources     # prints where each item is, to judge the answers
+
+The sheet has 60 identifiers (20 of core, 20 of Triton and CUDA, 20 of Pallas), 40 comments or docstrings with ten lines
+around them, and 40 sentences of the documentation. The names and the prose of a tree are plain if a reader explains at
+least 57, 38 and 39 of them rightly. What was missed is mended, and a new draw goes to another reader.
+"""
+
+import argparse
+import ast
+import io
+import keyword
+import random
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import check_words
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "core": ("packages/ejkernel-core/src/ejkernel", "packages/ejkernel-xla/src"),
+    "Triton and CUDA": ("packages/ejkernel-triton/src", "packages/ejkernel-cuda/src"),
+    "Pallas": ("packages/ejkernel-pallas/src",),
+}
+NAMES, COMMENTS, SENTENCES, AROUND = 20, 40, 40, 5
+SHORTEST = 4
+"""Letters of the shortest identifier that is drawn: `q` and `lse` mean nothing outside of their formula."""
+
+
+class Item(NamedTuple):
+    """Something to explain.
+
+    Attributes:
+        text: What the reader sees.
+        source: File and line.
+    """
+
+    text: str
+    source: str
+
+
+def main() -> None:
+    """Prints a sheet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="draws the same items for the same tree")
+    parser.add_argument("--sources", action="store_true", help="print where each item is instead of the item")
+    options = parser.parse_args()
+    for title, items in draw(random.Random(options.seed)):
+        print(f"\n# {title}\n")
+        for number, item in enumerate(items, 1):
+            print(f"{number}. {item.source if options.sources else item.text}")
+
+
+def draw(numbers: random.Random) -> Iterator[tuple[str, list[Item]]]:
+    """Yields the title and the items of each section."""
+    files = {part: [file for folder in folders for file in sources(folder)] for part, folders in PACKAGES.items()}
+    for part, paths in files.items():
+        yield f"Identifiers of {part}: what does each hold or do?", numbers.sample(identifiers(paths), NAMES)
+    every = [item for paths in files.values() for path in paths for item in comments(path)]
+    yield "Comments and docstrings: what does the marked one say?", numbers.sample(every, COMMENTS)
+    yield "Sentences of the documentation: what does each say?", numbers.sample(list(sentences()), SENTENCES)
+
+
+def sources(folder: str) -> list[Path]:
+    """Returns the Python files of a folder, in the same order everywhere."""
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def identifiers(paths: list[Path]) -> list[Item]:
+    """Returns the names that are defined in some files: functions, classes, arguments, fields and variables."""
+    found: dict[str, Item] = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = defined(node)
+            if name and len(name.strip("_")) >= SHORTEST and not keyword.iskeyword(name):
+                found.setdefault(name, Item(f"`{name}`", where(path, getattr(node, "lineno", 1))))
+    return [found[name] for name in sorted(found)]
+
+
+def defined(node: ast.AST) -> str | None:
+    """Returns the name that a node defines, if it defines one."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return None if name.startswith("__") else name
+        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+            return name
+        case _:
+            return None
+
+
+def comments(path: Path) -> Iterator[Item]:
+    """Yields the comments and the docstrings of a file, each with the lines around it."""
+    text = path.read_text()
+    lines = text.splitlines()
+    starts = {line for line, _ in check_words.docstrings(text)}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and len(token.string.split()) >= SHORTEST:
+            starts.add(token.start[0])
+    for start in sorted(starts):
+        first = max(start - 1 - AROUND, 0)
+        shown = (
+            f"{'>' if n == start else ' '} {lines[n - 1]}"
+            for n in range(first + 1, min(start + AROUND, len(lines)) + 1)
+        )
+        block = "\n".join(shown)
+        yield Item(f"\n```python\n{block}\n```\n", where(path, start))
+
+
+def sentences() -> Iterator[Item]:
+    """Yields the sentences of the pages, the lab notebook left out."""
+    for path in sorted((ROOT / "docs").rglob("*.md")):
+        if "lab" in path.parts:
+            continue
+        page = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for paragraph in page.split("\n\n"):
+            if paragraph.lstrip().startswith(("|", "#", "!", "-", ":::")):
+                continue
+            for sentence in re.split(r"(?<=[.:?])\s+(?=[A-Z`])", " ".join(paragraph.split())):
+                if len(sentence.split()) >= SHORTEST:
+                    line = path.read_text().count("\n", 0, path.read_text().find(sentence[:20])) + 1
+                    yield Item(sentence, where(path, line))
+
+
+def where(path: Path, line: int) -> str:
+    """Returns a file and line, from the repository's root."""
+    return f"{path.relative_to(ROOT).as_posix()}:{line}"
+
+
+if __name__ == "__main__":
+    main()
