@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 from readme_table import ASKED, CHOSEN, COLUMNS, support
 
 ROOT = Path(__file__).parents[2]
+LONGEST_CHANGE = 20
 RENEW = "the README's table of operations is out of date (`python tests/project/readme_table.py --write` renews it)"
 
 
@@ -58,4 +59,5 @@ def test_change_fragments_are_one_line_and_imperative():
     for fragment in (ROOT / "changes").glob("*/*.md"):
         text = fragment.read_text()
         assert re.fullmatch(r"[A-Z].*\n", text), f"{fragment.name}: wants one line"
+        assert len(text.split()) <= LONGEST_CHANGE, f"{fragment.name}: wants at most {LONGEST_CHANGE} words"
         assert not re.match(r"(?!Speed|Embed|Feed)\w+ed ", text), f"{fragment.name}: wants an imperative"
