@@ -12,14 +12,14 @@ _describing = threading.RLock()
 
 
 def coordination_client() -> Any | None:
-    """The key-value client of `jax.distributed`, or None in a single-process job."""
+    """Returns the key-value client of `jax.distributed`, or None in a single-process job."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
 def process_index() -> int:
-    """Number of this process in its job, for which no backend is started: 0 unless the job says otherwise."""
+    """Returns number of this process in its job, for which no backend is started: 0 unless the job says otherwise."""
     from jax._src import distributed, xla_bridge
 
     if xla_bridge.backends_are_initialized():
@@ -28,12 +28,12 @@ def process_index() -> int:
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether `value` stands for an array inside a trace."""
+    """Returns whether `value` stands for an array inside a trace."""
     return isinstance(value, Tracer)
 
 
 def default_device() -> Any:
-    """The device JAX would put an uncommitted array on."""
+    """Returns the device JAX would put an uncommitted array on."""
     chosen: Any = jax.config.values["jax_default_device"]
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
@@ -41,14 +41,14 @@ def default_device() -> Any:
 
 
 def under_trace() -> bool:
-    """Whether JAX is tracing on this thread, so that values are not available."""
+    """Returns whether JAX is tracing on this thread, so that values are not available."""
     from jax._src import core
 
     return not core.trace_state_clean()
 
 
 def ambient_mesh() -> Any | None:
-    """The mesh of `jax.set_mesh` or of a `with mesh:` block around the caller, or None."""
+    """Returns the mesh of `jax.set_mesh` or of a `with mesh:` block around the caller, or None."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return mesh
@@ -59,14 +59,16 @@ def ambient_mesh() -> Any | None:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """The mesh axes over which an array is known to vary; empty where `shard_map` does not keep track of that."""
+    """Returns the mesh axes over which an array is known to vary; empty where `shard_map` does not keep
+    track of that.
+    """
     aval: Any = jax.typeof(value)
     tracked = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ())) if tracked is None else frozenset(tracked.varying)
 
 
 def as_varying(tree: Any, like: Any) -> Any:
-    """The arrays of a tree, taken to vary over every mesh axis that one of the arrays of `like` varies over.
+    """Returns the arrays of a tree, taken to vary over every mesh axis that one of the arrays of `like` varies over.
 
     What loops carry has to be of one type from the start, and constants vary over nothing.
     """
@@ -82,7 +84,8 @@ def as_varying(tree: Any, like: Any) -> Any:
 
 
 def untracked(call: Callable[[Any], Any], argument: Any) -> Any:
-    """What a function makes of a tree of arrays, told nothing of the mesh axes that they vary over; its results do.
+    """Returns what a function makes of a tree of arrays, told nothing of the mesh axes that they vary over; its results
+    do.
 
     Kernels are opaque to `shard_map`'s inference of what varies, and loops in them mix arrays that do and do not.
     """
@@ -100,7 +103,7 @@ def untracked(call: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def shape_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
-    """A shape of something that varies over the mesh axes that an array varies over, for kernels to promise."""
+    """Returns a shape of something that varies over the mesh axes that an array varies over, for kernels to promise."""
     if not varying_axes(like):
         return jax.ShapeDtypeStruct(shape, dtype)
     aval: Any = jax.typeof(like)

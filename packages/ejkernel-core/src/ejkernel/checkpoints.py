@@ -34,7 +34,7 @@ def from_gptq(
     bits: int = 4,
     checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq",
 ) -> Arguments:
-    """Arguments for a layer of GPTQ (Frantar et al. 2022, arXiv:2210.17323).
+    """Returns arguments for a layer of GPTQ (Frantar et al. 2022, arXiv:2210.17323).
 
     Args:
         qweight: int32 [..., K * bits / 32, N].
@@ -63,7 +63,7 @@ def from_gptq(
 
 @promoting
 def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> Arguments:
-    """Arguments for a layer of AWQ's GEMM version, 4 bits (Lin et al. 2023, arXiv:2306.00978).
+    """Returns arguments for a layer of AWQ's GEMM version, 4 bits (Lin et al. 2023, arXiv:2306.00978).
 
     Args:
         qweight: int32 [..., K, N / 8]; columns of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7.
@@ -82,7 +82,7 @@ def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> Argume
 
 @promoting
 def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) -> Arguments:
-    """Arguments for a layer in a format of compressed-tensors, which the names of its tensors tell.
+    """Returns arguments for a layer in a format of compressed-tensors, which the names of its tensors tell.
 
     Args:
         tensors: The layer's tensors by name: `weight_packed` int32 [N, K * bits / 32] with `weight_scale` and, of
@@ -126,7 +126,7 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
 
 @promoting
 def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> Arguments:
-    """Arguments for weights in mxfp4, as GPT-OSS and OCP's specification have them.
+    """Returns arguments for weights in mxfp4, as GPT-OSS and OCP's specification have them.
 
     Args:
         blocks: uint8 [..., N, K / 32, 16], or [..., N, K / 2]: two codes in a byte, the first in its low half.
@@ -144,7 +144,7 @@ def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> Arguments:
 
 @promoting
 def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.Array | None = None) -> Arguments:
-    """Arguments for weights in nvfp4, as ModelOpt stores them; compressed-tensors stores 1 / weight_scale_2.
+    """Returns arguments for weights in nvfp4, as ModelOpt stores them; compressed-tensors stores 1 / weight_scale_2.
 
     Args:
         weight: uint8 [..., N, K / 2]: two codes in a byte, the first in its low half.
@@ -168,7 +168,7 @@ def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.A
 def from_fp8_blocks(
     weight: jax.Array, weight_scale_inv: jax.Array, *, block: tuple[int, int] = (128, 128)
 ) -> Arguments:
-    """Arguments for weights of float8_e4m3fn with a scale for each block, as DeepSeek V3 and Qwen3 store them.
+    """Returns arguments for weights of float8_e4m3fn with a scale for each block, as DeepSeek V3 and Qwen3 store them.
 
     Experts keep their dtype: `grouped_matmul` takes matrices of 8 bits and scales of blocks as they are.
 
@@ -194,7 +194,7 @@ def from_fp8_blocks(
 
 
 def _from_fp8(weight: jax.Array, scale: jax.Array) -> Arguments:
-    """Arguments for [..., N, K] of float8_e4m3fn with scales that broadcast to [..., N, K / group]."""
+    """Returns arguments for [..., N, K] of float8_e4m3fn with scales that broadcast to [..., N, K / group]."""
     scale = scale.reshape(1, 1) if scale.size == 1 else scale
     if scale.shape[-2] not in (1, weight.shape[-2]):
         return from_fp8_blocks(weight, scale)
@@ -207,7 +207,7 @@ def _from_fp8(weight: jax.Array, scale: jax.Array) -> Arguments:
 
 
 def _arguments(words: jax.Array, stored: dict[str, jax.Array], **form: Any) -> Arguments:
-    """Arguments of `quantized_matmul` for [N, words], of `grouped_matmul` for [E, N, words]."""
+    """Returns arguments of `quantized_matmul` for [N, words], of `grouped_matmul` for [E, N, words]."""
     if words.ndim == 2:
         return {"w": words, **stored, **form, "transpose": True}
     if words.ndim != 3:
@@ -221,28 +221,28 @@ def _arguments(words: jax.Array, stored: dict[str, jax.Array], **form: Any) -> A
 
 
 def _words(name: str, packed: jax.Array) -> jax.Array:
-    """Words as uint32."""
+    """Returns words as uint32."""
     if packed.dtype not in (jnp.int32, jnp.uint32):
         raise ValueError(f"{name}: got dtype {packed.dtype}, wants int32")
     return lax.bitcast_convert_type(packed, jnp.uint32)
 
 
 def _words_of_bytes(name: str, packed: jax.Array) -> jax.Array:
-    """Words uint32 of bytes, the first byte lowest."""
+    """Returns words uint32 of bytes, the first byte lowest."""
     if packed.dtype != jnp.uint8 or packed.shape[-1] % 4:
         raise ValueError(f"{name}: got {packed.dtype}{list(packed.shape)}, wants uint8 rows in multiples of 4 bytes")
     return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 4), jnp.uint32)
 
 
 def _awq_codes(name: str, packed: jax.Array) -> jax.Array:
-    """Codes of 4 bits, in the order of columns."""
+    """Returns codes of 4 bits, in the order of columns."""
     words = _words(name, packed)
     nibbles = unpack(words, 4, words.shape[-1] * 8).reshape(*words.shape, 8)
     return nibbles[..., jnp.array(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
 
 
 def _group_of(name: str, groups: int, columns: int) -> tuple[int, int]:
-    """Columns of a row, and of a group; -1 for a group that is the whole row."""
+    """Returns columns of a row, and of a group; -1 for a group that is the whole row."""
     if not groups or columns % groups:
         raise ValueError(f"{name}: got {groups} groups, wants a divisor of the {columns} input features")
     return columns, -1 if groups == 1 else columns // groups
@@ -261,7 +261,7 @@ def _check_order(g_idx: Any, columns: int | None, group: int | None) -> None:
 
 
 def _unsigned_zeros(zero: jax.Array, bits: int, rows: int) -> jax.Array:
-    """Zeros [..., N, groups] of unsigned codes: packed along N in int32, or signed integers."""
+    """Returns zeros [..., N, groups] of unsigned codes: packed along N in int32, or signed integers."""
     if zero.dtype == jnp.int32 and zero.shape[-2] != rows:
         columns_first = unpack(jnp.swapaxes(_words("weight_zero_point", zero), -1, -2), bits, rows)
         return jnp.swapaxes(columns_first, -1, -2)

@@ -13,7 +13,7 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def standard_promotion() -> contextlib.AbstractContextManager[Any]:
-    """A context in which arrays of different ranks and dtypes go together as JAX does it by default.
+    """Returns a context in which arrays of different ranks and dtypes go together as JAX does it by default.
 
     `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"` are there to find mistakes in a caller's
     code. The settings are part of the jit cache key, and entering them takes longer than reading them.

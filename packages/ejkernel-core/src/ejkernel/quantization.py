@@ -121,7 +121,7 @@ def _quantized(rows: jax.Array, form: Format, dtype: Any) -> Quantized:
 
 
 def _scale_dtype(scale_dtype: Any, form: Format) -> Any:
-    """The dtype of affine scales that is asked for."""
+    """Returns the dtype of affine scales that is asked for."""
     name = jnp.dtype(form.scale_dtype if scale_dtype is None else scale_dtype).name
     if name not in form.scale_dtypes:
         raise ValueError(f"scale_dtype: got {name}, wants {' or '.join(form.scale_dtypes)} for {form.mode}")
@@ -146,7 +146,7 @@ def _check_values(rows: jax.Array, form: Format, dtype: Any) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Array | int]:
-    """Whether all weights are finite, and the largest scale that affine codes need."""
+    """Returns whether all weights are finite, and the largest scale that affine codes need."""
     values = rows.astype(jnp.float32)
     groups = values.reshape(*rows.shape[:-1], -1, form.group_size)
     # The largest scale of fp8 is that of the largest weight.
@@ -167,7 +167,7 @@ def dequantize(
     dtype: Any = jnp.float32,
     tensor_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """The weights [..., N, K] that `quantize` was given, as far as its codes say.
+    """Returns the weights [..., N, K] that `quantize` was given, as far as its codes say.
 
     Args:
         packed: Words uint32, as `quantize` returns them, or int32.
@@ -214,7 +214,7 @@ def prepack_quantized_weights(
 
 
 def as_words(packed: jax.Array) -> jax.Array:
-    """Packed codes as uint32; checkpoints store the same bits as int32."""
+    """Returns packed codes as uint32; checkpoints store the same bits as int32."""
     return lax.bitcast_convert_type(packed, jnp.uint32) if packed.dtype == jnp.int32 else packed
 
 
@@ -224,7 +224,7 @@ def as_stored(scales: jax.Array) -> jax.Array:
 
 
 def split_third(zeros: Any, tensor_scale: Any, form: Format) -> tuple[Any, Any]:
-    """Zeros and tensor scale, where the third array of `quantize` may have been passed for zeros."""
+    """Returns zeros and tensor scale, where the third array of `quantize` may have been passed for zeros."""
     if form.has_tensor_scale and tensor_scale is None:
         return None, zeros
     return zeros, tensor_scale

@@ -9,13 +9,13 @@ NEARLY_AS_SIMILAR = 0.1
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: `"; did you mean 'flash_attention'?"`, empty if no known name is similar."""
+    """Returns the end of an error message: `"; did you mean 'flash_attention'?"`, empty if no known name is similar."""
     close = similar(name, known)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
-    """An error message with similar names, or with all of them if none is similar.
+    """Returns an error message with similar names, or with all of them if none is similar.
 
     Args:
         kind: What the name is of, such as `"operation"`.
@@ -40,5 +40,5 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
 
 
 def _folded(name: str) -> str:
-    """A name without what users confuse: upper case, dashes and spaces."""
+    """Returns a name without what users confuse: upper case, dashes and spaces."""
     return name.casefold().replace("-", "_").replace(" ", "_")

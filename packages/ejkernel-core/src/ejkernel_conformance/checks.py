@@ -65,7 +65,7 @@ def check_eager(subject: Subject) -> None:
 
 
 def public_arguments(op: Op, args: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with which the public function builds the given record."""
+    """Returns the arguments with which the public function builds the given record."""
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     kinds = {name: parameter.kind for name, parameter in op.signature.parameters.items()}
     positional = [given.pop(name) for name in tuple(given) if kinds[name] is inspect.Parameter.POSITIONAL_ONLY]
@@ -179,7 +179,7 @@ def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
 
 
 def _with_part(subject: Subject, direction: Direction, part: Any) -> CallPlan:
-    """A plan of which the implementation gets a configuration part of one direction.
+    """Returns a plan of which the implementation gets a configuration part of one direction.
 
     The public configuration need not have all of the kernel's fields: its own part is put where measured ones are.
     """

@@ -59,7 +59,9 @@ def check_claim(implementation: Implementation, name: str, cases: Cases) -> None
 
 
 def _returns_lse(op: Op, implementation: Implementation, case: Case) -> bool:
-    """Whether a call returns lse and is differentiated by the implementation: the case's gradients show the claim."""
+    """Returns whether a call returns lse and is differentiated by the implementation: the case's gradients show the
+    claim.
+    """
     record = abstract_record(op, case)
     wanted = claimed_gradients(implementation, record)
     refused = record_refusals(op, implementation, record, "backward", wanted)
@@ -84,7 +86,7 @@ def check_sharding_fields(op: Op, implementation: Implementation, case: Case) ->
 
 @functools.cache
 def sharding_fields(family: str) -> frozenset[str]:
-    """The fields of a family's record that shards of some case have and that no case gives."""
+    """Returns the fields of a family's record that shards of some case have and that no case gives."""
     cases = [(op, case) for op in registry().ops.values() if op.family.name == family for case in op.cases]
     given = {name for op, case in cases for name in given_fields(abstract_record(op, case))}
     shards = (abstract_last_shard(op.family, abstract_record(op, case)) for op, case in cases)
@@ -100,7 +102,7 @@ def check_gradient_claim(op: Op, implementation: Implementation, name: str, case
 
 
 def gradient_case(implementation: Implementation, name: str, cases: Cases) -> tuple[Op, Case]:
-    """A case in which an implementation says it gives the gradient of a field, with its operation.
+    """Returns a case in which an implementation says it gives the gradient of a field, with its operation.
 
     Raises:
         AssertionError: There is none, or it cannot be meant.
@@ -119,7 +121,7 @@ def gradient_case(implementation: Implementation, name: str, cases: Cases) -> tu
 
 
 def claimed_gradients(implementation: Implementation, record: Any) -> frozenset[str]:
-    """The fields of a record that an implementation says it gives gradients of."""
+    """Returns the fields of a record that an implementation says it gives gradients of."""
     return implementation.gradients & array_fields(record).keys()
 
 
@@ -139,7 +141,7 @@ def _gradients(op: Op, implementation: Implementation, record: Any, wanted: froz
 def record_refusals(
     op: Op, implementation: Implementation, record: Any, direction: Direction = "forward", wanted: frozenset[str] = NONE
 ) -> tuple[str, ...]:
-    """What dispatch has against a record, on a machine with all that the implementation needs."""
+    """Returns what dispatch has against a record, on a machine with all that the implementation needs."""
     device = current_device()
     needs = implementation.requires_for(direction)
     content = dataclasses.replace(needs, devices=device.names, modules=(), min_compute_capability=None)
@@ -148,7 +150,9 @@ def record_refusals(
 
 
 def evidence(op: Op, case: Case, name: str) -> Iterable[Any]:
-    """The record of a case in which a field matters, if there is one: the case's own, or that of a shard of it."""
+    """Returns the record of a case in which a field matters, if there is one: the case's own, or that
+    of a shard of it.
+    """
     record = abstract_record(op, case)
     if name in given_fields(record):
         return (record,) if name in case.exercises else ()
@@ -158,7 +162,7 @@ def evidence(op: Op, case: Case, name: str) -> Iterable[Any]:
 
 @functools.cache
 def matters(op: Op, case: Case, name: str) -> bool:
-    """Whether the reference's answer changes when a field is dropped, on the record that `evidence` is about.
+    """Returns whether the reference's answer changes when a field is dropped, on the record that `evidence` is about.
 
     A record that means nothing without the field, so that the reference raises for it, has no answer that is the same.
     """

@@ -40,13 +40,13 @@ def assert_gradients_close(got: dict[str, Any], want: dict[str, Any], tolerance:
 
 
 def _spacing(tree: Any) -> float:
-    """The largest distance of numbers of 8 bits to their neighbours, in parts of them; 0 of wider dtypes."""
+    """Returns the largest distance of numbers of 8 bits to their neighbours, in parts of them; 0 of wider dtypes."""
     found = [jnp.finfo(x.dtype) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return max((float(dtype.eps) for dtype in found if dtype.bits == 8), default=0.0)
 
 
 def close(got: Any, want: Any, tolerance: Tolerance) -> bool:
-    """Whether `assert_close` would pass."""
+    """Returns whether `assert_close` would pass."""
     try:
         assert_close(got, want, tolerance, "")
     except AssertionError:

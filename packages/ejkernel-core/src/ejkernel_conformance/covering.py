@@ -25,7 +25,7 @@ class Candidate:
 
 
 def cover(candidates: Sequence[Candidate], covered: Iterable[Hashable] = (), budget: float = float("inf")) -> list[int]:
-    """The indices of the chosen candidates, in order of choice.
+    """Returns the indices of the chosen candidates, in order of choice.
 
     Args:
         candidates: The tests.
@@ -51,7 +51,7 @@ def cover(candidates: Sequence[Candidate], covered: Iterable[Hashable] = (), bud
 
 
 def pairs(values: Iterable[Hashable]) -> Iterator[tuple[Hashable, Hashable]]:
-    """Every unordered pair of different values, in a fixed order."""
+    """Yields every unordered pair of different values, in a fixed order."""
     ordered: list[Any] = sorted(values, key=repr)
     for index, first in enumerate(ordered):
         for second in ordered[index + 1 :]:

@@ -26,7 +26,7 @@ OF_REQUESTS = ("test_requests", "test_request_gradients")
 
 
 def features(transform: str, parameter: Any) -> frozenset[Hashable]:
-    """What a test function shows on a parameter."""
+    """Returns what a test function shows on a parameter."""
     if isinstance(parameter, Subject):
         return frozenset(_of_subject(transform, parameter))
     if isinstance(parameter, Tunable):
@@ -51,7 +51,7 @@ def _of_subject(transform: str, subject: Subject) -> Iterator[Hashable]:
 
 
 def first(tests: Sequence[tuple[str, Any]]) -> list[int]:
-    """The indices of the (test function, parameter) pairs of a covering design.
+    """Returns the indices of the (test function, parameter) pairs of a covering design.
 
     A case that is chosen for one transform costs less for the next, which shares what was compiled for it.
     """

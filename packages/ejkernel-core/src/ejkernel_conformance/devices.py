@@ -40,7 +40,9 @@ def summary(tests: Iterable[tuple[Callable[..., None], Any]]) -> list[str]:
 
 
 def _devices() -> Iterator[tuple[str, DeviceInfo]]:
-    """The devices that registered implementations are made for; NVIDIA's by the compute capabilities they need."""
+    """Yields the devices that registered implementations are made for; NVIDIA's by the compute
+    capabilities they need.
+    """
     needs = [i.requires for implementations in registry().implementations.values() for i in implementations]
     words = frozenset[str]().union(*(requires.devices for requires in needs))
     capabilities = {requires.min_compute_capability or LOWEST_CAPABILITY for requires in needs}
@@ -62,7 +64,7 @@ def _would_run(test: Callable[..., None], subject: Subject, device: DeviceInfo) 
 
 @functools.cache
 def _serves(subject: Subject, direction: Direction, device: DeviceInfo) -> bool:
-    """Whether an implementation serves a direction on a device, were its toolchain there."""
+    """Returns whether an implementation serves a direction on a device, were its toolchain there."""
     op, implementation = subject.op, subject.implementation
     if direction == "backward" and implementation.backward is None:
         return True  # another implementation's backward pass follows
@@ -75,7 +77,7 @@ def _serves(subject: Subject, direction: Direction, device: DeviceInfo) -> bool:
 
 @functools.cache
 def _without_modules(implementation: Implementation) -> Implementation:
-    """The implementation as if what it imports were installed."""
+    """Returns the implementation as if what it imports were installed."""
     backward = implementation.backward_requires
     return dataclasses.replace(
         implementation,

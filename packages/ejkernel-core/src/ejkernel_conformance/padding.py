@@ -43,12 +43,12 @@ def check_padding_gradients(subject: Subject) -> None:
 
 
 def has_segments(record: Any) -> bool:
-    """Whether a record can have padding."""
+    """Returns whether a record can have padding."""
     return any(name.endswith(SUFFIX) for name in array_fields(record))
 
 
 def padded(record: Any) -> Any:
-    """The record with the last eighth of every row turned into padding, beside what is padding already."""
+    """Returns the record with the last eighth of every row turned into padding, beside what is padding already."""
     ids = {name: x for name, x in array_fields(record).items() if name.endswith(SUFFIX)}
     return dataclasses.replace(record, **{name: _with_padding(np.array(x)) for name, x in ids.items()})
 
@@ -59,14 +59,14 @@ def _with_padding(ids: np.ndarray) -> np.ndarray:
 
 
 def poison_record(family: Family, record: Any) -> Any:
-    """The record with NaN in the padding of its floating fields."""
+    """Returns the record with NaN in the padding of its floating fields."""
     axes = family.axes_of(record)
     poisoned = {name: _poison(family, record, axes[name], x) for name, x in array_fields(record).items()}
     return dataclasses.replace(record, **poisoned)
 
 
 def poison_output(family: Family, record: Any, output: Any) -> Any:
-    """A cotangent with NaN for every output of padding."""
+    """Returns a cotangent with NaN for every output of padding."""
     return jax.tree.map(lambda axes, x: _poison(family, record, axes, x), family.axes_of(record)["output"], output)
 
 
@@ -78,7 +78,7 @@ def _poison(family: Family, record: Any, axes: str, x: Any) -> Any:
 
 
 def _padding(family: Family, record: Any, axes: str) -> np.ndarray | None:
-    """Which tokens are padding, for arrays with these axes; None for arrays that are not made of tokens."""
+    """Returns which tokens are padding, for arrays with these axes; None for arrays that are not made of tokens."""
     for name, ids in array_fields(record).items():
         if name.endswith(SUFFIX) and axes.split()[: ids.ndim] == family.axes_of(record)[name].split():
             return np.asarray(ids) < 0

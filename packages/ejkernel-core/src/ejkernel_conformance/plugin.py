@@ -130,7 +130,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def parameter_of(item: Any) -> Any:
-    """The parameter of the suite that an item runs on; None for tests that are not the suite's."""
+    """Returns the parameter of the suite that an item runs on; None for tests that are not the suite's."""
     values = getattr(getattr(item, "callspec", None), "params", {})
     return next((values[name] for name in PARAMETERS if name in values and not _is_empty(item)), None)
 

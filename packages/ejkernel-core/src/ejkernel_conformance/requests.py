@@ -49,7 +49,7 @@ class Poison:
     values: Mapping[int, float]
 
     def into(self, name: str, x: Any) -> Any:
-        """An array with its poisoned entries replaced."""
+        """Returns an array with its poisoned entries replaced."""
         owners = self.owners.get(name)
         if owners is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
@@ -59,7 +59,9 @@ class Poison:
         return x
 
     def spared(self, name: str, x: Any) -> np.ndarray | None:
-        """The entries of an array that belong to requests that are not poisoned, flat; None where it is shared."""
+        """Returns the entries of an array that belong to requests that are not poisoned, flat; None where
+        it is shared.
+        """
         owners = self.owners.get(name)
         if owners is None or not running.is_floating(x):
             return None
@@ -67,7 +69,7 @@ class Poison:
         return np.asarray(x)[(owners >= 0) & ~np.isin(owners, list(self.values))]
 
     def of_padding(self, name: str, x: Any) -> np.ndarray | None:
-        """The entries of an array that are padding."""
+        """Returns the entries of an array that are padding."""
         owners = self.owners.get(name)
         if owners is None or not running.is_floating(x):
             return None
@@ -99,7 +101,9 @@ def check_request_gradients(subject: Subject) -> None:
 
 
 def with_padding(record: Any) -> Any:
-    """The record with the last eighth of its tokens turned into padding, in addition to what is padding already."""
+    """Returns the record with the last eighth of its tokens turned into padding, in addition to what is padding
+    already.
+    """
     record = padded(record)
     bounds = getattr(record, "cu_seqlens", None)
     if bounds is None:
@@ -109,7 +113,7 @@ def with_padding(record: Any) -> Any:
 
 
 def may_have_several(family: Family, record: Any) -> bool:
-    """Whether a record of these shapes may be of several requests."""
+    """Returns whether a record of these shapes may be of several requests."""
     letters = family.axes_of(record)
     indexed = any(not running.is_floating(x) for x in array_fields(record).values())
     rows = any(
@@ -133,7 +137,7 @@ def poisons(family: Family, record: Any, largest: float = np.inf) -> Iterator[Po
 
 
 def owners_of(family: Family, record: Any) -> list[Owners]:
-    """The owners of a record's arrays and outputs, in each way in which the family describes them."""
+    """Returns the owners of a record's arrays and outputs, in each way in which the family describes them."""
     described = family.requests(record) if family.requests is not None else _by_rows(family, record)
     arrays = array_fields(record)
     output = jax.tree.leaves(jax.eval_shape(family.reference, record)[0])
@@ -150,7 +154,7 @@ def owners_of(family: Family, record: Any) -> list[Owners]:
 
 
 def _by_rows(family: Family, record: Any) -> list[dict[str, Any]]:
-    """The owners where a family says nothing: the rows of axis `b`."""
+    """Returns the owners where a family says nothing: the rows of axis `b`."""
     letters = family.axes_of(record)
     sizes = [
         x.shape[letters[name].split().index("b")]
@@ -161,7 +165,7 @@ def _by_rows(family: Family, record: Any) -> list[dict[str, Any]]:
 
 
 def _owners(keys: Mapping[str, Any], name: str, letters: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The owners of one array, broadcastable to it; None where it is shared."""
+    """Returns the owners of one array, broadcastable to it; None where it is shared."""
     if name in keys:
         return np.asarray(keys[name])
     axes = letters.split()
@@ -179,7 +183,7 @@ def _owners(keys: Mapping[str, Any], name: str, letters: str, shape: tuple[int, 
 
 
 def poison_record(poison: Poison, record: Any) -> Any:
-    """A record with its poisoned entries replaced."""
+    """Returns a record with its poisoned entries replaced."""
     return dataclasses.replace(record, **{name: poison.into(name, x) for name, x in array_fields(record).items()})
 
 
@@ -192,7 +196,7 @@ def _kinds(half: int, largest: float) -> Iterator[float]:
 
 
 def _representable(value: float, dtype: Any) -> Any:
-    """A value in a dtype: the largest number of it, and NaN where it has no infinity."""
+    """Returns a value in a dtype: the largest number of it, and NaN where it has no infinity."""
     info = jnp.finfo(dtype)
     with np.errstate(over="ignore"):
         return np.asarray(min(value, float(info.max)) if np.isfinite(value) else value).astype(dtype)
@@ -203,12 +207,14 @@ def _outputs(output: Any) -> dict[str, Any]:
 
 
 def _allowed(subject: Subject) -> float:
-    """How much entries may change, in parts of the largest of their array."""
+    """Returns how much entries may change, in parts of the largest of their array."""
     return subject.tolerance.rtol if _is_mosaic_gpu(subject) else 0.0
 
 
 def _largest(subject: Subject) -> float:
-    """The largest numbers to poison with: products of two of them in Mosaic GPU's backward kernels stay finite."""
+    """Returns the largest numbers to poison with: products of two of them in Mosaic GPU's backward
+    kernels stay finite.
+    """
     return 2.0**59 if _is_mosaic_gpu(subject) else np.inf
 
 

@@ -23,7 +23,7 @@ Gradients = dict[str, jax.Array]
 
 
 def call(plan: CallPlan, args: Any) -> Any:
-    """What the public function does with an argument record, with the given plan."""
+    """Returns what the public function does with an argument record, with the given plan."""
     plan.op.validate(args)
     plan = dataclasses.replace(plan, returns_lse=plan.op.returns_residual_lse(args))
     return plan.op.finish(args, differentiable_call(plan, plan.op.lower(args)))
@@ -45,40 +45,40 @@ def with_gradients(function: Callable[[Any], Any], names: tuple[str, ...]) -> Ca
 
 
 def _tangent_like(x: jax.Array, cotangent: jax.Array) -> Any:
-    """The cotangent; of integers the one that JAX has for them."""
+    """Returns the cotangent; of integers the one that JAX has for them."""
     return cotangent if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0)
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a record in order, by their path: `{"query": ..., "mask_info.q_positions": ...}`."""
+    """Returns the leaves of a record in order, by their path: `{"query": ..., "mask_info.q_positions": ...}`."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in found}
 
 
 @functools.lru_cache(maxsize=KEPT)
 def forward(subject: Subject) -> Callable[[Any], Any]:
-    """The compiled operation: args -> output."""
+    """Returns the compiled operation: args -> output."""
     plan = pinned_plan(subject.op, subject.implementation)
     return jax.jit(lambda args: call(plan, args))
 
 
 @functools.lru_cache(maxsize=KEPT)
 def forward_and_backward(subject: Subject) -> Callable[[Any, Any], tuple[Any, Gradients]]:
-    """The compiled operation with its gradients: (args, cotangent) -> (output, gradients)."""
+    """Returns the compiled operation with its gradients: (args, cotangent) -> (output, gradients)."""
     plan, names = pinned_plan(subject.op, subject.implementation), differentiable_inputs(subject.op, subject.case)
     return jax.jit(with_gradients(lambda args: call(plan, args), names))
 
 
 @functools.lru_cache(maxsize=KEPT)
 def on_records(subject: Subject, isolates: bool = False) -> Callable[[Any], Any]:
-    """The compiled family call: record -> output; `isolates` makes it under `isolate_sequences`."""
+    """Returns the compiled family call: record -> output; `isolates` makes it under `isolate_sequences`."""
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates=isolates)
     return jax.jit(lambda record: differentiable_call(plan, record))
 
 
 @functools.lru_cache(maxsize=KEPT)
 def on_records_with_gradients(subject: Subject, isolates: bool = False) -> Callable[[Any, Any], tuple[Any, Gradients]]:
-    """The compiled family call: (record, cotangent) -> (output, gradients)."""
+    """Returns the compiled family call: (record, cotangent) -> (output, gradients)."""
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates=isolates)
     names = tuple(sorted(differentiable_fields(subject.op.family, subject.record)))
     return jax.jit(with_gradients(lambda record: differentiable_call(plan, record), names))
@@ -106,30 +106,30 @@ def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=KEPT)
 def reference(op: Op, case: Case) -> Callable[[Any, Any], tuple[Any, Gradients]]:
-    """The compiled reference with its gradients: (args, cotangent) -> (output, gradients)."""
+    """Returns the compiled reference with its gradients: (args, cotangent) -> (output, gradients)."""
     return on_cpu(with_gradients(op.reference, differentiable_inputs(op, case)))
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
 def expected(op: Op, case: Case, seed: int = 0) -> tuple[Any, Gradients]:
-    """The reference's output and, by autodiff, its gradients."""
+    """Returns the reference's output and, by autodiff, its gradients."""
     return reference(op, case)(inputs(case, seed), cotangent(op, case, seed))
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
 def family_answer(op: Op, case: Case) -> tuple[Any, Any]:
-    """The output and the residuals of the family's reference on the case's record."""
+    """Returns the output and the residuals of the family's reference on the case's record."""
     return on_cpu(op.family.reference)(lowered(op, case))
 
 
 @functools.lru_cache(maxsize=KEPT)
 def cotangent(op: Op, case: Case, seed: int = 0) -> Any:
-    """A normal cotangent of a case's output."""
+    """Returns a normal cotangent of a case's output."""
     return normal_like(jax.eval_shape(op.reference, inputs(case, seed)), seed)
 
 
 def normal_like(shapes: Any, seed: int = 0) -> Any:
-    """Normal arrays of the given shapes, in any pytree."""
+    """Returns normal arrays of the given shapes, in any pytree."""
     # NumPy's, for which nothing is compiled.
     random = np.random.default_rng(1000 + seed)
     return jax.tree.map(lambda x: random.standard_normal(x.shape, np.float32).astype(x.dtype), shapes)
@@ -149,12 +149,12 @@ def differentiable_inputs(op: Op, case: Case) -> tuple[str, ...]:
 
 
 def is_floating(value: Any) -> bool:
-    """Whether an array, or one of a tree's, is of floating numbers."""
+    """Returns whether an array, or one of a tree's, is of floating numbers."""
     return any(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(value))
 
 
 def _reached(op: Op, args: Any, name: str, fields: Container[str]) -> dict[str, jax.Array]:
-    """Which of some record fields change with one argument."""
+    """Returns which of some record fields change with one argument."""
     leaves, structure = leaves_by_name(args), jax.tree.structure(args)
 
     def record_with(value: Any) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Selection:
         return f"there is no {', no '.join(wrong)}{failed}" if wrong else ""
 
     def of(self, parameter: str) -> list[Any]:
-        """What the tests that ask for one of the plugin's parameters are run on."""
+        """Returns what the tests that ask for one of the plugin's parameters are run on."""
         subjects = _subjects(self)
         made: dict[str, Callable[[], Iterable[Any]]] = {
             "ejk_subject": lambda: subjects,
@@ -121,7 +121,9 @@ def _targets(selection: Selection) -> tuple[Target, ...]:
 
 @functools.cache
 def _family_targets(selection: Selection) -> tuple[FamilyTarget, ...]:
-    """The selected implementations, each once, with the cases of every operation that they are registered for."""
+    """Returns the selected implementations, each once, with the cases of every operation that they are
+    registered for.
+    """
     found = registry()
     selected = {id(target.implementation): target.implementation for target in _targets(selection)}
     return tuple(
@@ -140,7 +142,7 @@ def _family_targets(selection: Selection) -> tuple[FamilyTarget, ...]:
 
 @functools.cache
 def _cases(op: Op, tag: str, implementation: Implementation) -> tuple[Case, ...]:
-    """The cases of an operation, and the implementation's own, with a tag.
+    """Returns the cases of an operation, and the implementation's own, with a tag.
 
     Where the host has enabled x64, those of float32 are there in float64 as well.
     """
@@ -165,7 +167,7 @@ def _subjects(selection: Selection) -> tuple[Subject, ...]:
 
 
 def _is_kernel_with_integers(subject: Subject) -> bool:
-    """What is traced as plain JAX is batched by JAX, primitive by primitive, and would be slow to ask twice."""
+    """Returns what is traced as plain JAX is batched by JAX, primitive by primitive, and would be slow to ask twice."""
     indexed = not all(map(is_floating, jax.tree.leaves(abstract_args(subject.case))))
     return indexed and _is_kernel(subject)
 
@@ -203,7 +205,7 @@ def _tunables(selection: Selection) -> Iterator[Tunable]:
 
 
 def _directions(implementation: Implementation) -> tuple[Direction, ...]:
-    """What an implementation has configurations for."""
+    """Returns what an implementation has configurations for."""
     if implementation.paired:
         return ("both",)
     return ("forward", "backward") if implementation.backward else ("forward",)

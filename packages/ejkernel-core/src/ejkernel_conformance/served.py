@@ -30,7 +30,7 @@ def unless(refusal: Refusal) -> Callable[[Test], Test]:
 
 
 def refusal_of(test: Callable[..., None]) -> Refusal:
-    """What a test function is decorated with; without a decorator it always runs."""
+    """Returns what a test function is decorated with; without a decorator it always runs."""
     return getattr(test, ATTRIBUTE, _never)
 
 
@@ -42,12 +42,12 @@ class Refused:
     directions: tuple[Direction, ...]
 
     def __call__(self, subject: Subject) -> str:
-        """The reasons of the first direction that is refused."""
+        """Returns the reasons of the first direction that is refused."""
         return next(filter(None, (_refusal(subject, direction) for direction in self.directions)), "")
 
 
 def refused(*directions: Direction) -> Refused:
-    """Why dispatch does not let a subject run in all of some directions."""
+    """Returns why dispatch does not let a subject run in all of some directions."""
     return Refused(directions)
 
 
@@ -58,7 +58,7 @@ def _refusal(subject: Subject, direction: Direction) -> str:
 
 
 def last_shard_refused(subject: Subject) -> str:
-    """Why dispatch does not let a subject run on a whole call, or on its last shard."""
+    """Returns why dispatch does not let a subject run on a whole call, or on its last shard."""
     if reason := _refusal(subject, "forward"):
         return reason
     whole = abstract_record(subject.op, subject.case)
@@ -66,13 +66,15 @@ def last_shard_refused(subject: Subject) -> str:
 
 
 def candidates_refused(tunable: Any) -> str:
-    """Why dispatch does not let a kernel run whose candidates are tried."""
+    """Returns why dispatch does not let a kernel run whose candidates are tried."""
     directions: tuple[Direction, ...] = ("forward",) if tunable.direction == "forward" else ("forward", "backward")
     return Refused(directions)(tunable.subject)
 
 
 def claimed_gradient_refused(target: Any) -> str:
-    """Why the backward pass with a claimed gradient does not run here. A claim that no case shows does: it fails."""
+    """Returns why the backward pass with a claimed gradient does not run here. A claim that no case shows does: it
+    fails.
+    """
     try:
         op, case = claims.gradient_case(target.implementation, target.name, target.cases)
     except AssertionError:

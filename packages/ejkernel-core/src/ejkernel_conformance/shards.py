@@ -31,7 +31,7 @@ def check_shard(subject: Subject) -> None:
 
 
 def last_shard(family: Family, record: Any) -> Any:
-    """The record of the last shard; the record itself where nothing can be cut."""
+    """Returns the record of the last shard; the record itself where nothing can be cut."""
     starts, letters = cuts(family, record), family.axes_of(record)
     parts = {name: _tail(x, letters[name], starts) for name, x in array_fields(record).items()}
     offsets = {letter: jnp.int32(start) for letter, start in starts.items()}
@@ -39,7 +39,7 @@ def last_shard(family: Family, record: Any) -> Any:
 
 
 def abstract_last_shard(family: Family, record: Any) -> Any:
-    """The shapes of the last shard's record; the record may be one of shapes."""
+    """Returns the shapes of the last shard's record; the record may be one of shapes."""
     return jax.eval_shape(lambda record: last_shard(family, record), record)
 
 
@@ -60,6 +60,6 @@ def cuts(family: Family, record: Any) -> dict[str, int]:
 
 
 def _tail(x: Any, axes: str, starts: Mapping[str, int]) -> Any:
-    """The last shard's part of an array; axes of size 1 are shared by all."""
+    """Returns the last shard's part of an array; axes of size 1 are shared by all."""
     letters = zip(axes.split(), x.shape, strict=True)
     return x[tuple(slice(starts.get(letter, 0) if size > 1 else 0, None) for letter, size in letters)]

@@ -54,30 +54,30 @@ class Subject:
 
 @functools.lru_cache(maxsize=64)
 def inputs(case: Case, seed: int) -> Any:
-    """A case's argument record; every seed gives other values of the same shapes."""
+    """Returns a case's argument record; every seed gives other values of the same shapes."""
     return case.make(jax.random.key(seed))
 
 
 @functools.lru_cache(maxsize=64)
 def lowered(op: Op, case: Case) -> Any:
-    """A case's family record, as the given operation makes it."""
+    """Returns a case's family record, as the given operation makes it."""
     return jax.jit(op.lower)(inputs(case, 0))
 
 
 @functools.cache
 def abstract_args(case: Case) -> Any:
-    """The shapes of a case's argument record; nothing is computed."""
+    """Returns the shapes of a case's argument record; nothing is computed."""
     return jax.eval_shape(case.make, jax.random.key(0))
 
 
 @functools.cache
 def abstract_record(op: Op, case: Case) -> Any:
-    """The shapes of a case's family record; nothing is computed."""
+    """Returns the shapes of a case's family record; nothing is computed."""
     return jax.eval_shape(op.lower, abstract_args(case))
 
 
 def tolerance(op: Op, record: Any) -> Tolerance:
-    """What an operation accepts at the dtype of a record.
+    """Returns what an operation accepts at the dtype of a record.
 
     Raises:
         AssertionError: It does not say.
@@ -103,7 +103,7 @@ class PinnedPlan(CallPlan):
     implementation: str
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = NONE) -> Choice:
-        """The implementation, or its refusal."""
+        """Returns the implementation, or its refusal."""
         choice = super().pick(record, direction, wanted)
         found = next(v for v in choice.verdicts if v.implementation.name == self.implementation)
         if direction == "backward" and found.implementation.backward is None:
@@ -113,7 +113,7 @@ class PinnedPlan(CallPlan):
 
 
 def pinned_plan(op: Op, implementation: Implementation, cfg: BaseOperationConfig | None = None) -> PinnedPlan:
-    """The plan that runs `implementation` on this machine's device, with `cfg` where given."""
+    """Returns the plan that runs `implementation` on this machine's device, with `cfg` where given."""
     device, name = current_device(), implementation.name
     return PinnedPlan(op=op, device=device, platform="auto", cfg=cfg, chain=_chain(), implementation=name)
 
@@ -125,7 +125,7 @@ def _chain() -> ConfigSelectorChain:
 
 
 def refusal(subject: Subject, direction: Direction, record: Any = None, wanted: frozenset[str] | None = None) -> str:
-    """Why dispatch does not let the subject run in one direction, in its words; empty if it does.
+    """Returns why dispatch does not let the subject run in one direction, in its words; empty if it does.
 
     Args:
         subject: Implementation and case.
@@ -145,5 +145,5 @@ def refusal(subject: Subject, direction: Direction, record: Any = None, wanted: 
 
 
 def differentiable_fields(family: Family, record: Any) -> frozenset[str]:
-    """The fields of a record that are there and have a gradient."""
+    """Returns the fields of a record that are there and have a gradient."""
     return frozenset(family.differentiable) & array_fields(record).keys()

@@ -40,5 +40,5 @@ FAMILIES = (
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
-    """One implementation for every operation of every family."""
+    """Returns one implementation for every operation of every family."""
     return tuple(implementation for family in FAMILIES for implementation in family.IMPLEMENTATIONS)

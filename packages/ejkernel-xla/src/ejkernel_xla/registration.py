@@ -18,7 +18,7 @@ def xla_implementation(
     dtypes: frozenset[str] = FLOATS,
     symbolic: bool = True,
 ) -> Implementation:
-    """An implementation for every device.
+    """Returns an implementation for every device.
 
     Args:
         family: The family it serves, and the folder here that has its passes.

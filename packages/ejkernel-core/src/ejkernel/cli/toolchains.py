@@ -41,13 +41,13 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 def resolved() -> Resolved:
-    """What `pip install "ejkernel[gpu]"` installs, as `tests/project/gpu_versions.py` wrote it down."""
+    """Returns what `pip install "ejkernel[gpu]"` installs, as `tests/project/gpu_versions.py` wrote it down."""
     file = importlib.resources.files("ejkernel.cli").joinpath("gpu_versions.json")
     return msgspec.json.decode(file.read_bytes(), type=Resolved)
 
 
 def standings(found: Registry, devices: Iterable[DeviceInfo]) -> list[Standing]:
-    """How kernels stand with the toolchain that is installed, and with those that pip installs for each Python.
+    """Returns how kernels stand with the toolchain that is installed, and with those that pip installs for each Python.
 
     Args:
         found: What the plugins declared.
@@ -69,13 +69,13 @@ def standings(found: Registry, devices: Iterable[DeviceInfo]) -> list[Standing]:
 
 
 def _device(chip: str) -> DeviceInfo:
-    """A device of a chip; any kind of it."""
+    """Returns a device of a chip; any kind of it."""
     capability = int(chip[3:]) / 10 if chip.startswith("sm_") else None
     return DeviceInfo(platform="gpu", vendor="nvidia" if capability else "", compute_capability=capability)
 
 
 def _kernels(found: Registry) -> Iterator[tuple[Implementation, str]]:
-    """The implementations for GPUs that need evidence, with each operation that evidence or none is about."""
+    """Yields the implementations for GPUs that need evidence, with each operation that evidence or none is about."""
     for op, implementations in found.implementations.items():
         for one in implementations:
             if one.evidence is not None and one.requires.devices & {"gpu", "nvidia", "amd"}:
@@ -102,7 +102,7 @@ def _standing(
 
 
 def _refusal(one: Implementation, versions: Mapping[str, str]) -> str:
-    """Why an implementation is refused with these versions; empty if it is not."""
+    """Returns why an implementation is refused with these versions; empty if it is not."""
     from packaging.specifiers import SpecifierSet
 
     for needed in one.requires.modules:
@@ -116,7 +116,9 @@ def _refusal(one: Implementation, versions: Mapping[str, str]) -> str:
 
 
 def _without_counts(reason: str) -> str:
-    """A reason that is the same for all operations that fail or lack tests: which and how many `ejkernel ops` says."""
+    """Returns a reason that is the same for all operations that fail or lack tests: which and how many `ejkernel ops`
+    says.
+    """
     head, separator, problem = reason.partition(": ")
     for said, short in (
         (" fail", "some of its tests fail"),
@@ -129,12 +131,12 @@ def _without_counts(reason: str) -> str:
 
 
 def plain(found: Iterable[Standing]) -> list[dict[str, Any]]:
-    """Standings as plain data."""
+    """Returns standings as plain data."""
     return [msgspec.to_builtins(one) for one in found]
 
 
 def lines(found: Iterable[Standing], date: str) -> Iterator[str]:
-    """Standings as lines of text."""
+    """Yields standings as lines of text."""
     yield f'Kernels for GPUs, by toolchain; versions that `pip install "ejkernel[gpu]"` installed on {date}'
     for one in found:
         yield f"  {one.what}, {one.chip}: {one.versions or 'no toolchain'}"

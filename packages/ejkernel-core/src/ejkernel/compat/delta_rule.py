@@ -23,7 +23,7 @@ def ragged_gated_delta_rule_decode(
     state_indices: Integer[Array, " t"],
     use_qk_l2norm: bool = True,
 ) -> tuple[Tokens, Slots]:
-    """One decoding step: token t continues the state of slot `state_indices[t]`.
+    """Returns one decoding step: token t continues the state of slot `state_indices[t]`.
 
     Where several tokens name a slot, the first is stored there: the others are padding. The arguments are those of
     `ejkernel.modules.ragged_gated_delta_rule`.
@@ -50,7 +50,7 @@ def ragged_gated_delta_rule_prefill(
     use_qk_l2norm: bool = True,
     compute_dtype: Any = None,
 ) -> tuple[Slots, Tokens]:
-    """Packed requests, with the slots first; `compute_dtype` changes nothing, for sums are float32."""
+    """Returns packed requests, with the slots first; `compute_dtype` changes nothing, for sums are float32."""
     arrays = query, key, value, beta, decay, recurrent_state, query_start_loc, state_indices
     output, slots = ragged_gated_delta_rule(*arrays, chunk_size=chunk_size, use_qk_l2norm=use_qk_l2norm)
     return slots, output
@@ -65,7 +65,7 @@ def gated_delta_rule_step(
     recurrent_state: Float[Array, "b h k v"],
     use_qk_l2norm: bool = True,
 ) -> tuple[Float[Array, "b h 1 v"], Float[Array, "b h k v"]]:
-    """One token of each row, with the heads before the token axis."""
+    """Returns one token of each row, with the heads before the token axis."""
     query, key, value, beta = (jnp.swapaxes(x, 1, 2) for x in (query, key, value, beta))
     decay = None if decay is None else jnp.swapaxes(decay, 1, 2)
     states: dict[str, Any] = {"initial_state": recurrent_state, "return_state": True}

@@ -12,7 +12,7 @@ UPSTREAM = Path(__file__).with_name("upstream_surface.json")
 
 
 def upstream_surface() -> dict[str, dict[str, Described]]:
-    """Module -> public name -> what it is, in the earlier library."""
+    """Returns module -> public name -> what it is, in the earlier library."""
     return json.loads(UPSTREAM.read_text(encoding="utf-8"))
 
 
@@ -27,7 +27,7 @@ def differences() -> dict[str, str]:
 
 
 def reason(name: str, reasons: dict[str, str]) -> str | None:
-    """The reason of a difference: that of the first pattern that its name fits."""
+    """Returns the reason of a difference: that of the first pattern that its name fits."""
     return next((text for pattern, text in reasons.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
@@ -56,7 +56,7 @@ def _compared(name: str, there: Described, here: Described | None) -> dict[str, 
 
 
 def _signatures(there: list[str], here: list[str]) -> str:
-    """The arguments that a call of the earlier library has and that are not taken here, or elsewhere."""
+    """Returns the arguments that a call of the earlier library has and that are not taken here, or elsewhere."""
     names = {name for parameter in here for name in _names(parameter)}
     takes_any = any(parameter.endswith("**") for parameter in here)
     wanted = [parameter for parameter in there if not parameter.endswith("*")]

@@ -76,47 +76,47 @@ __path__: list[str] = []
 
 
 def abstractify(pytree: Any) -> Any:
-    """The same tree with shapes and dtypes in the place of arrays."""
+    """Returns the same tree with shapes and dtypes in the place of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x, pytree)
 
 
 def sharding_fingerprint(x: Any) -> str:
-    """How an array is sharded, as text; empty where it does not say."""
+    """Returns how an array is sharded, as text; empty where it does not say."""
     return str(getattr(x, "sharding", None) or "")
 
 
 def default_key_builder_with_sharding(inv: Invocation) -> str:
-    """A key of a call that also holds how its arrays are sharded."""
+    """Returns a key of a call that also holds how its arrays are sharded."""
     leaves = jax.tree.leaves((inv.args, inv.kwargs))
     return short_hash(f"{inv.op_id} {abstractify(leaves)} {[sharding_fingerprint(leaf) for leaf in leaves]}")
 
 
 def benchmark(fn: Callable[..., Any], *args: Any, warmup: int = 1, iters: int = 5, **kwargs: Any) -> float:
-    """Median seconds of a call on the device."""
+    """Returns median seconds of a call on the device."""
     return Tuner(warmup, iters).measure(fn, *args, **kwargs)
 
 
 def to_json(obj: Any) -> str:
-    """JSON text of a dataclass or of plain values."""
+    """Returns JSON text of a dataclass or of plain values."""
     return msgspec.json.encode(obj).decode()
 
 
 def from_json(s: str) -> Any:
-    """The plain values of JSON text; a configuration class has a `from_json` of its own."""
+    """Returns the plain values of JSON text; a configuration class has a `from_json` of its own."""
     return msgspec.json.decode(s)
 
 
 def platform_method(
     k: Kernel[Any, Any], method_name: str, platform: str | None = None, context: str | None = None
 ) -> Callable[..., Any] | None:
-    """The kernel's method of this name that is most specific; None if its class defines none."""
+    """Returns the kernel's method of this name that is most specific; None if its class defines none."""
     names = [f"{method_name}_{context}_{platform}", f"{method_name}_{context}"] if context else []
     names += [f"{method_name}_{platform}", method_name]
     return next((getattr(k, name) for name in names if overridden(k, name)), None)
 
 
 def has_custom_vjp(k: Kernel[Any, Any], platform: str | None = None, context: str | None = None) -> bool:
-    """Whether a kernel brings its own gradient."""
+    """Returns whether a kernel brings its own gradient."""
     return all(platform_method(k, name, platform, context) for name in ("fwd_with_residuals", "vjp"))
 
 

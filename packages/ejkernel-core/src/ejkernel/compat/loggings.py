@@ -78,7 +78,7 @@ class LazyLogger:
 
 
 def get_logger(name: str, level: int | str | None = None) -> LazyLogger:
-    """A logger that costs nothing until it is used.
+    """Returns a logger that costs nothing until it is used.
 
     With its first message it gets its level and, unless the program has set up logging itself, a handler that writes
     coloured lines to the standard error. Processes of a job other than the first log warnings and worse alone; no JAX

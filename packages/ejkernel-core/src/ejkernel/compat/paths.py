@@ -147,7 +147,7 @@ def _is_package(name: str) -> bool:
 
 
 def old_name(module: str, name: str) -> Any:
-    """What a module answers to an old name.
+    """Returns what a module answers to an old name.
 
     Raises:
         AttributeError: It is not in the table.

@@ -75,11 +75,11 @@ class QuantizedArray:
         return cls(data, scales, zeros, mode, form.group_size, form.bits, axis)
 
     def as_tuple(self) -> tuple[jax.Array, ...]:
-        """Words and scales and, where there are any, zeros."""
+        """Returns words and scales and, where there are any, zeros."""
         return (self.data, self.scales) if self.zeros is None else (self.data, self.scales, self.zeros)
 
     def dequantize(self) -> jax.Array:
-        """The weights, as `ejkernel.quantization.dequantize`."""
+        """Returns the weights, as `ejkernel.quantization.dequantize`."""
         return dequantize(*self.as_tuple(), group_size=self.group_size, bits=self.bits, mode=self.mode, axis=self.axis)
 
     def matmul(self, x: Float[Array, "m k"], **options: Any) -> Float[Array, "m n"]:

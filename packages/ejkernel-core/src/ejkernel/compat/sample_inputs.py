@@ -147,7 +147,7 @@ def varlen_input_helper(
     debug_mode: bool = False,
     seed: int = 0,
 ) -> tuple[Array, Array, Array, AttentionMetadata]:
-    """Packed queries, keys and values of sequences of random length.
+    """Returns packed queries, keys and values of sequences of random length.
 
     Args:
         batch_size: Number of sequences N.
@@ -204,7 +204,7 @@ def input_helper(
     debug_mode: bool = False,
     seed: int = 0,
 ) -> tuple[Array, Array, Array, AttentionMetadata]:
-    """Dense queries, keys and values.
+    """Returns dense queries, keys and values.
 
     Args:
         batch_size: Rows.
@@ -237,7 +237,7 @@ def input_helper(
 def _arrays(
     shapes: Sequence[tuple[int, ...]], axis: int, dtype: DTypeLike, numbered: bool, seed: int
 ) -> list[jax.Array]:
-    """One array a shape: normal, or filled with the index along the axis of the tokens."""
+    """Returns one array a shape: normal, or filled with the index along the axis of the tokens."""
     kind = as_float_dtype("dtype", dtype)
     if numbered:
         return [jax.lax.broadcasted_iota(jnp.float32, shape, axis).astype(kind) for shape in shapes]
@@ -248,7 +248,7 @@ def _arrays(
 def random_blocks(
     key: jax.Array, available: jax.Array, blocks: int, sizes: tuple[int, int, int]
 ) -> Int32[Array, "b q h s"]:
-    """A random subset of the first blocks for every query, in ascending order.
+    """Returns a random subset of the first blocks for every query, in ascending order.
 
     Args:
         key: PRNG key.

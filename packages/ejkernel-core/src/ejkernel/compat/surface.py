@@ -25,7 +25,9 @@ MARKS = {"POSITIONAL_ONLY": "/", "POSITIONAL_OR_KEYWORD": "", "KEYWORD_ONLY": "=
 
 
 def public_modules() -> Iterator[str]:
-    """The modules of `ejkernel` whose path has no underscore; command lines and generated builds are none of them."""
+    """Yields the modules of `ejkernel` whose path has no underscore; command lines and generated builds are none of
+    them.
+    """
     package = importlib.import_module("ejkernel")
     yield "ejkernel"
     for found in pkgutil.walk_packages(package.__path__, "ejkernel.", onerror=lambda name: None):
@@ -34,7 +36,7 @@ def public_modules() -> Iterator[str]:
 
 
 def describe(modules: Iterable[str], names: Callable[[ModuleType], Iterable[str]] | None = None) -> dict[str, Any]:
-    """Module -> public name -> what it is. Modules that cannot be imported are left out.
+    """Returns module -> public name -> what it is. Modules that cannot be imported are left out.
 
     Args:
         modules: Which.

@@ -64,12 +64,12 @@ says so by name.
 
 
 def listed() -> dict[str, Any]:
-    """The tables written by hand: `reason`, `unread` and `difference`."""
+    """Returns the tables written by hand: `reason`, `unread` and `difference`."""
     return tomllib.loads(Path(__file__).with_name("upstream.toml").read_text(encoding="utf-8"))
 
 
 def upstream_page() -> str:
-    """The page, as Markdown."""
+    """Returns the page, as Markdown."""
     tables = listed()
     other = [(entry["topic"], entry["upstream"], entry["here"]) for entry in tables["difference"]]
     return "\n".join(
@@ -85,7 +85,7 @@ def upstream_page() -> str:
 
 
 def names_and_signatures(reasons: dict[str, str]) -> str:
-    """The comparison of names, those with one reason in one row."""
+    """Returns the comparison of names, those with one reason in one row."""
     surface, found = upstream_surface(), differences()
     rows: dict[tuple[str, str], dict[str, None]] = {}
     for name, difference in found.items():
@@ -119,7 +119,7 @@ def _unread_row(config: str, fields: list[str]) -> tuple[str, str]:
 
 
 def _public_fields(config: type[BaseOperationConfig]) -> set[str]:
-    """The fields of a configuration, or of its two parts."""
+    """Returns the fields of a configuration, or of its two parts."""
     parts = set(config.part_types.values()) or {config}
     return {field for part in parts for field in leaf_names(part)} - set(config.about_call)
 
@@ -130,7 +130,7 @@ def _table(head: tuple[str, ...], rows: list[Any]) -> str:
 
 
 def unexplained() -> dict[str, str]:
-    """The differences without a reason."""
+    """Returns the differences without a reason."""
     reasons = listed()["reason"]
     return {name: text for name, text in differences().items() if reason(name, reasons) is None}
 

@@ -60,7 +60,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(x: int) -> int:
-    """The smallest power of two that is at least x; 1 for x below 1.
+    """Returns the smallest power of two that is at least x; 1 for x below 1.
 
     Example:
         ```python
@@ -73,7 +73,7 @@ def next_power_of_2(x: int) -> int:
 
 
 def strides_from_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """How many elements lie between neighbours along each dimension of a contiguous row-major array.
+    """Returns how many elements lie between neighbours along each dimension of a contiguous row-major array.
 
     Example:
         ```python
@@ -92,7 +92,7 @@ def numeric_gen(
     seed: int = 0,
     key: jax.Array | None = None,
 ) -> Array:
-    """Random numbers from a sampler of `jax.random`.
+    """Returns random numbers from a sampler of `jax.random`.
 
     There is no hidden state: equal arguments give equal numbers, so each array wants a seed (or a key) of its own.
 
@@ -147,7 +147,7 @@ def random_dense(
 def generate_block_indices(
     batch: int, num_query_blocks: int, heads: int, selected_blocks: int, block_size: int, seed: int = 42
 ) -> Int32[Array, "b t h s"]:
-    """Random blocks for every **block** of queries, as block-sparse attention takes them.
+    """Returns random blocks for every **block** of queries, as block-sparse attention takes them.
 
     All queries of a block have the same: a random subset of the blocks up to their own, in ascending order, then -1
     where there are fewer than `selected_blocks`. `ejkernel.ejgpu` has a function of the same name that counts tokens.
@@ -187,7 +187,7 @@ def make_mesh(
     axis_names: Sequence[str] = ("dp", "fsdp", "tp", "sp"),
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """A mesh of all devices.
+    """Returns a mesh of all devices.
 
     Args:
         axis_dims: Size of every axis; one of them may be -1, which is what the others leave over.
@@ -230,7 +230,7 @@ def make_dummy_rpa_inputs(
     dtype: DTypeLike = jnp.bfloat16,
     seed: int = 0,
 ) -> dict[str, Array]:
-    """Arguments that `ragged_page_attention_v3` takes: a cache with all tokens but the new ones, and these.
+    """Returns arguments that `ragged_page_attention_v3` takes: a cache with all tokens but the new ones, and these.
 
     Args:
         kv_lens: Tokens of each sequence, the new ones included.
@@ -294,17 +294,17 @@ def _check_lengths(kv_lens: Sequence[int], q_lens: Sequence[int], num_q_heads: i
 
 
 def get_strides(shape: Any) -> tuple[int, ...]:
-    """Elements between neighbours along each dimension of a contiguous array, or of an array's shape."""
+    """Returns elements between neighbours along each dimension of a contiguous array, or of an array's shape."""
     return strides_from_shape(getattr(shape, "shape", shape))
 
 
 def get_stride(shape: Any, index: int = 0) -> int:
-    """Elements between neighbours along one dimension."""
+    """Returns elements between neighbours along one dimension."""
     return get_strides(shape)[index]
 
 
 def get_sharding(arr: Any) -> Any:
-    """The sharding of an array; None where it does not say."""
+    """Returns the sharding of an array; None where it does not say."""
     return getattr(arr, "sharding", None)
 
 
@@ -314,7 +314,7 @@ def narrow(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
 
 
 def get_abs_err(x: jax.Array, y: jax.Array) -> float:
-    """The largest difference."""
+    """Returns the largest difference."""
     return float(jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32)).max())
 
 
@@ -350,23 +350,23 @@ def assert_close(
 
 
 def is_fp8(x: Any) -> bool:
-    """Whether an array has eight-bit floats."""
+    """Returns whether an array has eight-bit floats."""
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize == 1
 
 
 def is_hip() -> bool:
-    """Whether the default device is an AMD GPU."""
+    """Returns whether the default device is an AMD GPU."""
     return current_device().vendor == "amd"
 
 
 def get_gpu_arch() -> str:
-    """The kind of the default GPU; empty without one."""
+    """Returns the kind of the default GPU; empty without one."""
     device = current_device()
     return device.kind if device.platform == "gpu" else ""
 
 
 def get_tpu_generation() -> int | None:
-    """The number in the kind of the default TPU, 5 of `"TPU v5e"`; None without one."""
+    """Returns the number in the kind of the default TPU, 5 of `"TPU v5e"`; None without one."""
     device = current_device()
     digits = "".join(x for x in device.kind.lower().rpartition("v")[2] if x.isdigit())
     return int(digits) if device.platform == "tpu" and digits else None

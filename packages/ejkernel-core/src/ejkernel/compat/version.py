@@ -8,7 +8,7 @@ VARIABLE = "EJKERNEL_UPSTREAM_VERSION"
 
 
 def reported() -> str:
-    """The version of this library, or what the environment variable `EJKERNEL_UPSTREAM_VERSION` says.
+    """Returns the version of this library, or what the environment variable `EJKERNEL_UPSTREAM_VERSION` says.
 
     A library that was written for the earlier library of this name may compare `ejkernel.__version__` with the version
     that it was tested with, and refuse to be imported otherwise. Keys of configurations, the checks of plugins and the

@@ -68,14 +68,14 @@ class Family:
     isolate: Isolation | None = None
 
     def axes_of(self, record: Any) -> Mapping[str, Any]:
-        """The axis letters of a record's fields and of `"output"`."""
+        """Returns the axis letters of a record's fields and of `"output"`."""
         return self.axes(record) if callable(self.axes) else self.axes
 
     def shardable_of(self, record: Any) -> str:
-        """The letters of a record that may be split."""
+        """Returns the letters of a record that may be split."""
         return self.shardable(record) if callable(self.shardable) else self.shardable
 
     def aligned_of(self, record: Any) -> tuple[tuple[str, str], ...]:
-        """The pairs of letters of a record that must be split alike."""
+        """Returns the pairs of letters of a record that must be split alike."""
         letters = self.shardable_of(record)
         return tuple(pair for pair in self.aligned if pair[0] in letters and pair[1] in letters)

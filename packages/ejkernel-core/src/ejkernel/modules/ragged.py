@@ -240,7 +240,7 @@ def ragged_state_space_v2(
 
 
 def _checked(slots: jax.Array, starts: jax.Array, indices: jax.Array) -> dict[str, jax.Array]:
-    """The states of a packed call under the names that the operations have for them.
+    """Returns the states of a packed call under the names that the operations have for them.
 
     Raises:
         ValueError: One of them is wrong, by the name that it has here.

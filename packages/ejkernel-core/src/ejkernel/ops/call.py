@@ -39,7 +39,7 @@ class Options:
 
 @functools.cache
 def default_chain() -> ConfigSelectorChain:
-    """The chain of calls made through the public functions: the user's store, heuristics on a miss."""
+    """Returns the chain of calls made through the public functions: the user's store, heuristics on a miss."""
     return ConfigSelectorChain(tuner=Tuner(), persistent=PersistentCache())
 
 
@@ -117,7 +117,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
 
 
 def isolation_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
-    """What `explain` says where sequences of a call may reach each other."""
+    """Returns what `explain` says where sequences of a call may reach each other."""
     isolate = plan.op.family.isolate
     if isolate is None or plan.isolates or plan.op.padding_only or not isolate.concerns(record):
         return ()
@@ -125,7 +125,7 @@ def isolation_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
 
 
 def decide(op: Op, args: Any, **options: Any) -> Decision:
-    """What `call` would do, without running or measuring anything.
+    """Returns what `call` would do, without running or measuring anything.
 
     Args:
         op: The operation.
@@ -185,7 +185,7 @@ def _compiled(options: Options, args: Any) -> Any:
 
 
 def _placed(op: Op, args: Any, mesh: Any, in_specs: Any) -> tuple[Any, Any]:
-    """The mesh and the specs of a call: its own or, where it has none, those of its arrays' types."""
+    """Returns the mesh and the specs of a call: its own or, where it has none, those of its arrays' types."""
     return (mesh, in_specs) if mesh is not None else specs_of_types(op, args)
 
 
@@ -221,7 +221,9 @@ def _traced(args: Any) -> bool:
 
 
 def _explained(op: Op, args: Any, error: Exception) -> Exception:
-    """An error of JAX in words about the call: forward-mode derivatives, symbolic dimensions, unhashable values."""
+    """Returns an error of JAX in words about the call: forward-mode derivatives, symbolic dimensions, unhashable
+    values.
+    """
     if "forward-mode autodiff (jvp)" in str(error):
         return NotImplementedError(
             f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp"

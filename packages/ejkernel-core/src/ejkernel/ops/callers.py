@@ -12,7 +12,9 @@ callers: contextvars.ContextVar[Any] = contextvars.ContextVar("ejkernel_callers"
 
 
 def passed_tracer(value: Any) -> bool:
-    """Whether `value` was a tracer for the caller, too: every array of an eager call is one for its validation."""
+    """Returns whether `value` was a tracer for the caller, too: every array of an eager call is one for
+    its validation.
+    """
     if not _compat.is_tracer(value):
         return False
     args = callers.get()

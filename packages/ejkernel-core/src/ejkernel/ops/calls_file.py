@@ -68,7 +68,7 @@ def save_recorded(path: str | os.PathLike[str], calls: Iterable[RecordedCall] | 
 
 
 def read_calls(path: str | os.PathLike[str]) -> list[WrittenCall]:
-    """The calls of a file.
+    """Returns the calls of a file.
 
     Raises:
         ValueError: The file is not JSON of this form, or one of its calls is wrong; the message names the line.
@@ -114,7 +114,7 @@ def _written(call: RecordedCall) -> dict[str, Any]:
 
 
 def _encoded(name: str, value: Any) -> Any:
-    """A value as JSON: words that can be mistaken for nothing else where JSON has no such type."""
+    """Returns a value as JSON: words that can be mistaken for nothing else where JSON has no such type."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
@@ -162,7 +162,7 @@ def _check_keys(call: Any) -> None:
 
 
 def _arguments(op: Op, values: dict[str, Any]) -> Any:
-    """The argument record of a call, validated."""
+    """Returns the argument record of a call, validated."""
     fields = dataclasses.fields(op.arguments)
     known = [f.name for f in fields]
     unknown = sorted(values.keys() - set(known))
@@ -197,7 +197,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _array(text: str) -> Any:
-    """A shape such as `1,64,2,16:bfloat16`, or `:int32` for a scalar; any other text is itself."""
+    """Returns a shape such as `1,64,2,16:bfloat16`, or `:int32` for a scalar; any other text is itself."""
     sizes, colon, dtype = text.rpartition(":")
     parts = sizes.split(",") if sizes else []
     if not colon or not all(part.strip().isdecimal() for part in parts):

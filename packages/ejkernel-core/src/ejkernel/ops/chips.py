@@ -154,7 +154,7 @@ TPUS = {
 
 
 def gpu_named(target: str) -> Gpu:
-    """The GPU that compilers call so.
+    """Returns the GPU that compilers call so.
 
     Raises:
         ValueError: It is not in the table.
@@ -165,7 +165,7 @@ def gpu_named(target: str) -> Gpu:
 
 
 def gpu_of(device: DeviceInfo) -> Gpu:
-    """The GPU of a device; of one that is not in the table, the newest of its vendor that is not newer.
+    """Returns the GPU of a device; of one that is not in the table, the newest of its vendor that is not newer.
 
     A CPU, where interpreters run, counts as Hopper: it has no limits of its own.
     """
@@ -179,5 +179,5 @@ def gpu_of(device: DeviceInfo) -> Gpu:
 
 
 def tpu_of(device: DeviceInfo) -> Tpu:
-    """The TPU of a device; v5p where it is not in the table."""
+    """Returns the TPU of a device; v5p where it is not in the table."""
     return next((tpu for tpu in TPUS.values() if tpu.kind == device.kind), TPUS["v5p"])

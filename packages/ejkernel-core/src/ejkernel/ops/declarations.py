@@ -37,7 +37,7 @@ def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
 
 
 def problems(implementation: Implementation, family: Family) -> Iterator[str]:
-    """Sentences about one implementation's names that do not exist."""
+    """Yields sentences about one implementation's names that do not exist."""
     yield from _unknown("gradients", implementation.gradients, family.differentiable)
     for field in ("requires", "backward_requires"):
         requires: Requires | None = getattr(implementation, field)
@@ -74,7 +74,7 @@ def _unknown(field: str, names: Iterable[str], known: Iterable[str]) -> Iterator
 
 
 def _dtype_problem(name: str) -> str:
-    """Why a name is no dtype's; empty if it is."""
+    """Returns why a name is no dtype's; empty if it is."""
     try:
         real = jnp.dtype(name).name
     except TypeError:
@@ -83,7 +83,7 @@ def _dtype_problem(name: str) -> str:
 
 
 def object_problem(path: str) -> str | None:
-    """Why `"module:attribute"` cannot be what it names; None if it can, as far as its source tells."""
+    """Returns why `"module:attribute"` cannot be what it names; None if it can, as far as its source tells."""
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         return f"got {path!r}, wants 'module:attribute'"
@@ -107,7 +107,7 @@ def object_problem(path: str) -> str | None:
 
 @functools.cache
 def _module_names(path: Path) -> frozenset[str] | None:
-    """The names that a module defines at its top level; None if its source does not tell."""
+    """Returns the names that a module defines at its top level; None if its source does not tell."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -124,7 +124,7 @@ def _module_names(path: Path) -> frozenset[str] | None:
 
 
 def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that run when a module is imported, those within `if`, `try` and `with` too."""
+    """Yields the statements that run when a module is imported, those within `if`, `try` and `with` too."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):

@@ -64,7 +64,7 @@ VENDORS = {"cpu": frozenset({""}), "gpu": frozenset({"nvidia", "amd"}), "tpu": f
 
 
 def find_device(device: Any) -> DeviceInfo:
-    """The device that a short name or a device kind means, or a `DeviceInfo` itself if its fields fit together.
+    """Returns the device that a short name or a device kind means, or a `DeviceInfo` itself if its fields fit together.
 
     Args:
         device: A key of `KINDS`, the `kind` of one of its values, or a description of any other device.
@@ -90,7 +90,9 @@ def find_device(device: Any) -> DeviceInfo:
 
 
 def _contradictions(device: DeviceInfo) -> Generator[str]:
-    """What is wrong with the description of a device; the engine would not match such a device with any kernel."""
+    """Yields what is wrong with the description of a device; the engine would not match such a device
+    with any kernel.
+    """
     if device.platform not in VENDORS:
         yield f"whose platform is not one of {', '.join(VENDORS)}"
     elif device.vendor not in VENDORS[device.platform]:
@@ -135,7 +137,7 @@ def current_device(array: Any = None) -> DeviceInfo:
 
 @functools.cache
 def device_info(device: Any) -> DeviceInfo:
-    """The facts about one `jax.Device`."""
+    """Returns the facts about one `jax.Device`."""
     name = str(device.platform)
     platform = {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
     vendor = {"tpu": "google", "cpu": ""}.get(platform) or (_gpu_vendor(device) if platform == "gpu" else "")

@@ -9,7 +9,7 @@ from ejkernel.ops.plugins import registry
 
 
 def explain(operation: Any, *args: Any, **kwargs: Any) -> Decision:
-    """Which implementation and configuration a call would use, and why; runs and measures nothing.
+    """Returns which implementation and configuration a call would use, and why; runs and measures nothing.
 
     Args:
         operation: The public function, its Kernel class, or its name.

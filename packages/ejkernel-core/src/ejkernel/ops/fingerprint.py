@@ -31,7 +31,7 @@ def get_device_platform(dev: Any = None) -> str:
 
 
 def stable_json(obj: Any) -> str:
-    """JSON text that is equal for equal values: keys are sorted, arrays are their shapes and dtypes.
+    """Returns JSON text that is equal for equal values: keys are sorted, arrays are their shapes and dtypes.
 
     Dataclasses are objects, dtypes their names; what JSON has no word for is its `repr`.
     """
@@ -39,7 +39,7 @@ def stable_json(obj: Any) -> str:
 
 
 def short_hash(obj: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a text, or of `stable_json` of any other value."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of a text, or of `stable_json` of any other value."""
     text = obj if isinstance(obj, str) else stable_json(obj)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

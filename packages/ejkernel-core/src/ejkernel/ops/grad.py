@@ -66,7 +66,7 @@ class CallPlan:
         return self.configured(self.pick(record, direction, wanted), record)
 
     def configured(self, choice: Choice, record: Any) -> Choice:
-        """A choice with its configuration, where some implementation serves."""
+        """Returns a choice with its configuration, where some implementation serves."""
         if choice.implementation is None:
             return choice
         selection = self.chain.choose(self.request(choice, record))
@@ -77,7 +77,7 @@ class CallPlan:
         return together(self.pick(record, "forward"), self.pick(record, "backward", wanted))
 
     def request(self, choice: Choice, record: Any) -> Request:
-        """The question to the chain that follows from a choice of implementation."""
+        """Returns the question to the chain that follows from a choice of implementation."""
         assert choice.implementation is not None  # callers have looked
         return Request(
             op=self.op,
@@ -177,7 +177,7 @@ OUTPUT, LSE, STATE, POCKET = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "
 
 
 def _named(made: Results) -> Results:
-    """The same arrays under the names that policies of `jax.checkpoint` can ask for."""
+    """Returns the same arrays under the names that policies of `jax.checkpoint` can ask for."""
     return Results(
         output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), made.output),
         residuals=jax.tree_util.tree_map_with_path(_named_residual, made.residuals),
@@ -219,7 +219,7 @@ def _wanted_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dic
 
 
 def _wanted(op: Op, marked: Any) -> frozenset[str]:
-    """The record fields that are being differentiated.
+    """Returns the record fields that are being differentiated.
 
     Raises:
         NotImplementedError: A field without a gradient is among them.

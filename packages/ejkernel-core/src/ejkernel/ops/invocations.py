@@ -24,5 +24,5 @@ def record_invocation(invocation: Invocation, chain: ConfigSelectorChain | None 
 
 
 def get_invocations() -> tuple[RecordedCall, ...]:
-    """The distinct calls noted so far: `get_recorded`."""
+    """Returns the distinct calls noted so far: `get_recorded`."""
     return get_recorded()

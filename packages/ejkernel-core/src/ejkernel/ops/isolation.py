@@ -43,5 +43,5 @@ def isolate_sequences() -> Generator[None]:
 
 
 def sequences_isolated() -> bool:
-    """Whether an `isolate_sequences` block is around."""
+    """Returns whether an `isolate_sequences` block is around."""
     return _wanted.value

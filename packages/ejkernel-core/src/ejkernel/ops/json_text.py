@@ -4,7 +4,7 @@ import json
 
 
 def line_number(data: bytes, offset: int) -> int:
-    """The line that holds a byte, counted from 1."""
+    """Returns the line that holds a byte, counted from 1."""
     return data.count(b"\n", 0, offset) + 1
 
 

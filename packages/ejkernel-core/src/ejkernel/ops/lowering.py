@@ -11,7 +11,7 @@ from ejkernel.ops.sharding import letters_of, record_specs, split_axes
 
 
 def lowered(op: Op, args: Any, mesh: Any = None, in_specs: Any = None) -> Any:
-    """The record that the kernels of a call see: the lowered call or, under a mesh, its first shard.
+    """Returns the record that the kernels of a call see: the lowered call or, under a mesh, its first shard.
 
     Args:
         op: The operation.

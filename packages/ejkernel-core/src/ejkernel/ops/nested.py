@@ -25,7 +25,7 @@ class Nested:
     op: str
 
     def forward(self, record: Any) -> tuple[Any, Any]:
-        """The output and the residuals of a family record.
+        """Returns the output and the residuals of a family record.
 
         Raises:
             NoImplementationError: No implementation serves it.
@@ -36,7 +36,7 @@ class Nested:
         return made.output, made.residuals
 
     def backward(self, pullback: Pullback) -> dict[str, Any]:
-        """The wanted gradients of a family record, by field.
+        """Returns the wanted gradients of a family record, by field.
 
         Raises:
             NoImplementationError: No implementation serves it.

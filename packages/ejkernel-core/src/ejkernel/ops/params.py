@@ -80,7 +80,9 @@ def _canonicalise(params: FwdParams | BwdParams) -> None:
 
 
 def given_leaves(part: Any, prefix: str = "") -> dict[str, Any]:
-    """The fields of a configuration part that are set; those of a field that has fields of its own with a dot."""
+    """Returns the fields of a configuration part that are set; those of a field that has fields of its
+    own with a dot.
+    """
     found: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         name, value = f"{prefix}{field.name}", getattr(part, field.name)
@@ -92,7 +94,7 @@ def given_leaves(part: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def given_values(part: Any) -> str:
-    """The fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
+    """Returns the fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
     return ", ".join(f"{name}={value}" for name, value in given_leaves(part).items()) or "nothing"
 
 
@@ -115,7 +117,7 @@ class BaseOperationConfig:
     backend: Backend = "any"
 
     def part(self, direction: Direction) -> Any:
-        """The piece of this configuration that one direction's kernel reads (`None` when unset)."""
+        """Returns the piece of this configuration that one direction's kernel reads (`None` when unset)."""
         return self
 
     def part_of(self, direction: Direction) -> Any:
@@ -132,12 +134,12 @@ class BaseOperationConfig:
         return msgspec.to_builtins(self)
 
     def to_json(self) -> str:
-        """JSON text."""
+        """Returns JSON text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`.
+        """Returns the inverse of `to_dict`.
 
         Raises:
             ValueError: A field has the wrong type (`msgspec.ValidationError`), or does not exist.
@@ -150,12 +152,14 @@ class BaseOperationConfig:
 
     @classmethod
     def from_json(cls, s: str) -> Self:
-        """The inverse of `to_json`; errors as `from_dict`."""
+        """Returns the inverse of `to_json`; errors as `from_dict`."""
         return cls.from_dict(msgspec.json.decode(s))
 
 
 def piece(direction: Direction) -> Direction:
-    """Which piece of a configuration a direction reads: that of the forward pass where one serves both passes."""
+    """Returns which piece of a configuration a direction reads: that of the forward pass where one
+    serves both passes.
+    """
     return "forward" if direction == "both" else direction
 
 

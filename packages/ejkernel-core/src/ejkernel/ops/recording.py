@@ -64,7 +64,7 @@ def note(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
 
 
 def get_recorded() -> tuple[RecordedCall, ...]:
-    """The distinct calls recorded so far."""
+    """Returns the distinct calls recorded so far."""
     return tuple(_calls.values())
 
 
@@ -79,5 +79,5 @@ def clear_recorded() -> None:
 
 
 def _open(cfg: Any) -> bool:
-    """Whether a call's own configuration leaves something to the chain."""
+    """Returns whether a call's own configuration leaves something to the chain."""
     return cfg is None or cfg.part("forward") is None or cfg.part("backward") is None

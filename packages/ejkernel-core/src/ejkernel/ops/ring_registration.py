@@ -14,7 +14,7 @@ from ejkernel.types.arguments import given_fields
 
 
 def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -> Implementation:
-    """The implementation of ring attention whose steps are calls of a tiled attention.
+    """Returns the implementation of ring attention whose steps are calls of a tiled attention.
 
     It serves what the tiled one serves of every step: an argument that a step has and the kernel does not honour, such
     as the positions of a causal ring with unequal parts, refuses the call by name.
@@ -55,7 +55,7 @@ def _step_refusals(record: RingAttention, tiled: Requires) -> Iterator[str]:
 
 
 def _config(tiled: ConfigSpace) -> ConfigSpace:
-    """The configurations of the most frequent step: with another device's keys."""
+    """Returns the configurations of the most frequent step: with another device's keys."""
 
     def heuristic(record: RingAttention, device: DeviceInfo, direction: Direction) -> Any:
         return tiled.heuristic(abstract_steps(record)[-1], device, direction)

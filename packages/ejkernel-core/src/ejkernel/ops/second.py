@@ -57,7 +57,7 @@ def second_derivatives() -> Generator[None]:
 
 
 def second_derivatives_wanted() -> bool:
-    """Whether a `second_derivatives` block is around."""
+    """Returns whether a `second_derivatives` block is around."""
     return _wanted.value
 
 
@@ -105,7 +105,7 @@ def _forwards_only_tangent(message: str, primals: tuple[Any], tangents: tuple[An
 
 @functools.cache
 def _untransposed() -> Any:
-    """A primitive that hands on a tangent, and cannot be transposed; `linear_call` of JAX cannot be batched."""
+    """Returns a primitive that hands on a tangent, and cannot be transposed; `linear_call` of JAX cannot be batched."""
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
 

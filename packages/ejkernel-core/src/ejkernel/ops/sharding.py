@@ -46,7 +46,7 @@ class Letters:
 
 
 def letters_of(op: Op, args: Any) -> Letters:
-    """The axis letters of a call, from the shapes of its arguments."""
+    """Returns the axis letters of a call, from the shapes of its arguments."""
     untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     record = jax.eval_shape(op.lower, untyped)
     axes = op.family.axes_of(record)
@@ -70,7 +70,7 @@ def letters_of(op: Op, args: Any) -> Letters:
 def split_axes(
     letters: Letters, in_specs: tuple[Any, ...], mesh: Any, keep_single: bool = False
 ) -> dict[str, MeshAxes]:
-    """Which mesh axes split which letter of the operation's axes.
+    """Returns which mesh axes split which letter of the operation's axes.
 
     Args:
         letters: The letters of a call.
@@ -103,7 +103,8 @@ def split_axes(
 
 
 def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The mesh and the specs in the types of a call's arrays; None and no specs where no explicit axis is in them.
+    """Returns the mesh and the specs in the types of a call's arrays; None and no specs where no explicit axis is in
+    them.
 
     They are there under `jax.set_mesh` with explicit axes, and on arrays that were put on such a mesh.
     Where the caller's `shard_map` has taken some of the axes, its part of the arrays is all that the call is about.
@@ -117,7 +118,7 @@ def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
-    """A record of partition specs, one for every leaf of `record`.
+    """Returns a record of partition specs, one for every leaf of `record`.
 
     Raises:
         ValueError: An axis does not divide evenly, or aligned axes are split differently.
@@ -172,7 +173,7 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
 
 
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
-    """What `run(record)` gives on every shard, put together: the result of the unsharded call.
+    """Returns what `run(record)` gives on every shard, put together: the result of the unsharded call.
 
     Without `out_specs` the specs are those of types, and the output is split as follows from the inputs.
     """
@@ -288,7 +289,7 @@ def _check_known(argument: str, axes: MeshAxes, mesh: Any) -> None:
 
 
 def _splitting(axes: MeshAxes, mesh: Any) -> MeshAxes:
-    """Those of the axes that split anything."""
+    """Returns those of the axes that split anything."""
     return tuple(axis for axis in axes if mesh.shape.get(axis) != 1)
 
 
@@ -312,7 +313,7 @@ def _mesh_axes(entry: Any) -> MeshAxes:
 
 
 def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
-    """Size of each letter, where it is more than one."""
+    """Returns size of each letter, where it is more than one."""
     shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
     given = [(axis_letters.split(), shapes[name]) for name, axis_letters in letters.items()]
     pairs = [

@@ -32,7 +32,9 @@ Definition = tuple[str, str]
 
 
 def source_digest(implementation: Implementation) -> str:
-    """Sixteen hexadecimal digits, which change with the sources of an implementation and with what it requires."""
+    """Returns sixteen hexadecimal digits, which change with the sources of an implementation and with
+    what it requires.
+    """
     closure = _Closure(implementation.forward.partition(":")[0].partition(".")[0])
     for path in filter(None, (implementation.forward, implementation.backward)):
         module, _, name = path.partition(":")
@@ -45,7 +47,7 @@ def source_digest(implementation: Implementation) -> str:
 
 
 def _declared(implementation: Implementation) -> Iterator[str]:
-    """What an implementation says that it serves: new claims have yet to be confirmed."""
+    """Yields what an implementation says that it serves: new claims have yet to be confirmed."""
     for direction in ("forward", "backward"):
         requires: Requires = implementation.requires_for(direction)
         sizes = requires.head_dims if isinstance(requires.head_dims, range | None) else sorted(requires.head_dims)  # type: ignore[type-var]
@@ -83,7 +85,7 @@ class _Closure:
             self.add(module, each)
 
     def pieces(self) -> Iterator[str]:
-        """The texts of all definitions and C++ sources, in an order that depends on their names alone."""
+        """Yields the texts of all definitions and C++ sources, in an order that depends on their names alone."""
         for module, name in sorted(self.texts):
             yield f"{module}:{name} {self.texts[module, name]}"
         for path in sorted(self.sources):
@@ -129,7 +131,7 @@ def _read(module: str, name: str) -> _Read:
 
 
 def _references(module: str, parsed: "_Parsed", node: ast.AST) -> list[Definition]:
-    """The definitions that a piece of a module's syntax tree names."""
+    """Returns the definitions that a piece of a module's syntax tree names."""
     if isinstance(node, ast.Name):
         return [(module, node.id)] if node.id in parsed.definitions else _imported(parsed, node.id)
     if isinstance(node, ast.Attribute) and (path := _dotted(node)):
@@ -141,13 +143,15 @@ def _references(module: str, parsed: "_Parsed", node: ast.AST) -> list[Definitio
 
 
 def _imported(parsed: "_Parsed", name: str) -> list[Definition]:
-    """The definition that an imported name stands for; nothing for a module, whose attributes say more."""
+    """Returns the definition that an imported name stands for; nothing for a module, whose attributes say more."""
     target = parsed.imports.get(name)
     return [target] if target and target[1] and not _is_module(".".join(target)) else []
 
 
 def _attribute(package: str, parsed: "_Parsed", path: list[str]) -> list[Definition]:
-    """The definition that `module.name` stands for, where the first name is an imported module of the package."""
+    """Returns the definition that `module.name` stands for, where the first name is an imported module
+    of the package.
+    """
     target = parsed.imports.get(path[0])
     if target is None:
         return []
@@ -195,7 +199,7 @@ def _parsed(module: str) -> _Parsed:
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """The names that a statement at the top of a module defines; `""` for one that does something else."""
+    """Returns the names that a statement at the top of a module defines; `""` for one that does something else."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom) or _is_text(statement):
@@ -208,12 +212,12 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def _is_text(node: Any) -> bool:
-    """Whether a statement is a string alone: a docstring, or one that documents an assignment."""
+    """Returns whether a statement is a string alone: a docstring, or one that documents an assignment."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _dotted(node: ast.expr) -> list[str]:
-    """The names of `a.b.c`; empty for other expressions."""
+    """Returns the names of `a.b.c`; empty for other expressions."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -230,7 +234,7 @@ def _is_module(name: str) -> bool:
 
 
 def _canonical(node: Any) -> str:
-    """A syntax tree as text that is the same under every version of Python."""
+    """Returns a syntax tree as text that is the same under every version of Python."""
     if isinstance(node, list):
         return f"[{' '.join(_canonical(each) for each in node if not _is_text(each))}]"
     if not isinstance(node, ast.AST):
@@ -244,7 +248,7 @@ def _canonical(node: Any) -> str:
 
 @functools.cache
 def _handlers(package: str) -> dict[str, Path]:
-    """The symbols of a package's FFI handlers, and the C++ files that define them."""
+    """Returns the symbols of a package's FFI handlers, and the C++ files that define them."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     if not folders:
@@ -254,6 +258,6 @@ def _handlers(package: str) -> dict[str, Path]:
 
 
 def _plain_cpp(path: Path) -> str:
-    """A C++ source without comments and layout."""
+    """Returns a C++ source without comments and layout."""
     text = _COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", path.read_text(encoding="utf-8"))
     return " ".join(text.split())

@@ -47,15 +47,17 @@ class ConfigSpace:
     )
 
     def kernel_type(self, direction: Direction) -> type:
-        """The kernel's own type of one direction."""
+        """Returns the kernel's own type of one direction."""
         return (self.backward or self.forward) if direction == "backward" else self.forward
 
     def is_kernel_type(self, part: Any, direction: Direction) -> bool:
-        """Whether a part is in the kernel's own fields, and not in public ones."""
+        """Returns whether a part is in the kernel's own fields, and not in public ones."""
         return isinstance(part, self.kernel_type(direction)) and not isinstance(part, PUBLIC)
 
     def completed(self, ruled: Any, part: Any, direction: Direction) -> Any:
-        """A part that a rule made, with the fields replaced that another part sets, public or the kernel's own."""
+        """Returns a part that a rule made, with the fields replaced that another part sets, public or the
+        kernel's own.
+        """
         given = given_leaves(part)
         if not self.is_kernel_type(part, direction):
             faces = self._faces(direction)
@@ -65,7 +67,7 @@ class ConfigSpace:
         return ruled
 
     def unread(self, part: Any, direction: Direction) -> list[str]:
-        """The fields that a public part sets and that the kernel does not have.
+        """Returns the fields that a public part sets and that the kernel does not have.
 
         A public configuration without parts sets both directions, and a field needs to be that of one.
         """
@@ -76,18 +78,20 @@ class ConfigSpace:
         return sorted(given_leaves(part).keys() - part.about_call - self.read("forward") - self.read("backward"))
 
     def read(self, direction: Direction) -> frozenset[str]:
-        """The public fields that the kernel has, by the names they are set by."""
+        """Returns the public fields that the kernel has, by the names they are set by."""
         return frozenset(self._faces(direction))
 
     def public(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
-        """The public configuration of what the two directions chose.
+        """Returns the public configuration of what the two directions chose.
 
         A part that the public fields cannot express is held as it is by classes that have a part for each direction.
         """
         return config.from_parts(self.shown(config, forward, "forward"), self.shown(config, backward, "backward"))
 
     def shown(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
-        """A part in the public fields; as it is where they cannot express it and the public class can hold it."""
+        """Returns a part in the public fields; as it is where they cannot express it and the public class
+        can hold it.
+        """
         if not self.is_kernel_type(part, direction):
             return part
         face = config.part_types.get(direction, config)
@@ -109,7 +113,7 @@ class ConfigSpace:
 
 @functools.cache
 def leaf_names(config_type: type) -> frozenset[str]:
-    """The fields of a configuration type, those of its fields that are such types themselves with a dot."""
+    """Returns the fields of a configuration type, those of its fields that are such types themselves with a dot."""
     return frozenset(_leaf_names(config_type))
 
 

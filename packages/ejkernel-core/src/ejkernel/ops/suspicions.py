@@ -6,7 +6,7 @@ from ejkernel.ops.model import Op
 
 
 def suspicions(op: Op, args: Any) -> tuple[str, ...]:
-    """What `explain` warns of.
+    """Returns what `explain` warns of.
 
     Args:
         op: The operation.

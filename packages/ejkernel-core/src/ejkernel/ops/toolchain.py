@@ -13,7 +13,7 @@ _NEEDED = re.compile(r"\s*([\w.]+)\s*(.*)")
 
 
 def split_requirement(needed: str) -> tuple[str, str]:
-    """The module of `"jax_triton>=0.3.1,<0.5"`, and the versions of it that will do; none are all."""
+    """Returns the module of `"jax_triton>=0.3.1,<0.5"`, and the versions of it that will do; none are all."""
     found = _NEEDED.fullmatch(needed)
     if found is None:
         raise ValueError(f"modules: got {needed!r}, wants a module and versions of it, such as 'jax_triton>=0.3.1'")
@@ -22,7 +22,7 @@ def split_requirement(needed: str) -> tuple[str, str]:
 
 @functools.cache
 def lacking(needed: str) -> str | None:
-    """A sentence saying what is wrong with a module here; None where it will do.
+    """Returns a sentence saying what is wrong with a module here; None where it will do.
 
     Args:
         needed: Top-level module, with the versions of its distribution that will do if not all.

@@ -70,8 +70,9 @@ def tune_call(
 
 
 def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> Iterator[tuple[Choice, Choice]]:
-    """The choices to tune, each with the forward choice that it follows; a pair is one choice, whichever pass is asked
-    for."""
+    """Yields the choices to tune, each with the forward choice that it follows; a pair is one choice, whichever pass is
+    asked for.
+    """
     wanted = _wanted(plan, record)
     forward, backward = plan.pick_both(record, wanted)
     if "backward" not in directions or not wanted or backward.implementation is None:
@@ -85,7 +86,7 @@ def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> It
 
 
 def argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
-    """What the kernel of a choice is measured with: a record, or a `Pullback` with a random cotangent.
+    """Returns what the kernel of a choice is measured with: a record, or a `Pullback` with a random cotangent.
 
     Args:
         plan: How the call is carried out.
@@ -115,7 +116,9 @@ def _pair_argument(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
 
 
 def pair_gradients(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str]:
-    """The fields whose gradient a pair is measured with: all that have one, or none where it does not serve them."""
+    """Returns the fields whose gradient a pair is measured with: all that have one, or none where it does not serve
+    them.
+    """
     wanted = _wanted(plan, record)
     verdicts = plan.pick(record, "backward", wanted).verdicts
     serving = [v for v in verdicts if v.implementation is choice.implementation and v.status != "refused"]
@@ -128,7 +131,7 @@ def _cotangent(output: Any) -> Any:
 
 
 def _pullback(plan: CallPlan, record: Any, forward: Choice, wanted: frozenset[str]) -> Pullback:
-    """What the backward implementation is given, with a random cotangent."""
+    """Returns what the backward implementation is given, with a random cotangent."""
     assert forward.implementation is not None  # the caller has looked
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part

@@ -102,7 +102,7 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], No
 
 
 def integers(*arrays: Any) -> bool:
-    """Whether all are arrays of integers, so that conditions on them can be stated."""
+    """Returns whether all are arrays of integers, so that conditions on them can be stated."""
     return all(x is not None and hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
 
 
@@ -113,7 +113,7 @@ def _readable(array: Any) -> bool:
 
 
 def _on_host(host: dict[int, Any], array: Any) -> np.ndarray:
-    """The numbers of an array, in 32 bits with a sign or more; `host` has those that were fetched before."""
+    """Returns the numbers of an array, in 32 bits with a sign or more; `host` has those that were fetched before."""
     found = host.get(id(array))
     if found is None:
         found = np.asarray(array)

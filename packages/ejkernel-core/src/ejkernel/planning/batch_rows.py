@@ -12,7 +12,8 @@ from ejkernel import _compat
 def in_rows(
     run: Callable[[dict[str, jax.Array], int], tuple[jax.Array, ...]], operands: dict[str, jax.Array], batch: int
 ) -> tuple[jax.Array, ...]:
-    """What `run` makes of operands, by name, and of a number of batch rows; under `jax.vmap` of more rows, once.
+    """Returns what `run` makes of operands, by name, and of a number of batch rows; under `jax.vmap` of more rows,
+    once.
 
     Args:
         run: A function of operands whose first axis is `batch`, or 1 for those that all rows share, and of `batch`.
@@ -38,7 +39,7 @@ def in_rows(
 
 
 def _longer(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
-    """An operand for `size` times `batch` rows."""
+    """Returns an operand for `size` times `batch` rows."""
     if not mapped:
         if x.shape[0] == 1:
             return x

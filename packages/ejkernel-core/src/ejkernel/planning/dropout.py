@@ -26,7 +26,8 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 def row_keys(seed: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Array) -> jax.Array:
-    """One odd uint32 per softmax row: `mix(query + mix(head + mix(batch + mix(seed)))) | 1`; broadcasts its arguments.
+    """Returns one odd uint32 per softmax row: `mix(query + mix(head + mix(batch + mix(seed)))) | 1`; broadcasts its
+    arguments.
 
     Args:
         seed: Integer scalar; its low 32 bits are used.
@@ -41,7 +42,7 @@ def row_keys(seed: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Arra
 
 
 def column_keys(key: jax.Array) -> jax.Array:
-    """One odd uint32 per global key index: `mix(key * GOLDEN) | 1`."""
+    """Returns one odd uint32 per global key index: `mix(key * GOLDEN) | 1`."""
     return mix(key.astype(jnp.uint32) * jnp.uint32(GOLDEN)) | 1
 
 
@@ -51,7 +52,8 @@ def threshold(dropout_prob: float) -> int:
 
 
 def keep(row_key: jax.Array, key_index: jax.Array, dropout_prob: float) -> jax.Array:
-    """Whether each (row, key) survives: `row_key * column_keys(key_index) >= dropout_prob * 2**32`, modulo 2**32.
+    """Returns whether each (row, key) survives: `row_key * column_keys(key_index) >= dropout_prob * 2**32`, modulo
+    2**32.
 
     Args:
         row_key: uint32 from `row_keys`, broadcastable against `key_index`.

@@ -17,5 +17,5 @@ from jax import lax
 
 
 def unfused(call: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The results of `call(*arrays)`, a kernel that changes some of the arrays in place."""
+    """Returns the results of `call(*arrays)`, a kernel that changes some of the arrays in place."""
     return lax.optimization_barrier(tuple(call(*lax.optimization_barrier(arrays))))

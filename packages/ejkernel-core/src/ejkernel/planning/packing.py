@@ -30,7 +30,7 @@ def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array
 
 
 def padded_ids(cum_seqlens: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Segment ids and positions of rows that each hold one sequence, left-aligned and followed by padding.
+    """Returns segment ids and positions of rows that each hold one sequence, left-aligned and followed by padding.
 
     Args:
         cum_seqlens: [B + 1] int, may be traced; row b holds `cum_seqlens[b + 1] - cum_seqlens[b]` tokens.
@@ -46,7 +46,7 @@ def padded_ids(cum_seqlens: jax.Array, length: int) -> tuple[jax.Array, jax.Arra
 
 
 def both_ids(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Segment ids for (query, key) under which two tokens attend exactly if they do under both given pairs.
+    """Returns segment ids for (query, key) under which two tokens attend exactly if they do under both given pairs.
 
     Args:
         one: Query ids [B, T] and key ids [B, S], int32.
@@ -59,7 +59,9 @@ def both_ids(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array
 
 
 def _pair_ranks(first: jax.Array, second: jax.Array) -> jax.Array:
-    """Dense ranks of the pairs (first, second) within each row: equal pairs, equal ranks. [B, N] -> [B, N] int32."""
+    """Returns dense ranks of the pairs (first, second) within each row: equal pairs, equal ranks. [B, N] -> [B, N]
+    int32.
+    """
     order = jnp.lexsort((second, first), axis=1)
     ordered = [jnp.take_along_axis(ids, order, axis=1) for ids in (first, second)]
     changes = jnp.logical_or(*(ids[:, 1:] != ids[:, :-1] for ids in ordered))

@@ -8,7 +8,7 @@ from jax import lax
 
 
 def product_precision(dtype: Any, asked: lax.Precision | None = None) -> lax.Precision | None:
-    """The precision at which an implementation takes the matrix products of a call.
+    """Returns the precision at which an implementation takes the matrix products of a call.
 
     Left to themselves, GPUs and TPUs round float32 operands to the 11 bits of TF32 or the 8 of bfloat16, so that one
     call would have answers of another accuracy on every device. Products of 16-bit inputs lose nothing anywhere.

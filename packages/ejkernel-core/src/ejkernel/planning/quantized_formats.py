@@ -125,12 +125,12 @@ class Format:
         return self.mode.startswith("nv")
 
     def words(self, columns: int) -> int:
-        """Words of a row of that many columns."""
+        """Returns words of a row of that many columns."""
         return -(-columns * self.bits // WORD)
 
 
 def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) -> Format:
-    """The format that arguments describe.
+    """Returns the format that arguments describe.
 
     Args:
         mode: One of `MODES`.
@@ -170,7 +170,8 @@ class Encoded(NamedTuple):
 
 
 def whole_rows(form: Format, columns: int) -> Format:
-    """The format whose groups are the rows of so many columns, where a group is a whole row; else the format itself.
+    """Returns the format whose groups are the rows of so many columns, where a group is a whole row; else the format
+    itself.
 
     Raises:
         ValueError: Rows of so many columns cannot be one group.
@@ -219,7 +220,7 @@ def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> 
 
 
 def integer_steps(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
-    """The scales that groups of integer codes need, float32 and not yet rounded; 0 for groups of zeros.
+    """Returns the scales that groups of integer codes need, float32 and not yet rounded; 0 for groups of zeros.
 
     A group far from zero has a zero point that needs more digits than its dtype has. Its scale is then larger, so that
     the zero point is as exact as the codes are: the error is that of rounding the weights to about that many digits.
@@ -256,7 +257,9 @@ def _encode_integers(groups: jax.Array, form: Format, scale_dtype: Any) -> Encod
 
 
 def _rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
-    """The least number of a floating dtype that is not below x, which is positive; infinity past the largest."""
+    """Returns the least number of a floating dtype that is not below x, which is positive; infinity
+    past the largest.
+    """
     nearest = _as_stored(x, dtype)
     if nearest.dtype.itemsize != 2:
         return nearest
@@ -277,13 +280,13 @@ def _as_stored(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _tensor_scale(groups: jax.Array, form: Format) -> jax.Array:
-    """The tensor scale that gives the group with the largest magnitude the largest e4m3 for a scale."""
+    """Returns the tensor scale that gives the group with the largest magnitude the largest e4m3 for a scale."""
     largest = jnp.max(jnp.abs(groups), axis=(-3, -2, -1), initial=0)
     return jnp.where(largest == 0, 1, jnp.maximum(largest / (E4M3_MOST * _largest_code(form)), MIN_NORMAL))
 
 
 def _largest_code(form: Format) -> float:
-    """The largest magnitude of a floating code."""
+    """Returns the largest magnitude of a floating code."""
     return E2M1_MOST if form.bits == 4 else E4M3_MOST
 
 
@@ -323,7 +326,7 @@ def scale_values(scales: jax.Array, form: Format) -> jax.Array:
 
 
 def code_values(codes: jax.Array, form: Format) -> jax.Array:
-    """Codes as float32, before zeros and scales."""
+    """Returns codes as float32, before zeros and scales."""
     if form.integers:
         return codes.astype(jnp.float32)
     if form.bits == 8:
@@ -339,7 +342,7 @@ def decode(
     form: Format,
     tensor_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """The matrix [..., R, C] float32 of its words [..., R, words].
+    """Returns the matrix [..., R, C] float32 of its words [..., R, words].
 
     Args:
         packed: Words.
@@ -365,7 +368,7 @@ def decode(
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Words uint32 [..., words] of codes [..., C]."""
+    """Returns words uint32 [..., words] of codes [..., C]."""
     stream = (codes[..., None] >> jnp.arange(bits, dtype=jnp.uint8)) & jnp.uint8(1)
     stream = stream.reshape(*codes.shape[:-1], -1)
     padding = -stream.shape[-1] % WORD
@@ -375,7 +378,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, bits: int, columns: int) -> jax.Array:
-    """Codes uint8 [..., columns] of words."""
+    """Returns codes uint8 [..., columns] of words."""
     mask = jnp.uint32(2**bits - 1)
     if WORD % bits == 0:
         shifts = jnp.arange(0, WORD, bits, dtype=jnp.uint32)

@@ -24,14 +24,14 @@ UNUSED = -3
 
 
 def packed_owners(cu_seqlens: Any, tokens: int) -> np.ndarray:
-    """The packed sequence of every token of a row, [1, T]; `PADDING` for tokens of none."""
+    """Returns the packed sequence of every token of a row, [1, T]; `PADDING` for tokens of none."""
     bounds, token = np.asarray(cu_seqlens), np.arange(tokens)
     owners = np.searchsorted(bounds[1:], token, side="right")
     return np.where((token >= bounds[0]) & (token < bounds[-1]), owners, PADDING)[None]
 
 
 def segment_owners(segment_ids: Any) -> np.ndarray:
-    """A request for every row and segment id of [B, T]; `PADDING` for padding."""
+    """Returns a request for every row and segment id of [B, T]; `PADDING` for padding."""
     ids = np.asarray(segment_ids).astype(np.int64)
     known = np.unique(ids)
     row = np.arange(ids.shape[0])[:, None]
@@ -39,7 +39,7 @@ def segment_owners(segment_ids: Any) -> np.ndarray:
 
 
 def slot_owners(indices: Any, cu_seqlens: Any, slots: int) -> np.ndarray:
-    """The packed sequence whose state every slot holds, [S]; of other slots requests of their own."""
+    """Returns the packed sequence whose state every slot holds, [S]; of other slots requests of their own."""
     indices, bounds = np.asarray(indices), np.asarray(cu_seqlens)
     lengths = bounds[1:] - bounds[:-1]
     owners = lengths.size + np.arange(slots)
@@ -49,7 +49,7 @@ def slot_owners(indices: Any, cu_seqlens: Any, slots: int) -> np.ndarray:
 
 
 def same_owner(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """The owner of pairs where both have the same one, `SHARED` elsewhere; the arrays broadcast."""
+    """Returns the owner of pairs where both have the same one, `SHARED` elsewhere; the arrays broadcast."""
     return np.where(one == other, one, SHARED)
 
 
@@ -60,7 +60,7 @@ def claimed(owners: np.ndarray, at: Any, request: Any) -> None:
 
 
 def packed_requests(cu_seqlens: Any, tokens: int, states: Any = None, state_slots: Any = None) -> dict[str, np.ndarray]:
-    """The owners of a row of packed sequences whose states are one each, or in slots."""
+    """Returns the owners of a row of packed sequences whose states are one each, or in slots."""
     owners = {"b t": packed_owners(cu_seqlens, tokens)}
     if states is None or state_slots is None:
         sequences = np.arange(np.asarray(cu_seqlens).size - 1)

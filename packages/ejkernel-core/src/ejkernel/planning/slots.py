@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 
 def _used(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.Array:
-    """Which requests have a slot and tokens, bool [N]."""
+    """Returns which requests have a slot and tokens, bool [N]."""
     return (indices >= 0) & (indices < slots.shape[0]) & (jnp.diff(starts) > 0)
 
 
 def read_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.Array:
-    """The states [N, ...] before the requests, in at least float32; zeros for requests without tokens too.
+    """Returns the states [N, ...] before the requests, in at least float32; zeros for requests without tokens too.
 
     Args:
         slots: [slots, ...] floating.
@@ -28,6 +28,6 @@ def read_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.A
 
 
 def write_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array, states: jax.Array) -> jax.Array:
-    """The slots with the states [N, ...] of the requests that had tokens, `starts` [N + 1], and have a slot."""
+    """Returns the slots with the states [N, ...] of the requests that had tokens, `starts` [N + 1], and have a slot."""
     index = jnp.where(_used(slots, indices, starts), indices, slots.shape[0])  # behind the last slot: dropped
     return slots.at[index].set(states.astype(slots.dtype), mode="drop")

@@ -38,5 +38,5 @@ def merge(*parts: Partial) -> Partial:
 
 
 def _by_row(x: jax.Array) -> jax.Array:
-    """[B, H, T] -> [B, T, H, 1]."""
+    """Returns [B, H, T] -> [B, T, H, 1]."""
     return x.swapaxes(1, 2)[..., None]

@@ -50,7 +50,7 @@ def arguments(cls: type[T]) -> type[T]:
 
 
 def optional_fields(record: Any) -> dict[str, Any]:
-    """The fields of a record (or record type) that a caller may leave out, with their defaults."""
+    """Returns the fields of a record (or record type) that a caller may leave out, with their defaults."""
     return {f.name: f.default for f in dataclasses.fields(record) if f.default is not dataclasses.MISSING}
 
 
@@ -63,14 +63,16 @@ def given_fields(record: Any) -> tuple[str, ...]:
 
 
 def array_fields(record: Any) -> dict[str, Any]:
-    """The fields of a record that hold at least one leaf, with their values."""
+    """Returns the fields of a record that hold at least one leaf, with their values."""
     fixed = {f.name for f in dataclasses.fields(record) if f.metadata.get("static")}
     values = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in fixed}
     return {name: value for name, value in values.items() if jax.tree.leaves(value)}
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function from a record to the tuple of the named fields; flattening is on the path of every eager call."""
+    """Returns a function from a record to the tuple of the named fields; flattening is on the path of
+    every eager call.
+    """
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda value: tuple(getattr(value, name) for name in names)

@@ -23,23 +23,23 @@ _INT32 = np.iinfo(np.int32)
 
 
 def as_array(value: Any) -> Any:
-    """A value as an array: NumPy's where it is all on the host, since JAX would wrap 64-bit integers around."""
+    """Returns a value as an array: NumPy's where it is all on the host, since JAX would wrap 64-bit integers around."""
     on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
     return jnp.asarray(value) if on_device else np.asarray(value)
 
 
 def bounded(value: int | None) -> int | None:
-    """A window side or a chunk size; None where it is so large that it bounds nothing."""
+    """Returns a window side or a chunk size; None where it is so large that it bounds nothing."""
     return None if value is None or value >= NO_LIMIT else value
 
 
 def fits_int32(dtype: Any) -> bool:
-    """Whether int32 holds every value of an integer dtype."""
+    """Returns whether int32 holds every value of an integer dtype."""
     return np.can_cast(np.dtype(dtype), np.int32)
 
 
 def as_int32(values: Any) -> Any:
-    """Integers as int32; those outside of its range become its nearest end, where a cast would wrap around.
+    """Returns integers as int32; those outside of its range become its nearest end, where a cast would wrap around.
 
     Args:
         values: An integer array, traced or not. A NumPy array stays one, since JAX wraps 64-bit integers around.
@@ -55,19 +55,19 @@ def as_int32(values: Any) -> Any:
 
 
 def _representable(dtype: Any) -> tuple[Any, Any]:
-    """The ends of what int32 and another integer dtype both hold, in the latter."""
+    """Returns the ends of what int32 and another integer dtype both hold, in the latter."""
     info = np.iinfo(dtype)
     ends = (max(int(info.min), _INT32.min), min(int(info.max), _INT32.max))
     return np.dtype(dtype).type(ends[0]), np.dtype(dtype).type(ends[1])
 
 
 def clamp_positions(values: Any) -> jax.Array:
-    """Positions as int32 in `[-POSITION_LIMIT, POSITION_LIMIT]`."""
+    """Returns positions as int32 in `[-POSITION_LIMIT, POSITION_LIMIT]`."""
     return jnp.clip(jnp.asarray(as_int32(values)), -POSITION_LIMIT, POSITION_LIMIT)
 
 
 def exact_segment_ids(queries: Any, keys: Any) -> tuple[Any, Any]:
-    """Segment ids as int32 that are equal, and negative, exactly where the given ones are.
+    """Returns segment ids as int32 that are equal, and negative, exactly where the given ones are.
 
     Ids that int32 holds keep their values. If one does not (a 64-bit hash, or an unsigned one from 2**31 on), all are
     numbered anew by their order, over both arrays together. Negative ids are padding, which only signed dtypes have.

@@ -102,7 +102,7 @@ class MaskParts:
         return self._attention_mask is None and self._q_segment_ids is None
 
     def _size(self, leaf_axes: dict[str, int]) -> int | None:
-        """The size of a dimension from the first of these leaves that is stored."""
+        """Returns the size of a dimension from the first of these leaves that is stored."""
         leaves = ((getattr(self, name), axis) for name, axis in leaf_axes.items())
         return next((leaf.shape[axis] for leaf, axis in leaves if leaf is not None), None)
 

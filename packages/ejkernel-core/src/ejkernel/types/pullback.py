@@ -64,14 +64,16 @@ def differentiating() -> Generator[None]:
 
 
 def is_differentiated() -> bool:
-    """Whether a backward pass follows the forward pass that is traced: what it is given need not be made again."""
+    """Returns whether a backward pass follows the forward pass that is traced: what it is given need
+    not be made again.
+    """
     return _differentiating.get()
 
 
 def both_passes(
     forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any], start: Pullback, config: Any
 ) -> Any:
-    """The output and the wanted gradients of an implementation's two passes with one configuration.
+    """Returns the output and the wanted gradients of an implementation's two passes with one configuration.
 
     Args:
         forward: The forward function.

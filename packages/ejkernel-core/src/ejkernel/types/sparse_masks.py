@@ -65,12 +65,12 @@ class Mask(abc.ABC):
         return None
 
     def of_head(self, head: int) -> "Mask":
-        """The pattern of one query head."""
+        """Returns the pattern of one query head."""
         return self
 
     @abc.abstractmethod
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
-        """Which pairs of a tile attend, of a mask that is the same for all heads.
+        """Returns which pairs of a tile attend, of a mask that is the same for all heads.
 
         Args:
             query: First query index, may be traced.
@@ -355,7 +355,8 @@ class _Either(_Combination):
 
 
 def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
-    """Smallest and largest `key - query` of a pattern that is one band, None where a side is open; None for any other.
+    """Returns smallest and largest `key - query` of a pattern that is one band, None where a side is open; None for any
+    other.
 
     Kernels mask a band by arithmetic, so a pattern that is one needs no lists of tiles.
     """
@@ -397,7 +398,7 @@ def _check_int(name: str, value: Any, least: int | None = None) -> None:
 
 
 def _as_offset(value: Any) -> int:
-    """An offset of indices, all of which are smaller than `NO_LIMIT`."""
+    """Returns an offset of indices, all of which are smaller than `NO_LIMIT`."""
     _check_int("offset", value)
     return max(min(int(value), NO_LIMIT), -NO_LIMIT)
 

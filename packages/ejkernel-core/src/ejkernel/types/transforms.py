@@ -248,7 +248,9 @@ class _Span(NamedTuple):
 
 
 def _restricted(info: Info, mask: jax.Array, **fields: Any) -> Info:
-    """A new mask over the same tokens; unlike with `replace` ids and cumulative lengths stay, as the sequences do."""
+    """Returns a new mask over the same tokens; unlike with `replace` ids and cumulative lengths stay, as the sequences
+    do.
+    """
     cu_q, cu_kv = info.explicit_cu_seqlens_q, info.explicit_cu_seqlens_kv
     return changes.replace(
         info, attention_mask=mask, **_stored_ids(info), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **fields
@@ -260,7 +262,7 @@ def _stored_ids(info: MaskParts) -> dict[str, jax.Array | None]:
 
 
 def _places(info: MaskParts) -> tuple[jax.Array, jax.Array]:
-    """The places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
+    """Returns the places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
     q_place = _indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
     kv_place = _indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
     return q_place[:, None, :, None], kv_place[:, None, None, :]
@@ -275,7 +277,9 @@ def _offset(offset: Any, mask: jax.Array) -> jax.Array:
 
 
 def _distance(side: Any) -> Any:
-    """A side of a window that leaves int32 neither added to a place nor subtracted from it; None bounds nothing."""
+    """Returns a side of a window that leaves int32 neither added to a place nor subtracted from it; None bounds
+    nothing.
+    """
     if isinstance(side, jax.Array):
         return jnp.minimum(as_int32(side), NO_LIMIT - 1)
     return bounded(int(np.asarray(side)))
@@ -323,7 +327,7 @@ def _padding_only(ids: jax.Array | None) -> jax.Array | None:
 def _token_types(
     info: MaskParts, token_type_ids: Any, zeros_disabled: tuple[bool, bool]
 ) -> tuple[jax.Array, jax.Array]:
-    """The types of both sides as segment ids: -1 where a type matches nothing."""
+    """Returns the types of both sides as segment ids: -1 where a type matches nothing."""
     pair = token_type_ids if isinstance(token_type_ids, tuple | list) else (token_type_ids, token_type_ids)
     names = ("q", "kv")
     arrays = [checked_integers(f"{name} token_type_ids", value) for name, value in zip(names, pair, strict=True)]

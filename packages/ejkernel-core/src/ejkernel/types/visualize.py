@@ -33,7 +33,7 @@ class _Side(NamedTuple):
         return np.minimum(self.length - self.starts, self.block)
 
     def labels(self) -> list[int]:
-        """The segment id of every block, `_PADDING`, or `_SEVERAL` if it holds more than one of those."""
+        """Returns the segment id of every block, `_PADDING`, or `_SEVERAL` if it holds more than one of those."""
         blocks = (np.maximum(self.ids[start : start + self.block], _PADDING) for start in self.starts)
         return [int(ids[0]) if (ids == ids[0]).all() else _SEVERAL for ids in blocks]
 
@@ -96,7 +96,7 @@ def visualize(  # noqa: PLR0913 - a public method
 
 
 def _host_parts(info: MaskParts, batch: int, head: int) -> tuple[Any, np.ndarray, np.ndarray]:
-    """The explicit mask [q_len, kv_len] (None if ids say it all) and the ids of one row and head."""
+    """Returns the explicit mask [q_len, kv_len] (None if ids say it all) and the ids of one row and head."""
     if info.is_empty:
         raise ValueError("an empty MaskInfo has nothing to draw; make it with a mask or with segment ids")
     stored = info.explicit_mask
@@ -113,7 +113,7 @@ def _host_parts(info: MaskParts, batch: int, head: int) -> tuple[Any, np.ndarray
 
 
 def _side(ids: np.ndarray, block_size: Any, limit: tuple[str, int | None]) -> _Side:
-    """One axis, with blocks large enough for at most `limit` cells."""
+    """Returns one axis, with blocks large enough for at most `limit` cells."""
     block = check_static_size("block_size", block_size, minimum=1)
     name, most_cells = limit
     if most_cells is not None:

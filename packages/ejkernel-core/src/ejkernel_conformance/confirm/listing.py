@@ -60,7 +60,7 @@ class Unit:
 
 @functools.cache
 def functions() -> dict[str, tuple[str, Callable[[Any], None]]]:
-    """The suite's tests by name, in order: each with its only parameter."""
+    """Returns the suite's tests by name, in order: each with its only parameter."""
     found: dict[str, tuple[str, Callable[[Any], None]]] = {}
     for module in sorted(each.name for each in pkgutil.iter_modules(ejkernel_conformance.__path__)):
         if not module.startswith("test_"):
@@ -74,7 +74,7 @@ def functions() -> dict[str, tuple[str, Callable[[Any], None]]]:
 
 
 def made_for_device(device: DeviceInfo) -> tuple[str, ...]:
-    """The names of the implementations that serve this device and are not for every one, as XLA's are."""
+    """Returns the names of the implementations that serve this device and are not for every one, as XLA's are."""
     every = {i.name for listed in registry().implementations.values() for i in listed if _is_made_for(i, device)}
     return tuple(sorted(every))
 
@@ -84,7 +84,7 @@ def _is_made_for(implementation: Implementation, device: DeviceInfo) -> bool:
 
 
 def list_tests(implementations: tuple[str, ...], ops: tuple[str, ...]) -> Iterator[SuiteTest]:
-    """The tests of implementations, in the same order on every machine with the same device.
+    """Yields the tests of implementations, in the same order on every machine with the same device.
 
     Args:
         implementations: Names; none for those made for the device.
@@ -100,7 +100,7 @@ def list_tests(implementations: tuple[str, ...], ops: tuple[str, ...]) -> Iterat
 
 
 def _about(item: Any) -> tuple[Implementation, str, str]:
-    """The implementation, the operation and the unit of what a test is run on."""
+    """Returns the implementation, the operation and the unit of what a test is run on."""
     if isinstance(item, FamilyTarget):
         return item.implementation, "", f"{CLAIMS}{item.implementation.family}"
     if isinstance(item, Tunable):
@@ -110,7 +110,7 @@ def _about(item: Any) -> tuple[Implementation, str, str]:
 
 
 def make_units(tests: Iterable[SuiteTest]) -> list[Unit]:
-    """The tests in units, the long ones first."""
+    """Returns the tests in units, the long ones first."""
     units: dict[str, Unit] = {}
     for test in tests:
         long = test.unit.startswith((CLAIMS, CANDIDATES))
@@ -122,14 +122,14 @@ def make_units(tests: Iterable[SuiteTest]) -> list[Unit]:
 
 @functools.cache
 def _items(parameter: str, op: str, implementation: str) -> dict[str, Any]:
-    """What the tests of one parameter are run on, by the text in a test's id."""
+    """Returns what the tests of one parameter are run on, by the text in a test's id."""
     # The claims of a family are about the cases of all its operations.
     selection = Selection((op,) if op else (), (implementation,), TAG)
     return {str(item): item for item in selection.of(parameter)}
 
 
 def resolve(test: SuiteTest) -> tuple[Callable[[Any], None], Any]:
-    """The test function, and what it is run on."""
+    """Returns the test function, and what it is run on."""
     name, _, text = test.id.partition("[")
     parameter, function = functions()[name]
     item = _items(parameter, test.op, test.implementation)[text.removesuffix("]")]

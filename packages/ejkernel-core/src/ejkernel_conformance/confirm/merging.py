@@ -44,7 +44,7 @@ def merge(runs: Iterable[Run]) -> list[Path]:
 
 
 def _chip(device: DeviceInfo) -> str:
-    """The chip that a run is about: what a CPU interprets are kernels for TPUs."""
+    """Returns the chip that a run is about: what a CPU interprets are kernels for TPUs."""
     return TPU if device.platform == "cpu" else evidence.chip_of(device)
 
 
@@ -64,7 +64,7 @@ def _by_toolchain(runs: Iterable[Run]) -> Iterator[Run]:
 def _confirmations(
     run: Run, known: Mapping[tuple[str, str], Implementation], current: Mapping[str, str]
 ) -> Iterator[tuple[str, Confirmation]]:
-    """What a run says about each implementation, of the families whose sources are still the same."""
+    """Yields what a run says about each implementation, of the families whose sources are still the same."""
     tests: dict[str, dict[str, list[SuiteTest]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for test in run.tests:
         key = (test.family, test.implementation)
@@ -110,7 +110,7 @@ def _tally(tests: Iterable[SuiteTest], results: Mapping[str, Result]) -> Tally:
 def _existing(
     known: Mapping[tuple[str, str], Implementation], found: Iterable[Key]
 ) -> Iterator[tuple[Path, EvidenceFile]]:
-    """The evidence files that there are, and empty ones for what was found about others."""
+    """Yields the evidence files that there are, and empty ones for what was found about others."""
     folders = {one.name: str(one.evidence) for one in known.values()}
     paths: dict[Path, EvidenceFile] = {}
     for name, folder in sorted(folders.items()):
@@ -132,7 +132,7 @@ def evidence_path(folder: str, chip: str, name: str) -> Path:
 
 
 def _with_confirmations(file: EvidenceFile, added: Iterable[Confirmation]) -> EvidenceFile:
-    """The file with what was found; that of the same device, toolchain and sources is replaced by operation."""
+    """Returns the file with what was found; that of the same device, toolchain and sources is replaced by operation."""
     by_toolchain = {_identity(one): one for one in file.confirmations}
     for one in added:
         old = by_toolchain.get(_identity(one))
@@ -156,7 +156,9 @@ def _identity(one: Confirmation) -> tuple[str, ...]:
 
 
 def with_marks(file: EvidenceFile, current: Mapping[str, str]) -> EvidenceFile:
-    """The file in which a family is stale where its sources are others now; those that are gone are left out."""
+    """Returns the file in which a family is stale where its sources are others now; those that are gone
+    are left out.
+    """
     name = file.implementation
     confirmations = tuple(
         msgspec.structs.replace(

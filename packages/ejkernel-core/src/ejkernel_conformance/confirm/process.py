@@ -23,7 +23,7 @@ class EndedError(Exception):
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of workers: they share a GPU, and each compiles on one processor."""
+    """Returns the environment of workers: they share a GPU, and each compiles on one processor."""
     defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": QUICK_XLA, "OMP_NUM_THREADS": "1"}
     return {**defaults, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **given}
 
@@ -55,7 +55,7 @@ class Process:
             raise EndedError(self._how_it_ended()) from error
 
     def receive(self, until: float) -> dict[str, Any]:
-        """The next message.
+        """Returns the next message.
 
         Args:
             until: The time at which the process is ended, if it says nothing.
@@ -101,6 +101,6 @@ class Process:
 
 
 def open_log(folder: Path, name: str) -> TextIO:
-    """The file of what a process prints."""
+    """Returns the file of what a process prints."""
     folder.mkdir(parents=True, exist_ok=True)
     return (folder / name).open("a", encoding="utf-8")

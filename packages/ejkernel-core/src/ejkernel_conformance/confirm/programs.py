@@ -176,7 +176,7 @@ def _file_name(key: str, label: str) -> str:
 
 
 def toolchain() -> dict[str, str]:
-    """The versions of what programs are made with."""
+    """Returns the versions of what programs are made with."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in TOOLCHAIN:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -185,7 +185,9 @@ def toolchain() -> dict[str, str]:
 
 
 def tree_digest() -> str:
-    """A digest of all Python sources that are imported here, core's among them, which no kernel's digest covers."""
+    """Returns a digest of all Python sources that are imported here, core's among them, which no kernel's digest
+    covers.
+    """
     texts: list[str] = []
     for name in ("ejkernel", "ejkernel_conformance", "ejkernel_triton", "ejkernel_pallas", "ejkernel_cuda"):
         spec = importlib.util.find_spec(name)
@@ -195,7 +197,7 @@ def tree_digest() -> str:
 
 
 def digest(text: str) -> str:
-    """Sixteen hexadecimal digits of a text."""
+    """Returns sixteen hexadecimal digits of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -213,7 +215,7 @@ class Listed:
         self.digest = source_digest(implementation)
 
     def calls(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """The label of each call that it serves, and what lowers it."""
+        """Yields the label of each call that it serves, and what lowers it."""
         from ejkernel.ops.device import target_device
         from ejkernel_conformance import subjects
 
@@ -231,7 +233,7 @@ class Listed:
 
 
 def listed(names: Sequence[str], ops: Sequence[str], chip: str) -> list[Listed]:
-    """The implementations that have evidence on a chip, by family and name."""
+    """Returns the implementations that have evidence on a chip, by family and name."""
     from ejkernel.ops.device import find_device
     from ejkernel.ops.plugins import registry
 
@@ -248,7 +250,7 @@ def listed(names: Sequence[str], ops: Sequence[str], chip: str) -> list[Listed]:
 
 
 def _lowered(subject: Any, gradients: bool, chip: str) -> Any:
-    """The program of a call, for a chip that need not be there."""
+    """Returns the program of a call, for a chip that need not be there."""
     from ejkernel.ops.device import find_device, target_device
     from ejkernel_conformance import running, subjects
 
@@ -266,7 +268,7 @@ def _lowered(subject: Any, gradients: bool, chip: str) -> Any:
 
 
 def _tangent(x: Any) -> Any:
-    """A cotangent of an output that no compiler can see through: the output itself."""
+    """Returns a cotangent of an output that no compiler can see through: the output itself."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
 
 
@@ -274,7 +276,7 @@ def _tangent(x: Any) -> Any:
 
 
 def summary(call: Callable[[], Any], handlers: set[str], texts: Path | None = None) -> dict[str, Any]:
-    """The hash of a program, and the target and the hash of each kernel in it.
+    """Returns the hash of a program, and the target and the hash of each kernel in it.
 
     Args:
         call: Lowers it.
@@ -304,13 +306,13 @@ class _Graph:
         self.aliases = False
 
     def hash(self) -> str:
-        """The hash of the results of `main`."""
+        """Returns the hash of the results of `main`."""
         block = self.functions["main"].regions[0].blocks[0]
         inputs = [f"argument {n} {x.type}" for n, x in enumerate(block.arguments)]
         return digest("\n".join(self._block(block, inputs, {})))
 
     def _block(self, block: Any, inputs: Sequence[str], outer: Mapping[Any, str]) -> list[str]:
-        """What its terminator takes, after all that it does other than to compute values."""
+        """Returns what its terminator takes, after all that it does other than to compute values."""
         values = {**outer, **dict(zip(block.arguments, inputs, strict=True))}
         effects: list[str] = []
         for op in block.operations:
@@ -344,7 +346,7 @@ class _Graph:
         return digest("\n".join(parts))
 
     def _attributes(self, op: Any, types_: Sequence[str]) -> list[str]:
-        """The attributes of an operation as text; of a custom call, with the kernel in place of its name."""
+        """Returns the attributes of an operation as text; of a custom call, with the kernel in place of its name."""
         given = {name: op.attributes[name] for name in sorted(_names(op.attributes))}
         if op.name != "stablehlo.custom_call":
             return [f"{name} = {self._attribute(x)}" for name, x in given.items() if name not in NAMES_ONLY]
@@ -364,7 +366,7 @@ class _Graph:
         return about if target in self.handlers else [target, *about]
 
     def _attribute(self, attribute: Any) -> str:
-        """An attribute as text; a function that it names counts as what it computes."""
+        """Returns an attribute as text; a function that it names counts as what it computes."""
         text = LOCATIONS.sub("", str(attribute))
         return SYMBOLS.sub(lambda found: self._function(found[0].lstrip("@").strip('"')), text)
 
@@ -377,12 +379,14 @@ class _Graph:
 
 
 def _names(attributes: Any) -> list[str]:
-    """The names of an operation's attributes: iterating gives them, or pairs with their values, by JAX's version."""
+    """Returns the names of an operation's attributes: iterating gives them, or pairs with their values, by JAX's
+    version.
+    """
     return [x if isinstance(x, str) else x.name for x in attributes]
 
 
 def _mosaic(attributes: Mapping[str, Any]) -> str:
-    """The module in a Mosaic kernel's custom call, without locations and with its symbols numbered."""
+    """Returns the module in a Mosaic kernel's custom call, without locations and with its symbols numbered."""
     # The parser of MLIR that JAX lowers with; JAX has no public one.
     from jax._src.interpreters import mlir
     from jax._src.lib import mosaic_gpu_dialect, tpu
@@ -407,7 +411,7 @@ def _mosaic(attributes: Mapping[str, Any]) -> str:
 
 
 def normalised(text: str) -> str:
-    """A module's text without locations, with symbols and values numbered in the order in which they appear."""
+    """Returns a module's text without locations, with symbols and values numbered in the order in which they appear."""
     symbols: dict[str, int] = {}
 
     def symbol(found: re.Match[str]) -> str:
@@ -453,7 +457,7 @@ class _LibraryFinder:
     """Finds the compiled kernels of ejkernel-cuda, where they are not compiled."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The specification of the library, which is never loaded as a module."""
+        """Returns the specification of the library, which is never loaded as a module."""
         found = name == "ejkernel_cuda.compiled_kernels"
         return importlib.machinery.ModuleSpec(name, None, origin=name) if found else None
 
@@ -540,7 +544,7 @@ def _forget_version() -> None:
 
 @functools.cache
 def _ttir(kernel: Any, dtypes: tuple[str, ...], constants: tuple[Any, ...], given: tuple[Any, ...]) -> str:
-    """A kernel's TTIR after inlining, as its compiler makes it for arrays aligned to 16 bytes."""
+    """Returns a kernel's TTIR after inlining, as its compiler makes it for arrays aligned to 16 bytes."""
     # By name: core does not depend on Triton.
     compiler: Any = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget
@@ -572,7 +576,7 @@ ONCE = re.compile(r"^\s*#\s*pragma\s+once\s*$", re.MULTILINE)
 
 
 def sources_of(programs: Programs, handlers: set[str]) -> dict[str, str]:
-    """A digest of the C++ that each handler of an implementation is compiled from, by the handler's name."""
+    """Returns a digest of the C++ that each handler of an implementation is compiled from, by the handler's name."""
     used = {target for one in programs.values() for target, _ in one["kernels"]} & handlers
     if not used:
         return {}
@@ -585,7 +589,9 @@ def sources_of(programs: Programs, handlers: set[str]) -> dict[str, str]:
 
 
 def tokens(path: Path) -> str:
-    """A C++ source with all that it includes of the tree, and the sources that define what those declare, as tokens."""
+    """Returns a C++ source with all that it includes of the tree, and the sources that define what those declare, as
+    tokens.
+    """
     seen: list[Path] = []
     texts = [_expanded(path, seen)]
     for header in list(seen):

@@ -48,7 +48,7 @@ class Queue:
         self._lock = threading.Lock()
 
     def take(self, op: str) -> Unit | None:
-        """The next unit for a process that was at an operation, whose cases it has at hand."""
+        """Returns the next unit for a process that was at an operation, whose cases it has at hand."""
         with self._lock:
             units = next((units for units in self._passes if units), None)
             if units is None:
@@ -60,7 +60,7 @@ class Queue:
             return chosen
 
     def _short(self, units: Sequence[Unit], op: str) -> Unit:
-        """A unit of the same operation, or of the one that has most units for each process that is at it."""
+        """Returns a unit of the same operation, or of the one that has most units for each process that is at it."""
         left = collections.Counter(unit.op for unit in units)
         most = op if left[op] else max(left, key=lambda name: left[name] / (1 + self._at[name]))
         return next(unit for unit in units if unit.op == most)
@@ -193,5 +193,5 @@ class _Worker:
 
 
 def default_logs() -> Path:
-    """A folder for what processes print where none is named."""
+    """Returns a folder for what processes print where none is named."""
     return Path(tempfile.mkdtemp(prefix="ejkernel_confirm_"))

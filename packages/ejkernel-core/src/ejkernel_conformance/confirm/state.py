@@ -46,7 +46,7 @@ class Run:
         return json.dumps([self.about["device"], {name: versions.get(name) for name in COMPILED_WITH}], sort_keys=True)
 
     def digest(self, test: SuiteTest) -> str | None:
-        """The digest of the sources that a test ran."""
+        """Returns the digest of the sources that a test ran."""
         return self.about["digests"].get(f"{test.family}/{test.implementation}")
 
 
@@ -78,7 +78,7 @@ class Writer:
 
 
 def read(paths: Iterable[Path]) -> Iterator[Run]:
-    """The runs in state files. A last line that was cut is left out.
+    """Yields the runs in state files. A last line that was cut is left out.
 
     Raises:
         ValueError: A file is not a state file.
@@ -106,7 +106,9 @@ def read(paths: Iterable[Path]) -> Iterator[Run]:
 
 
 def known_results(run: Run, earlier: Iterable[Run]) -> dict[str, Result]:
-    """What earlier runs found about a run's tests: with the same toolchain, device and sources. The last one counts."""
+    """Returns what earlier runs found about a run's tests: with the same toolchain, device and sources. The last one
+    counts.
+    """
     found: dict[str, Result] = {}
     for other in earlier:
         if other.toolchain != run.toolchain:

@@ -16,7 +16,7 @@ DISTRIBUTIONS = ("jax", "jaxlib", "jax-triton", "triton", "numpy", "nvidia-cudnn
 
 
 def versions() -> dict[str, str]:
-    """The versions of all that kernels are compiled and run with, by name; what is not there is left out."""
+    """Returns the versions of all that kernels are compiled and run with, by name; what is not there is left out."""
     found = {"ejkernel": __version__, "python": platform.python_version()}
     for name in DISTRIBUTIONS:
         if version := _version(name):
@@ -32,7 +32,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _cuda_versions() -> dict[str, str]:
-    """The CUDA and cuDNN that JAX loads, and the driver; nothing without an NVIDIA GPU."""
+    """Returns the CUDA and cuDNN that JAX loads, and the driver; nothing without an NVIDIA GPU."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -47,7 +47,7 @@ def _cuda_versions() -> dict[str, str]:
 
 
 def implementations() -> dict[tuple[str, str], Implementation]:
-    """Every registered implementation, by family and name."""
+    """Returns every registered implementation, by family and name."""
     return {(i.family, i.name): i for listed in registry().implementations.values() for i in listed}
 
 

@@ -102,13 +102,13 @@ def _outcome(test: SuiteTest) -> tuple[str, str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """The error in its first line, then where it came from."""
+    """Returns the error in its first line, then where it came from."""
     text = f"{type(error).__name__}: {error}"
     return f"{text[:LONGEST_MESSAGE]}\n{traceback.format_exc()[-LONGEST_MESSAGE:]}"
 
 
 def _is_lost() -> bool:
-    """Whether the device no longer runs anything for this process, as after an illegal access to its memory."""
+    """Returns whether the device no longer runs anything for this process, as after an illegal access to its memory."""
     try:
         return int(jax.block_until_ready(jnp.zeros((), jnp.int32) + 1)) != 1
     except Exception:  # noqa: BLE001 - whatever it raises, it does not run

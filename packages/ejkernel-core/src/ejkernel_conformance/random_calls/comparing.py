@@ -126,7 +126,7 @@ def _chosen(program: Program, args: Any, differentiated: bool) -> str:
 
 
 def _differentiable(program: Program) -> tuple[str, ...]:
-    """The arguments with a gradient, which are those that reach no field of the record without one."""
+    """Returns the arguments with a gradient, which are those that reach no field of the record without one."""
     args = program.arguments(0, poisoned=False)
     with jax.default_device(jax.devices("cpu")[0]):
         return running.differentiable_inputs(program.op, Case(name=str(program.seed), make=lambda key: args))
@@ -145,7 +145,7 @@ def _compiled(program: Program, names: tuple[str, ...], platform: str | None = N
 
 
 def _both(call: Callable[[Any], Any], names: tuple[str, ...]) -> Callable[[Any], Results]:
-    """A function with the gradients of named arguments, for cotangents that are the same in every dtype."""
+    """Returns a function with the gradients of named arguments, for cotangents that are the same in every dtype."""
     if not names:
         return lambda args: (call(args), {})
 
@@ -157,7 +157,7 @@ def _both(call: Callable[[Any], Any], names: tuple[str, ...]) -> Callable[[Any],
 
 
 def _truth(program: Program, names: tuple[str, ...]) -> Callable[[Any], Results]:
-    """The reference in float64 on the CPU."""
+    """Returns the reference in float64 on the CPU."""
     run = jax.jit(_both(program.op.reference, names), compiler_options=QUICK)
 
     def truth(args: Any) -> Results:
@@ -168,7 +168,7 @@ def _truth(program: Program, names: tuple[str, ...]) -> Callable[[Any], Results]
 
 
 def _cast(args: Any, dtype: Any) -> Any:
-    """The record with floats of 16 and 32 bits in another dtype; those of 8 bits are codes."""
+    """Returns the record with floats of 16 and 32 bits in another dtype; those of 8 bits are codes."""
 
     def cast(x: Any) -> Any:
         x = np.asarray(x)
@@ -184,7 +184,9 @@ def _cast(args: Any, dtype: Any) -> Any:
 
 
 def _unpoisoned(got: Results, want: Results) -> Results:
-    """Results in the shapes of the reference's; poison that was returned as it was is what it stands for there."""
+    """Returns results in the shapes of the reference's; poison that was returned as it was is what it
+    stands for there.
+    """
 
     def restore(got: np.ndarray, want: np.ndarray) -> np.ndarray:
         got = got.reshape(want.shape)
@@ -195,7 +197,7 @@ def _unpoisoned(got: Results, want: Results) -> Results:
 
 
 def _difference(got: Results, want: Results, accepted: Any) -> str:
-    """What is wrong about results; empty where they are within the operation's tolerance."""
+    """Returns what is wrong about results; empty where they are within the operation's tolerance."""
     outputs, gradients = (jax.tree.map(lambda g, w: w.astype(g.dtype), g, w) for g, w in zip(got, want, strict=True))
     try:
         assert_close(got[0], outputs, accepted, "output")
@@ -206,7 +208,8 @@ def _difference(got: Results, want: Results, accepted: Any) -> str:
 
 
 def _error(got: Results, want: Results) -> float:
-    """The largest difference, in parts of the largest number of its array; infinite where one is not finite alone.
+    """Returns the largest difference, in parts of the largest number of its array; infinite where one is not finite
+    alone.
 
     An array of nothing but rounding errors, as a gradient that is zero in exact arithmetic, is measured by a thousandth
     of the largest number of all arrays.
@@ -227,5 +230,5 @@ def _array_error(got: np.ndarray, want: np.ndarray, least: float) -> float:
 
 
 def _largest(x: np.ndarray) -> float:
-    """The largest absolute value among the finite numbers."""
+    """Returns the largest absolute value among the finite numbers."""
     return float(np.max(np.abs(x[np.isfinite(x)]), initial=0.0))

@@ -45,7 +45,7 @@ def _sizes(rng: Rng) -> tuple[int, int, int, int, int, int, int]:
 
 
 def _mask_info(rng: Rng, kind: str, b: int, t: int, s: int) -> tuple[MaskInfo | None, Arrays]:
-    """A mask of one kind, and where arrays hold padding, which is poisoned."""
+    """Returns a mask of one kind, and where arrays hold padding, which is poisoned."""
     info: Any = MaskInfo
     if kind == "segments":
         q = segment_ids(rng, b, t)
@@ -103,7 +103,7 @@ def packed(rng: Rng) -> Drawn:
 
 
 def flash_or_packed(rng: Rng) -> Drawn:
-    """One of the two."""
+    """Returns one of the two."""
     return packed(rng) if some(rng, 0.25) else flash(rng)
 
 

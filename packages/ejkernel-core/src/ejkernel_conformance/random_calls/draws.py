@@ -30,17 +30,17 @@ class Drawn:
 
 
 def some(rng: Rng, chance: float) -> bool:
-    """Whether something that has this chance happens."""
+    """Returns whether something that has this chance happens."""
     return bool(rng.random() < chance)
 
 
 def pick(rng: Rng, choices: Any) -> Any:
-    """One of several things."""
+    """Returns one of several things."""
     return choices[int(rng.integers(len(choices)))]
 
 
 def tokens(rng: Rng, most: int) -> int:
-    """A number of tokens: often one, or next to a power of two."""
+    """Returns a number of tokens: often one, or next to a power of two."""
     if some(rng, 0.1):
         return 1
     if some(rng, 0.4):
@@ -49,19 +49,19 @@ def tokens(rng: Rng, most: int) -> int:
 
 
 def dtype(rng: Rng) -> Any:
-    """The dtype of a call."""
+    """Returns the dtype of a call."""
     return np.dtype(pick(rng, DTYPES))
 
 
 def heads(rng: Rng, most: int = 8) -> tuple[int, int]:
-    """Query heads, and KV heads that divide them."""
+    """Returns query heads, and KV heads that divide them."""
     group = pick(rng, (1, 1, 2, 3, 4, 8))
     kv_heads = int(rng.integers(1, max(2, most // group + 1)))
     return group * kv_heads, kv_heads
 
 
 def normal(rng: Rng, shape: tuple[int, ...], kind: Any = np.float32, factor: float = 1.0) -> np.ndarray:
-    """Normal numbers, rounded to a dtype."""
+    """Returns normal numbers, rounded to a dtype."""
     return (rng.standard_normal(shape, np.float32) * np.float32(factor)).astype(kind)
 
 
@@ -78,7 +78,9 @@ def log_gates(rng: Rng, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def bounds(rng: Rng, sequences: int, total: int, whole: bool = False) -> np.ndarray:
-    """Cumulative lengths of sequences, of which some are empty; tokens after the last belong to none, unless whole."""
+    """Returns cumulative lengths of sequences, of which some are empty; tokens after the last belong to none, unless
+    whole.
+    """
     inner = np.sort(rng.integers(0, total + 1, sequences))
     if whole:
         inner[-1] = total
@@ -96,7 +98,9 @@ def segment_ids(rng: Rng, rows: int, total: int) -> np.ndarray:
 
 
 def poison(x: np.ndarray, where: np.ndarray, value: float = np.nan) -> np.ndarray:
-    """An array with a value that spoils every sum, where no call may read; with `HARMLESS` inside of `harmless()`."""
+    """Returns an array with a value that spoils every sum, where no call may read; with `HARMLESS` inside of
+    `harmless()`.
+    """
     mask = where.reshape(*where.shape, *(1,) * (x.ndim - where.ndim))
     return np.where(mask, np.asarray(HARMLESS if _harmless.get() else value, x.dtype), x)
 
@@ -116,7 +120,7 @@ def harmless() -> Generator[None]:
 
 
 def window(rng: Rng, most: int) -> Any:
-    """A sliding window: none, one number, or two sides."""
+    """Returns a sliding window: none, one number, or two sides."""
     if some(rng, 0.5):
         return None
     sides = [None if some(rng, 0.3) else int(rng.integers(0, most + 1)) for _ in range(2)]
@@ -124,5 +128,5 @@ def window(rng: Rng, most: int) -> Any:
 
 
 def given(**arguments: Any) -> dict[str, Any]:
-    """Those arguments that are not None."""
+    """Returns those arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}

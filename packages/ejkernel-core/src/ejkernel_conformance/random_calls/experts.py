@@ -23,7 +23,7 @@ WIDTHS = (16, 60, 64, 96, 128, 256, 256, 512)
 
 
 def _groups(rng: Rng, groups: int, rows: int) -> np.ndarray:
-    """Rows of each group, some of which are empty; rows after the last belong to none."""
+    """Returns rows of each group, some of which are empty; rows after the last belong to none."""
     return np.diff(bounds(rng, groups, rows)).astype(np.int32)
 
 

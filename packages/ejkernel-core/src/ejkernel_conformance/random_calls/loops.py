@@ -30,7 +30,7 @@ def named_loops() -> Mapping[str, Callable[[Any], Any]]:
 
 
 def differs(op: str, args: Any, output: np.ndarray) -> str | None:
-    """How the reference's output differs from the loop's, empty if it does not; None without a loop.
+    """Returns how the reference's output differs from the loop's, empty if it does not; None without a loop.
 
     Args:
         op: The operation.

@@ -57,7 +57,9 @@ class Batch:
         return int((-(-self.lens // self.slots)).sum()) + 3
 
     def tables(self, rng: Rng, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [N, entries], with garbage after the pages in use; and bool [P, S], the slots without a token."""
+        """Returns int32 [N, entries], with garbage after the pages in use; and bool [P, S], the slots
+        without a token.
+        """
         free = list(rng.permutation(self.pages))
         tables = np.asarray(pick(rng, (0, -1, self.pages + 7)), np.int32) * np.ones(
             (len(order), self.entries), np.int32
@@ -111,7 +113,7 @@ def _starts(batch: Batch, order: np.ndarray) -> np.ndarray:
 
 
 def _queries(rng: Rng, batch: Batch) -> np.ndarray:
-    """Query rows, of which the last belongs to no sequence."""
+    """Returns query rows, of which the last belongs to no sequence."""
     x = normal(rng, (batch.rows, batch.h, batch.d), batch.kind)
     return poison(x, np.arange(batch.rows) == batch.rows - 1)
 

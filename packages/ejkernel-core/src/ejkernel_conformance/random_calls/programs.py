@@ -71,14 +71,14 @@ class Program:
     differentiated: bool
 
     def arguments(self, number: int, poisoned: bool = True) -> Any:
-        """The argument record with one set of values."""
+        """Returns the argument record with one set of values."""
         rng = np.random.default_rng([*self.seed, number])
         with contextlib.nullcontext() if poisoned else harmless():
             return self.op.arguments(**self.drawn.values(rng), **self.drawn.options)
 
 
 def make_program(name: str) -> Program:
-    """The program with a name `"seed:operation:number"`.
+    """Returns the program with a name `"seed:operation:number"`.
 
     Raises:
         ValueError: There is no such operation.

@@ -58,7 +58,7 @@ class Sequences:
         return found
 
     def spoiled(self, arrays: Arrays, names: tuple[str, ...]) -> Arrays:
-        """The arrays with tokens after the last sequence poisoned."""
+        """Returns the arrays with tokens after the last sequence poisoned."""
         if self.form == "rows":
             return arrays
         unread = np.arange(self.t)[None] >= arrays["cu_seqlens"][-1]

@@ -27,7 +27,7 @@ def _listed(ops: list[str], seed: int, programs: int) -> dict[str, Any]:
 
 
 def _outcome(test: SuiteTest, values: int) -> tuple[str, str]:
-    """What became of a program; the message is JSON where its calls are right."""
+    """Returns what became of a program; the message is JSON where its calls are right."""
     try:
         return "passed", json.dumps(compare(make_program(test.id), values))
     except WrongError as error:

@@ -63,7 +63,7 @@ class WeightsTile(NamedTuple):
 
 
 def backward(pullback: Pullback, config: WeightRows) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, the cotangents of output and weights, and the wanted names, of query, key, value,
@@ -113,13 +113,13 @@ def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTil
 
 
 def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
-    """The cotangent of a query tile's weights, [b, h, g, t, S]."""
+    """Returns the cotangent of a query tile's weights, [b, h, g, t, S]."""
     tile = load_pairs(pullback.cotangent[1], plan, at, ALL_KEYS)
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 
 
 def _store(grads: Gradients, rows: WeightsTile, record: TiledAttention, plan: TilePlan, at: Cursor) -> Gradients:
-    """The gradients with what a query tile adds to them."""
+    """Returns the gradients with what a query tile adds to them."""
     b, h, g, t, s = rows.dscores.shape
     grads, head, keys = dict(grads), at.head * g, (at.batch, 0, at.head, 0)
     if "value" in grads:

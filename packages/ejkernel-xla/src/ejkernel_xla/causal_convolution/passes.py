@@ -12,7 +12,7 @@ from ejkernel.types.pullback import Pullback
 
 
 def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -25,7 +25,7 @@ def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, ja
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, cotangents of output and final states, and the wanted names.

@@ -6,7 +6,7 @@ from ejkernel.families.expert_routing import ExpertRouting, Routing, reference
 
 
 def forward(record: ExpertRouting, config: Any) -> tuple[Routing, tuple[()]]:
-    """The routing of a record.
+    """Returns the routing of a record.
 
     Args:
         record: The canonical arguments.

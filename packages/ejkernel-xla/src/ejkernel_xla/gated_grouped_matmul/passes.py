@@ -11,7 +11,7 @@ from ejkernel_xla.grouped_matmul.forward import forward as grouped
 
 
 def forward(record: GatedGroupedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.

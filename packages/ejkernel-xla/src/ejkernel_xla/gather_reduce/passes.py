@@ -35,7 +35,7 @@ def forward(record: GatherReduce, config: Any) -> tuple[jax.Array, tuple[()]]:
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Gradients of the rows and of the weights.
+    """Returns gradients of the rows and of the weights.
 
     Args:
         pullback: Record and cotangent [T, D].
@@ -78,14 +78,14 @@ def _column(array: jax.Array, n: Any) -> jax.Array:
 
 
 def _rows(rows: jax.Array, index: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
-    """The named rows times their weights; 0 for an index that names none, whatever its weight is."""
+    """Returns the named rows times their weights; 0 for an index that names none, whatever its weight is."""
     valid = named(index, rows.shape[0])
     taken = take_rows(rows, index).astype(dtype)
     return taken if weights is None else taken * jnp.where(valid, weights.astype(dtype), 0)[:, None]
 
 
 def _sum(term: Callable[[Any], jax.Array], count: int, empty: jax.Array) -> jax.Array:
-    """The sum of `count` terms in order; `empty` of none."""
+    """Returns the sum of `count` terms in order; `empty` of none."""
     if not count:
         return empty
     if count > UNROLLED:

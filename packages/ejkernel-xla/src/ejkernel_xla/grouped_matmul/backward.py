@@ -24,7 +24,7 @@ ROW_FIELDS = ("lhs", "lhs_scale")
 
 
 def backward(pullback: Pullback, config: RowTiles) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, cotangent [M, N], and the wanted names.
@@ -85,7 +85,7 @@ def _tile(
 
 
 def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gradients:
-    """Gradients of a tile's rows and of their scales, from that of the product of the two."""
+    """Returns gradients of a tile's rows and of their scales, from that of the product of the two."""
     scale = at.scales(record)
     if scale is None:
         return {"lhs": product}
@@ -93,7 +93,7 @@ def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gr
 
 
 def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
-    """The gradients with those of a group's matrix, scales and bias in them."""
+    """Returns the gradients with those of a group's matrix, scales and bias in them."""
     found, scale = {}, None
     if record.rhs_scale is not None:
         scale = lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False).astype(accumulator(record))

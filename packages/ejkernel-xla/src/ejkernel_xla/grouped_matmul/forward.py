@@ -10,7 +10,7 @@ from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
 
 
 def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.
@@ -43,7 +43,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
 
 
 def _bias(record: GroupedMatmul, g: jax.Array) -> jax.Array | None:
-    """What is added to the rows of a group, [1, N]."""
+    """Returns what is added to the rows of a group, [1, N]."""
     if record.rhs_bias is None:
         return None
     return lax.dynamic_index_in_dim(record.rhs_bias, g, keepdims=False).astype(accumulator(record))

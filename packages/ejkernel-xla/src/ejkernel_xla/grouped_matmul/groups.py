@@ -28,15 +28,15 @@ class RowTile(NamedTuple):
     valid: jax.Array
 
     def take(self, x: jax.Array) -> jax.Array:
-        """The tile's rows of x."""
+        """Returns the tile's rows of x."""
         return lax.dynamic_slice_in_dim(x, self.start, self.valid.shape[0])
 
     def rows(self, record: GroupedMatmul) -> jax.Array:
-        """The tile's rows as an operand: with their scales applied."""
+        """Returns the tile's rows as an operand: with their scales applied."""
         return rows(record, self.take(record.lhs), self.scales(record))
 
     def scales(self, record: GroupedMatmul) -> jax.Array | None:
-        """The scales of the tile's rows."""
+        """Returns the scales of the tile's rows."""
         return None if record.lhs_scale is None else self.take(record.lhs_scale)
 
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -78,14 +78,14 @@ def over_groups(first: jax.Array, end: jax.Array, body: Callable[..., Any], carr
 
 
 def load(record: GroupedMatmul, g: jax.Array) -> jax.Array:
-    """The matrix of a group as an operand, [K, N] or [N, K]: with its scales applied."""
+    """Returns the matrix of a group as an operand, [K, N] or [N, K]: with its scales applied."""
     rhs = lax.dynamic_index_in_dim(record.rhs, g, keepdims=False)
     scale = None if record.rhs_scale is None else lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False)
     return matrix(record, rhs, scale)
 
 
 def dot(record: GroupedMatmul, left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The product of two matrices over one axis of each, in the accumulator's dtype."""
+    """Returns the product of two matrices over one axis of each, in the accumulator's dtype."""
     dtype = jnp.promote_types(left.dtype, right.dtype)
     return lax.dot_general(
         left.astype(dtype),

@@ -31,7 +31,9 @@ FACES = {"block_m": "block_m"}
 
 
 def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
-    """Rows of the tiles of a group, from the largest, by quarters: what one size leaves over is left to the next."""
+    """Returns rows of the tiles of a group, from the largest, by quarters: what one size leaves over is left to the
+    next.
+    """
     found = [config.block_m]
     while found[-1] // 4 >= MIN_BLOCK:
         found.append(found[-1] // 4)
@@ -40,7 +42,7 @@ def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
 
 
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:
-    """The tiles for a record on a device, not measured."""
+    """Returns the tiles for a record on a device, not measured."""
     return RowTiles(block_m=BLOCK_SIZES[1])
 
 

@@ -27,7 +27,7 @@ Gradients = dict[str, jax.Array]
 
 @with_plain_state_gradients
 def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, cotangents of output and final states, and the wanted names.
@@ -45,7 +45,7 @@ def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
 
 
 def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
-    """The states before every chunk, [chunks, n, K, V]."""
+    """Returns the states before every chunk, [chunks, n, K, V]."""
     table = state_table(record)
     found = jnp.zeros((chunking.max_chunks, *load(record, table, chunking.chunk_at(jnp.int32(0))).shape), table.dtype)
 
@@ -97,7 +97,9 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
 
 
 def _single_token_gradients(pullback: Pullback, grads: Gradients, table: jax.Array) -> tuple[Gradients, jax.Array]:
-    """Gradients with those of sequences of one token, which no chunk has, and the cotangents of all first states."""
+    """Returns gradients with those of sequences of one token, which no chunk has, and the cotangents of all first
+    states.
+    """
     record, fields = pullback.record, {name: getattr(pullback.record, name) for name in grads}
 
     def run(fields: Gradients, table: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -109,6 +111,6 @@ def _single_token_gradients(pullback: Pullback, grads: Gradients, table: jax.Arr
 
 
 def _zeros(x: jax.Array, record: LinearRecurrence) -> jax.Array:
-    """Zeros for a gradient; in the accumulator's dtype where tokens share the field, since it is a sum then."""
+    """Returns zeros for a gradient; in the accumulator's dtype where tokens share the field, since it is a sum then."""
     shared = x.shape[1] < record.query.shape[1]
     return jnp.zeros(x.shape, accumulator(record) if shared else x.dtype)

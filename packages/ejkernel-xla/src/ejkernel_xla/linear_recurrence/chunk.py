@@ -55,7 +55,7 @@ class ChunkTokens:
 
 
 def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) -> tuple[jax.Array, jax.Array]:
-    """Outputs [n, C, V] and the states [n, K, V] after a chunk, from the states before it."""
+    """Returns outputs [n, C, V] and the states [n, K, V] after a chunk, from the states before it."""
     count, keys = state.shape[0], key_gates(chunk.decay)
     write = _writes(state, chunk, keys, precision)
     after = _after(state, chunk, write, keys, precision)
@@ -69,7 +69,9 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
 
 
 def _read(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
-    """What the tokens read, [n, C, V]: inter-chunk from the states before the chunk, intra-chunk from each other."""
+    """Returns what the tokens read, [n, C, V]: inter-chunk from the states before the chunk, intra-chunk from each
+    other.
+    """
     before = keys.read(chunk.query, state, precision)
     if (values := _value_levels(chunk)) is None:
         return before + multiply(keys.pairs(chunk.query, chunk.key, state.shape[0], precision), write, precision)
@@ -77,7 +79,7 @@ def _read(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates
 
 
 def next_state(state: jax.Array, chunk: ChunkTokens, precision: Any) -> jax.Array:
-    """The states after a chunk alone."""
+    """Returns the states after a chunk alone."""
     keys = key_gates(chunk.decay)
     return _after(state, chunk, _writes(state, chunk, keys, precision), keys, precision)
 
@@ -91,7 +93,7 @@ def _after(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGate
 
 
 def _writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precision: Any) -> jax.Array:
-    """What every token writes, [n, C, V]."""
+    """Returns what every token writes, [n, C, V]."""
     count = state.shape[0]
     value = expand(chunk.value, count)
     if chunk.beta is None:
@@ -108,7 +110,7 @@ def _value_levels(chunk: ChunkTokens) -> list[DecaySpans] | None:
 
 
 def _intra_chunk_read(chunk: ChunkTokens, write: jax.Array, values: list[DecaySpans], precision: Any) -> jax.Array:
-    """What the tokens of a chunk read from each other with gates of the values' channels, [n, C, V]."""
+    """Returns what the tokens of a chunk read from each other with gates of the values' channels, [n, C, V]."""
     count = write.shape[0]
     query, key = expand(chunk.query, count), expand(chunk.key, count)
     squares = corners(query, key, None if chunk.decay is None else decay_spans(chunk.decay), precision)

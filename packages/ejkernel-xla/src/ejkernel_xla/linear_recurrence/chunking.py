@@ -62,7 +62,7 @@ class Chunking:
     roles: tuple[jax.Array, jax.Array] | None
 
     def chunk_at(self, step: Any) -> ChunkSlice:
-        """The chunk at a step."""
+        """Returns the chunk at a step."""
         if self.bounds is None or self.last is None:
             first = step * self.length
             return ChunkSlice(0, jnp.minimum(first, self.tokens - self.length), first, self.tokens)
@@ -97,13 +97,13 @@ def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
 
 
 def slices(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice) -> dict[str, jax.Array]:
-    """The parts of a record's arrays that a chunk covers, as they lie: [B|1, C|1, heads, ...]."""
+    """Returns the parts of a record's arrays that a chunk covers, as they lie: [B|1, C|1, heads, ...]."""
     arrays = {name: getattr(record, name) for name in TOKEN_FIELDS}
     return {name: cut(x, chunking, at) for name, x in arrays.items() if x is not None}
 
 
 def cut(x: jax.Array, chunking: Chunking, at: ChunkSlice) -> jax.Array:
-    """The part of one array, [B|1, C|1, ...]."""
+    """Returns the part of one array, [B|1, C|1, ...]."""
     return take(x, (0, at.start, *(0,) * (x.ndim - 2)), (x.shape[0], chunking.length, *x.shape[2:]))
 
 
@@ -118,7 +118,7 @@ def replace(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
 
 
 def valid_tokens(chunking: Chunking, at: ChunkSlice) -> jax.Array | None:
-    """Which tokens of a chunk are not masked, bool [B|1, C]; None when all of them."""
+    """Returns which tokens of a chunk are not masked, bool [B|1, C]; None when all of them."""
     if chunking.all_full:
         return None
     token = at.start + jnp.arange(chunking.length, dtype=jnp.int32)
@@ -133,7 +133,7 @@ def assemble(
     parts: dict[str, jax.Array],
     run: jax.Array | None = None,
 ) -> ChunkTokens:
-    """A chunk from its slices, in the accumulator's dtype; differentiable in them.
+    """Returns a chunk from its slices, in the accumulator's dtype; differentiable in them.
 
     Masked tokens get zeros, whatever their slices hold; with `run`, bool [B, C], those outside of it too.
     """
@@ -153,12 +153,12 @@ def assemble(
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """[r, C, heads, ...] as [r * heads, C, ...]."""
+    """Returns [r, C, heads, ...] as [r * heads, C, ...]."""
     return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
-    """[r * heads, C, ...] as [r, C, heads, ...]."""
+    """Returns [r * heads, C, ...] as [r, C, heads, ...]."""
     return jnp.swapaxes(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
 
 

@@ -32,7 +32,7 @@ class DecaySpans(NamedTuple):
 
 
 def decay_spans(gates: jax.Array) -> list[DecaySpans]:
-    """The weights of [..., C, channels] log gates in blocks of length 1, 2, 4, ..., C, which is a power of two.
+    """Returns the weights of [..., C, channels] log gates in blocks of length 1, 2, 4, ..., C, which is a power of two.
 
     Exponentials are taken once, of the gates, and multiplied: no factor is above 1. Exponentials of the sums at every
     level would cost more, since XLA's CPU compiler recomputes them in every loop that reads them.
@@ -48,7 +48,7 @@ def decay_spans(gates: jax.Array) -> list[DecaySpans]:
 
 
 def split(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., 2 m, n, d] as the first and the second block of each pair, [..., m, n, d]."""
+    """Returns [..., 2 m, n, d] as the first and the second block of each pair, [..., m, n, d]."""
     pairs = blocks.reshape(*blocks.shape[:-3], -1, 2, *blocks.shape[-2:])
     return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
@@ -82,14 +82,14 @@ def corners(
 
 
 def outer(left: jax.Array, right: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
-    """[..., n, d] and [..., m, d] as products [..., n, m]; leading dimensions broadcast."""
+    """Returns [..., n, d] and [..., m, d] as products [..., n, m]; leading dimensions broadcast."""
     if left.shape[-1] == 1:
         return left * jnp.swapaxes(right, -1, -2)
     return dots(left, right)[..., None] if left.shape[-2] == 1 else multiply_rows(left, right, precision)
 
 
 def triangle(diagonal: jax.Array, squares: list[jax.Array]) -> jax.Array:
-    """The lower triangular [..., C, C] matrix of a diagonal [..., C] and the squares from `corners`."""
+    """Returns the lower triangular [..., C, C] matrix of a diagonal [..., C] and the squares from `corners`."""
     if squares:
         diagonal = jnp.broadcast_to(diagonal, (*squares[0].shape[:-3], diagonal.shape[-1]))
     blocks = diagonal[..., None, None]
@@ -100,7 +100,7 @@ def triangle(diagonal: jax.Array, squares: list[jax.Array]) -> jax.Array:
 
 
 def _join(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
-    """[[first, 0], [corner, second]], each [..., n, n]."""
+    """Returns [[first, 0], [corner, second]], each [..., n, n]."""
     upper = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
     return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
 
@@ -112,7 +112,7 @@ def apply_triangle(
     levels: list[DecaySpans],
     precision: lax.Precision | None = None,
 ) -> jax.Array:
-    """The triangular matrix times values, each pair decayed by the gates of value channels: [..., C, channels].
+    """Returns the triangular matrix times values, each pair decayed by the gates of value channels: [..., C, channels].
 
     Args:
         diagonal: [..., C].

@@ -31,7 +31,7 @@ from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
 
 @with_plain_states
 def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -59,7 +59,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
 
 
 def _initial(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
-    """Outputs and states before the first chunk."""
+    """Returns outputs and states before the first chunk."""
     if record.cu_seqlens is not None:
         return read_single_tokens(record, state_table(record))
     return _outputs(record), state_table(record)
@@ -71,19 +71,21 @@ def _outputs(record: LinearRecurrence) -> jax.Array:
 
 
 def state_table(record: LinearRecurrence) -> jax.Array:
-    """The states before the first tokens, those of all rows or packed sequences together: [n, K, V]."""
+    """Returns the states before the first tokens, those of all rows or packed sequences together: [n, K, V]."""
     return states(record).reshape(-1, record.query.shape[3], record.value.shape[3])
 
 
 def by_head(record: LinearRecurrence, table: jax.Array) -> jax.Array:
-    """[n, K, V] as the record's [rows or sequences, H, K, V]."""
+    """Returns [n, K, V] as the record's [rows or sequences, H, K, V]."""
     return table.reshape(-1, head_count(record), *table.shape[1:])
 
 
 def chunk_step(
     record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The states after a chunk and its outputs [r, C, H, V], differentiable in the states before it and its slices."""
+    """Returns the states after a chunk and its outputs [r, C, H, V], differentiable in the states before it and its
+    slices.
+    """
     if chunking.roles is not None:
         return segment_step(record, chunking, at, state, parts)
     chunk = assemble(record, chunking, at, parts)
@@ -93,14 +95,14 @@ def chunk_step(
 
 
 def load(record: LinearRecurrence, table: jax.Array, at: ChunkSlice) -> jax.Array:
-    """The states of a chunk's rows, [n, K, V]."""
+    """Returns the states of a chunk's rows, [n, K, V]."""
     if record.cu_seqlens is None:
         return table
     return lax.dynamic_slice_in_dim(table, at.sequence * head_count(record), head_count(record))
 
 
 def store(record: LinearRecurrence, table: jax.Array, at: ChunkSlice, state: jax.Array) -> jax.Array:
-    """The table with the states of a chunk's rows replaced."""
+    """Returns the table with the states of a chunk's rows replaced."""
     if record.cu_seqlens is None:
         return state
     return lax.dynamic_update_slice_in_dim(table, state, at.sequence * head_count(record), 0)

@@ -44,7 +44,7 @@ class HeadGates:
         return cls(*_weights(gates[..., 0]))
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """What tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
+        """Returns what tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
         return weigh(multiply(expand(left, state.shape[0]), state, precision), self.since)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
@@ -52,7 +52,7 @@ class HeadGates:
         return masked(_shared_products(left, right, precision), self.between)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """The states after the chunk."""
+        """Returns the states after the chunk."""
         # On values, so that heads that share keys stay one product (`multiply_shared_columns`).
         write = weigh(write, self.between[..., -1, :])
         update = multiply_shared_columns(key, write, precision)
@@ -70,17 +70,17 @@ class ChannelGates:
     levels: list[DecaySpans]
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """What tokens read of the states before the chunk; see `HeadGates`."""
+        """Returns what tokens read of the states before the chunk; see `HeadGates`."""
         left = expand(left, state.shape[0])
         return multiply(left * self.levels[-1].since[..., 0, :, :], state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
+        """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         left, right = expand(left, count), expand(right, count)
         return triangle(dots(left, right), corners(left, right, self.levels, precision))
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """The states after the chunk; see `HeadGates`."""
+        """Returns the states after the chunk; see `HeadGates`."""
         key = expand(key, state.shape[0]) * self.levels[-1].until[..., 0, :, :]
         update = multiply_columns(key, write, precision)
         return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + update
@@ -91,15 +91,15 @@ class NoGates:
     """No decay."""
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
-        """What tokens read of the states before the chunk; see `HeadGates`."""
+        """Returns what tokens read of the states before the chunk; see `HeadGates`."""
         return multiply(expand(left, state.shape[0]), state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
+        """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         return expand(jnp.tril(_shared_products(left, right, precision)), count)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
-        """The states after the chunk; see `HeadGates`."""
+        """Returns the states after the chunk; see `HeadGates`."""
         return state + multiply_shared_columns(key, write, precision)
 
 
@@ -107,14 +107,14 @@ KeyGates = HeadGates | ChannelGates | NoGates
 
 
 def key_gates(decay: jax.Array | None) -> KeyGates:
-    """The gates of a chunk, by the shape of its `decay`."""
+    """Returns the gates of a chunk, by the shape of its `decay`."""
     if decay is None:
         return NoGates()
     return ChannelGates(decay_spans(decay)) if decay.shape[-1] > 1 else HeadGates.of(decay)
 
 
 def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """Products of all pairs of tokens, [m, C, C], with m the most that the two have."""
+    """Returns products of all pairs of tokens, [m, C, C], with m the most that the two have."""
     count = max(left.shape[0], right.shape[0])
     if left is right:
         return gram(left, precision)

@@ -27,25 +27,25 @@ def sums(subscripts: str, *arrays: jax.Array) -> jax.Array:
 
 
 def dots(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Products of the vectors along the last axis: [..., d] and [..., d] to [...]."""
+    """Returns products of the vectors along the last axis: [..., d] and [..., d] to [...]."""
     return sums("...d,...d->...", left, right)
 
 
 @with_gradients(2)
 def multiply(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """[..., n, d] and [..., d, m] to [..., n, m]; all leading sizes are the same."""
+    """Returns [..., n, d] and [..., d, m] to [..., n, m]; all leading sizes are the same."""
     return jnp.matmul(left, right, precision=precision)
 
 
 @with_gradients(2)
 def multiply_rows(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """Products of the rows of two matrices: [..., n, d] and [..., m, d] to [..., n, m]."""
+    """Returns products of the rows of two matrices: [..., n, d] and [..., m, d] to [..., n, m]."""
     return jnp.matmul(left, _transpose(right), precision=precision)
 
 
 @with_gradients(2)
 def multiply_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """Products of the columns of two matrices: [..., d, n] and [..., d, m] to [..., n, m]."""
+    """Returns products of the columns of two matrices: [..., d, n] and [..., d, m] to [..., n, m]."""
     return jnp.matmul(_transpose(left), right, precision=precision)
 
 
@@ -83,7 +83,7 @@ def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -
 
 
 def side_by_side(x: jax.Array, count: int) -> jax.Array:
-    """Matrices [n, a, d] as [count, a, n / count * d]."""
+    """Returns matrices [n, a, d] as [count, a, n / count * d]."""
     if x.shape[0] == count:
         return x
     return jnp.swapaxes(x.reshape(count, -1, *x.shape[1:]), 1, 2).reshape(count, x.shape[1], -1)
@@ -99,7 +99,7 @@ def from_side_by_side(x: jax.Array, count: int) -> jax.Array:
 
 @with_gradients(1)
 def gram(x: jax.Array, precision: Any) -> jax.Array:
-    """Products of the rows of a matrix: [..., n, d] to [..., n, n]."""
+    """Returns products of the rows of a matrix: [..., n, d] to [..., n, n]."""
     return multiply_rows(x, x, precision)
 
 
@@ -112,7 +112,7 @@ gram.defvjp(lambda x, precision: (gram(x, precision), x), _gram_gradient)
 
 @jax.custom_vjp
 def weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """[..., d] times weights [...]."""
+    """Returns [..., d] times weights [...]."""
     return x * weights[..., None]
 
 
@@ -126,7 +126,7 @@ weigh.defvjp(lambda x, weights: (weigh(x, weights), (x, weights)), _weigh_gradie
 
 @jax.custom_vjp
 def masked(products: jax.Array, weights: jax.Array) -> jax.Array:
-    """Products [m, C, C] times weights [n, C, C], where n / m neighbours share products: [n, C, C]."""
+    """Returns products [m, C, C] times weights [n, C, C], where n / m neighbours share products: [n, C, C]."""
     return _repeat(products, weights.shape[0]) * weights
 
 
@@ -144,7 +144,7 @@ masked.defvjp(lambda products, weights: (masked(products, weights), (products, w
 
 @jax.custom_vjp
 def decay_rows(state: jax.Array, weights: jax.Array) -> jax.Array:
-    """States [n, K, V] times the weights of their rows [n, K], or of the whole [n, 1]."""
+    """Returns states [n, K, V] times the weights of their rows [n, K], or of the whole [n, 1]."""
     return state * weights[..., :, None]
 
 
@@ -160,7 +160,7 @@ decay_rows.defvjp(lambda state, weights: (decay_rows(state, weights), (state, we
 
 @jax.custom_vjp
 def decay_columns(state: jax.Array, weights: jax.Array) -> jax.Array:
-    """States [n, K, V] times the weights of their columns [n, V]."""
+    """Returns states [n, K, V] times the weights of their columns [n, V]."""
     return state * weights[..., None, :]
 
 
@@ -173,7 +173,7 @@ decay_columns.defvjp(lambda state, weights: (decay_columns(state, weights), (sta
 
 
 def expand(x: jax.Array, count: int) -> jax.Array:
-    """[m, ...] as [count, ...]: each of the m is repeated `count / m` times."""
+    """Returns [m, ...] as [count, ...]: each of the m is repeated `count / m` times."""
     return x if x.shape[0] == count else _expand(x, count)
 
 

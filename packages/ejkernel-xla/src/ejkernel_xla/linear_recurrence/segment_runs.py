@@ -25,7 +25,7 @@ Parts = dict[str, jax.Array]
 
 
 def runs_of(chunking: Chunking, at: ChunkSlice) -> jax.Array:
-    """The run of every token of a chunk, int32 [B, C]; -1 for masked tokens."""
+    """Returns the run of every token of a chunk, int32 [B, C]; -1 for masked tokens."""
     assert chunking.roles is not None  # the callers looked
     valid = valid_tokens(chunking, at)
     assert valid is not None
@@ -36,7 +36,7 @@ def runs_of(chunking: Chunking, at: ChunkSlice) -> jax.Array:
 def next_state_of_segments(
     record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: Parts
 ) -> jax.Array:
-    """The states after a chunk alone: those of each row's last run."""
+    """Returns the states after a chunk alone: those of each row's last run."""
     runs = runs_of(chunking, at)
     last = _last_run(runs)
     chunk = assemble(record, chunking, at, parts, runs == last[:, None])
@@ -46,10 +46,12 @@ def next_state_of_segments(
 def segment_step(
     record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: Parts
 ) -> tuple[jax.Array, jax.Array]:
-    """The states after a chunk and its outputs [B, C, H, V]; differentiable in the states before it and its slices."""
+    """Returns the states after a chunk and its outputs [B, C, H, V]; differentiable in the states before it and its
+    slices.
+    """
 
     def run(n: jax.Array, runs: jax.Array, state: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array]:
-        """One pass: the states after its run, and the outputs of its tokens."""
+        """Returns one pass: the states after its run, and the outputs of its tokens."""
         chunk = assemble(record, chunking, at, parts, runs == n)
         before = _begin(record, state, jnp.broadcast_to(n == 0, runs.shape[:1]))
         output, after = advance(before, chunk, record.softmax_scale, precision(record))
@@ -63,7 +65,7 @@ def segment_step(
 
 
 def _last_run(runs: jax.Array) -> jax.Array:
-    """The last run of every row, [B]; 0 for rows without tokens."""
+    """Returns the last run of every row, [B]; 0 for rows without tokens."""
     return jnp.maximum(jnp.max(runs, axis=1), 0)
 
 
@@ -73,18 +75,18 @@ def _by_state(record: LinearRecurrence, rows: jax.Array) -> jax.Array:
 
 
 def _begin(record: LinearRecurrence, state: jax.Array, continues: jax.Array) -> jax.Array:
-    """The states before a run: those before the chunk in rows [B] whose run continues, else zeros."""
+    """Returns the states before a run: those before the chunk in rows [B] whose run continues, else zeros."""
     return jnp.where(_by_state(record, continues), state, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _passes(run: Any, runs: jax.Array, state: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array]:
-    """The sum of all passes, each of which is 0 where it has nothing."""
+    """Returns the sum of all passes, each of which is 0 where it has nothing."""
     return _sum_over_runs(lambda n: run(n, runs, state, parts), runs)
 
 
 def _sum_over_runs(of_run: Any, runs: jax.Array) -> Any:
-    """The sum of a function of runs over all that some row has."""
+    """Returns the sum of a function of runs over all that some row has."""
     shapes = jax.eval_shape(of_run, jnp.int32(0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # Added, not replaced: a pass selects its own part, so that each entry is of one pass and 0 in the others.

@@ -10,7 +10,7 @@ from ejkernel_xla.linear_recurrence.chunk import ChunkTokens, advance, precision
 
 
 def read_single_tokens(record: LinearRecurrence, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The outputs of those sequences' tokens, 0 for all others, and all states with theirs updated.
+    """Returns the outputs of those sequences' tokens, 0 for all others, and all states with theirs updated.
 
     Args:
         record: A packed record.

@@ -32,12 +32,14 @@ FACES = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
 
 
 def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> RecurrenceChunk:
-    """The length for a record on a device, not measured."""
+    """Returns the length for a record on a device, not measured."""
     return RecurrenceChunk(chunk_size=_default_length(record, device, direction))
 
 
 def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[RecurrenceChunk, ...]:
-    """Lengths worth measuring for a record on a device: the likely one, and those that it has the tokens for."""
+    """Returns lengths worth measuring for a record on a device: the likely one, and those that it has
+    the tokens for.
+    """
     fitting = {n for n in CHUNK_LENGTHS if n <= record.query.shape[1]}
     return tuple(RecurrenceChunk(chunk_size=n) for n in sorted(fitting | {_default_length(record, device, direction)}))
 

@@ -45,7 +45,7 @@ ut_solve.defvjp(_ut_solve, _ut_solve_gradients)
 
 
 def inverse(matrix: jax.Array, precision: Any) -> jax.Array:
-    """The inverse of `1 + matrix`, [..., C, C], from blocks of 1, 2, 4, ... tokens on its diagonal.
+    """Returns the inverse of `1 + matrix`, [..., C, C], from blocks of 1, 2, 4, ... tokens on its diagonal.
 
     [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' those of its blocks.
     """

@@ -82,19 +82,19 @@ def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...
 
 
 def accumulator(record: PagedAttention) -> Any:
-    """The dtype of scores, sums and products: float32, or float64 for float64 inputs."""
+    """Returns the dtype of scores, sums and products: float32, or float64 for float64 inputs."""
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
 def _initial(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of rows that belong to no sequence."""
+    """Returns output and lse of rows that belong to no sequence."""
     rows, heads, _ = record.query.shape
     output = jnp.zeros((rows, heads, paged_cache.value_size(record)), record.query.dtype)
     return output, jnp.full((rows, heads), -jnp.inf, accumulator(record))
 
 
 def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[jax.Array, jax.Array]:
-    """Query rows [n, h, r, d] of a stack, and which of the record's rows they are, [n, t]; T for none."""
+    """Returns query rows [n, h, r, d] of a stack, and which of the record's rows they are, [n, t]; T for none."""
     row_sum, heads, size = record.query.shape
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
     rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, row_sum)
@@ -108,7 +108,9 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[j
 
 
 def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys [n, h, k, d], values [n, h, k, v] and presence bool [n, k] at positions [n, k]; 0 where not present."""
+    """Returns keys [n, h, k, d], values [n, h, k, v] and presence bool [n, k] at positions [n, k]; 0
+    where not present.
+    """
     in_range = positions < at.high[:, None]
     # Positions behind `high` have no page, and `load` gives 0 for them: no NaN of a free page meets a weight of 0.
     page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(in_range, positions, -1))
@@ -120,12 +122,12 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
 
 
 def _operand(record: PagedAttention, pages: jax.Array) -> Any:
-    """The operands' dtype of the product of queries and keys."""
+    """Returns the operands' dtype of the product of queries and keys."""
     return record.compute_dtype or _promoted(record.query.dtype, pages.dtype)
 
 
 def _promoted(query: Any, stored: Any) -> Any:
-    """The wider of two dtypes; caches of 8 bits are read in the query's."""
+    """Returns the wider of two dtypes; caches of 8 bits are read in the query's."""
     return query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored)
 
 
@@ -152,7 +154,7 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
 
 
 def _allowed(record: PagedAttention, cut: PagedTiling, at: Work, positions: jax.Array, present: jax.Array) -> jax.Array:
-    """What the masks allow, bool broadcastable to [n, h, k, t, g]."""
+    """Returns what the masks allow, bool broadcastable to [n, h, k, t, g]."""
     allowed = present[:, None, :, None, None]
     if cut.queries == 1:  # the keys from `low` to `high` are then exactly the row's
         return allowed
@@ -171,7 +173,7 @@ def _initial_softmax(record: PagedAttention, query: jax.Array) -> OnlineSoftmax:
 
 
 def _update(running: OnlineSoftmax, scores: jax.Array, values: jax.Array) -> OnlineSoftmax:
-    """One step of the online softmax, over a tile of keys: rescales by alpha and adds the tile."""
+    """Returns one step of the online softmax, over a tile of keys: rescales by alpha and adds the tile."""
     row_max = jnp.maximum(running.row_max, jnp.max(scores, axis=2))
     shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # exp(-inf - 0) = 0 where nothing was seen yet
     weights, alpha = jnp.exp(scores - shift[:, :, None]), jnp.exp(running.row_max - shift)
@@ -185,7 +187,7 @@ def _update(running: OnlineSoftmax, scores: jax.Array, values: jax.Array) -> Onl
 
 
 def _epilogue(record: PagedAttention, running: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
-    """The epilogue: output [n, h, r, v] and lse [n, h, r]. The denominator gets the sink here, once."""
+    """Returns the epilogue: output [n, h, r, v] and lse [n, h, r]. The denominator gets the sink here, once."""
     row_max, row_sum = running.row_max, running.row_sum
     sink = jnp.array(-jnp.inf, row_max.dtype)
     if record.softmax_aux is not None:

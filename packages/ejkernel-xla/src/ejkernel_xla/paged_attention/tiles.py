@@ -50,7 +50,7 @@ class PagedTiling:
 
 
 def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
-    """The tiles of a record, of which no axis is empty: none larger than it can fill."""
+    """Returns the tiles of a record, of which no axis is empty: none larger than it can fill."""
     rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
     queries = 1 if record.query_start is None else max(1, min(config.block_q, rows))
     keys = max(1, min(config.block_kv, paged_cache.capacity(record)))
@@ -58,17 +58,17 @@ def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
-    """Tile sizes for a record on a device, not measured."""
+    """Returns tile sizes for a record on a device, not measured."""
     return _sized(record, device, BLOCK_KV)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedTiles, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     return tuple(dict.fromkeys(_sized(record, device, keys) for keys in (64, 128, 256, 512)))
 
 
 def _sized(record: PagedAttention, device: DeviceInfo, keys: int) -> PagedTiles:
-    """Query tiles of the average length of a sequence's queries; as many at once as keep their keys close."""
+    """Returns query tiles of the average length of a sequence's queries; as many at once as keep their keys close."""
     rows, sequences = record.query.shape[0], max(1, record.kv_lens.shape[0])
     average = max(1, rows // sequences)
     queries = min(MAX_BLOCK_Q, 2 ** (average - 1).bit_length())

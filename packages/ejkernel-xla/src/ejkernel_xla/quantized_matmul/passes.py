@@ -11,7 +11,7 @@ from ejkernel.types.pullback import Pullback
 
 
 def forward(record: QuantizedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.
@@ -24,7 +24,7 @@ def forward(record: QuantizedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record: of x alone.
+    """Returns gradients of the wanted fields of a record: of x alone.
 
     Args:
         pullback: Record, cotangent [M, N], and the wanted names.
@@ -39,7 +39,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 
 
 def _product(record: QuantizedMatmul, rows: jax.Array, axis: int) -> jax.Array:
-    """Rows times the matrix, over one axis of the matrix as it lies."""
+    """Returns rows times the matrix, over one axis of the matrix as it lies."""
     product = lax.dot_general(
         rows.astype(record.x.dtype),
         matrix(record),

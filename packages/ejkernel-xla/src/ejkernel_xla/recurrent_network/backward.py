@@ -40,7 +40,7 @@ Gradients = dict[str, Any]
 
 
 def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, gates and states of every token, cotangents of output and final states, and the wanted names.
@@ -66,7 +66,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
 
 
 def _inputs(pullback: Pullback, layer: int) -> jax.Array:
-    """What a layer reads, [T, B, inputs]."""
+    """Returns what a layer reads, [T, B, inputs]."""
     record = pullback.record
     if layer == 0:
         return concatenated([time_major(record.x)], valid_tokens(record))  # 0 in padding, whatever it holds
@@ -78,7 +78,7 @@ def _inputs(pullback: Pullback, layer: int) -> jax.Array:
 def _direction(
     pullback: Pullback, at: Direction, inputs: jax.Array, outputs: jax.Array, config: TokenBlocks
 ) -> Gradients:
-    """Gradients of one direction of a layer, from the cotangent [T, B, H] of what it hands on."""
+    """Returns gradients of one direction of a layer, from the cotangent [T, B, H] of what it hands on."""
     record, weight_ih = pullback.record, at.weight_ih.astype(accumulator(pullback.record))
     token = _token(at)
 
@@ -106,7 +106,9 @@ def _direction(
 
 
 def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax.Array]]:
-    """The step of a loop over tokens: cotangents of the state behind a token to those of the state before it."""
+    """Returns the step of a loop over tokens: cotangents of the state behind a token to those of the
+    state before it.
+    """
     weights, cell = at.weight_hh.astype(accumulator(at.record)), at.record.cell
 
     def token(after: State, parts: tuple[Any, ...]) -> tuple[State, jax.Array]:
@@ -125,7 +127,7 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
 
 
 def _states_before(pullback: Pullback, at: Direction) -> State:
-    """The states before every token, [T, B, H]."""
+    """Returns the states before every token, [T, B, H]."""
     residuals, found = pullback.residuals, []
     for after, first in zip((residuals.hidden, residuals.cell), at.first_state(), strict=False):
         states = time_major(after[at.index])
@@ -140,7 +142,7 @@ def _outer(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.A
 
 
 def _assemble(record: RecurrentNetwork, found: list[list[Gradients]]) -> Gradients:
-    """The gradients of a record's fields, from those of every layer's directions."""
+    """Returns the gradients of a record's fields, from those of every layer's directions."""
 
     def stack(name: str, layers: list[list[Gradients]]) -> jax.Array:
         return jnp.stack([jnp.stack([each[name] for each in directions]) for directions in layers])

@@ -40,19 +40,19 @@ class Blocks:
         return self.count * self.length - self.tokens
 
     def cut(self, x: jax.Array) -> jax.Array:
-        """[T, ...] to [blocks, length, ...]; padding is 0."""
+        """Returns [T, ...] to [blocks, length, ...]; padding is 0."""
         if self.padding:
             ends = (self.padding, 0) if self.backwards else (0, self.padding)
             x = jnp.pad(x, (ends, *((0, 0),) * (x.ndim - 1)))
         return x.reshape(self.count, self.length, *x.shape[1:])
 
     def merge(self, x: jax.Array) -> jax.Array:
-        """[blocks, length, ...] to [T, ...]."""
+        """Returns [blocks, length, ...] to [T, ...]."""
         x = x.reshape(self.count * self.length, *x.shape[2:])
         return x[self.padding :] if self.backwards else x[: self.tokens]
 
     def valid(self, record: RecurrentNetwork) -> jax.Array | None:
-        """Which tokens of each block are no padding, bool [blocks, length, B or 1, 1]; None for all."""
+        """Returns which tokens of each block are no padding, bool [blocks, length, B or 1, 1]; None for all."""
         tokens = real_tokens(record)
         if tokens is None and not self.padding:
             return None

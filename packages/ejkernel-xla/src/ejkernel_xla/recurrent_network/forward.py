@@ -19,7 +19,7 @@ from ejkernel_xla.recurrent_network.tiles import TokenBlocks
 
 
 def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -43,7 +43,7 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
 
 
 def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, State]:
-    """The final states [B, H], and the gates of every token and the states after it [T, B, ...].
+    """Returns the final states [B, H], and the gates of every token and the states after it [T, B, ...].
 
     The loop carries each token's projected inputs from the iteration before: XLA's CPU backend does not vectorise a
     loop body that is fused with a slice of a longer array.

@@ -64,11 +64,11 @@ class Direction:
         return _plus(product(self.record, hidden, self.weight_hh.T), self.bias_hh)
 
     def first_state(self) -> State:
-        """The state before the first token."""
+        """Returns the state before the first token."""
         return first_state(self.record, self.index)
 
     def zeros(self) -> dict[str, jax.Array]:
-        """A zero for every weight, in the accumulator's dtype; for biases also where there are none."""
+        """Returns a zero for every weight, in the accumulator's dtype; for biases also where there are none."""
         weights = {"weight_ih": self.weight_ih, "weight_hh": self.weight_hh}
         every = {**weights, "bias_ih": self.weight_hh[:, 0], "bias_hh": self.weight_hh[:, 0]}
         return {name: jnp.zeros(x.shape, accumulator(self.record)) for name, x in every.items()}
@@ -79,7 +79,7 @@ def _plus(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def product(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.Array:
-    """A matrix product in the accumulator's dtype."""
+    """Returns a matrix product in the accumulator's dtype."""
     dtype = accumulator(record)
     if left.dtype != right.dtype:
         left, right = left.astype(dtype), right.astype(dtype)
@@ -92,12 +92,12 @@ def precision(record: RecurrentNetwork) -> lax.Precision | None:
 
 
 def time_major(x: jax.Array) -> jax.Array:
-    """[B, T, ...] to [T, B, ...], or back."""
+    """Returns [B, T, ...] to [T, B, ...], or back."""
     return jnp.swapaxes(x, 0, 1)
 
 
 def valid_tokens(record: RecurrentNetwork) -> jax.Array | None:
-    """Which tokens are no padding, bool [T, B, 1]; None for all."""
+    """Returns which tokens are no padding, bool [T, B, 1]; None for all."""
     tokens = real_tokens(record)
     return None if tokens is None else time_major(tokens)[..., None]
 
@@ -108,6 +108,6 @@ def select_state(valid_tokens: jax.Array | None, new: State, old: State) -> Stat
 
 
 def concatenated(hidden: list[jax.Array], valid_tokens: jax.Array | None) -> jax.Array:
-    """Output of a layer, [T, B, R * H]: its directions side by side, and 0 in padding."""
+    """Returns output of a layer, [T, B, R * H]: its directions side by side, and 0 in padding."""
     outputs = jnp.concatenate(hidden, axis=-1)
     return outputs if valid_tokens is None else jnp.where(valid_tokens, outputs, 0)

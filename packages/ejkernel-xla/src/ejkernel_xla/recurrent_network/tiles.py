@@ -33,13 +33,13 @@ FACES = {"block_t": "block_t", "unroll": "unroll"}
 
 
 def heuristic(record: RecurrentNetwork, device: Any, direction: Direction) -> TokenBlocks:
-    """The blocks for a record on a device, not measured."""
+    """Returns the blocks for a record on a device, not measured."""
     tokens = _in_cache(record, direction) if device.platform == "cpu" else record.x.shape[1]
     return TokenBlocks(block_t=max(1, tokens), unroll=1)
 
 
 def candidates(record: RecurrentNetwork, device: Any, direction: Direction) -> tuple[TokenBlocks, ...]:
-    """Blocks worth measuring for a record on a device."""
+    """Returns blocks worth measuring for a record on a device."""
     every = max(1, record.x.shape[1])
     pairs = dict.fromkeys(((_in_cache(record, direction), 1), (every, 1), (every, 4)))
     return tuple(TokenBlocks(block_t=tokens, unroll=unroll) for tokens, unroll in pairs)

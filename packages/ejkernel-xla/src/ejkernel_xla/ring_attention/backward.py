@@ -34,7 +34,7 @@ Gradients = dict[str, jax.Array]
 
 
 def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
-    """Gradients of the wanted fields of one device's record.
+    """Returns gradients of the wanted fields of one device's record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
@@ -63,7 +63,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
 
 
 def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients:
-    """The gradients of everything but sinks, in the layout that the ring works in."""
+    """Returns the gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
     zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.wanted - {"softmax_aux"}}
     zeros = _compat.as_varying(zeros, pullback)
@@ -91,7 +91,7 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
 
 
 def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
-    """A gradient in its field's dtype and layout."""
+    """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
     gradient = gradient.astype(field.dtype)
     axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)

@@ -10,12 +10,12 @@ from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
-    """Tile sizes for a record on a device, not measured."""
+    """Returns tile sizes for a record on a device, not measured."""
     return _halved(record, tiles.heuristic(tiled(record), device, direction))
 
 
 def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     found = tiles.candidates(tiled(record), device, direction)
     return tuple(dict.fromkeys(_halved(record, params) for params in found))
 
@@ -32,7 +32,7 @@ def _halved(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:
 
 
 def _dividing(length: int, block: int) -> int:
-    """The largest divisor of a length up to a block; the block itself where that would be a sliver."""
+    """Returns the largest divisor of a length up to a block; the block itself where that would be a sliver."""
     block = max(1, min(length, block))
     divisor = max(d for d in range(1, block + 1) if length % d == 0)
     return divisor if 4 * divisor >= block else block

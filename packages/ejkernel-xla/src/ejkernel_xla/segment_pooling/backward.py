@@ -11,7 +11,7 @@ from ejkernel_xla.segment_pooling.forward import counts
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Gradient of the values.
+    """Returns gradient of the values.
 
     Args:
         pullback: Record and cotangent [B, M, H, D].

@@ -26,7 +26,7 @@ def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tupl
 
 
 def counts(record: SegmentPooling) -> jax.Array:
-    """Tokens of every pool, at least 1: [B|1, M, 1, 1]."""
+    """Returns tokens of every pool, at least 1: [B|1, M, 1, 1]."""
     first, end = spans(record)
     return jnp.maximum(end - first, 1)[..., None, None].astype(accumulator(record))
 

@@ -30,17 +30,17 @@ FACES = {"block_size": "block_size"}
 
 
 def block_size(record: SegmentPooling, config: TokenTiles) -> int:
-    """Tokens of a tile, no more than there are."""
+    """Returns tokens of a tile, no more than there are."""
     return min(config.block_size, record.values.shape[1])
 
 
 def rows_at_once(size: int) -> int:
-    """Rows that one step of a loop adds: a step costs a CPU next to nothing and others a launch."""
+    """Returns rows that one step of a loop adds: a step costs a CPU next to nothing and others a launch."""
     return 1 if current_device().platform == "cpu" else size
 
 
 def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> TokenTiles:
-    """The tile for a record on a device, not measured.
+    """Returns the tile for a record on a device, not measured.
 
     A pool of n tokens adds about n / size tiles and size tokens at its ends: fewest rows for the root of n, which a CPU
     adds one by one.
@@ -63,5 +63,5 @@ def _typical(record: SegmentPooling) -> int:
 
 
 def _mean_length(record: SegmentPooling) -> int:
-    """Tokens a pool, on average."""
+    """Returns tokens a pool, on average."""
     return record.values.shape[1] // (1 if record.ranges is None else record.ranges.shape[0])

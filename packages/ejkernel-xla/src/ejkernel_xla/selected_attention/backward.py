@@ -39,7 +39,7 @@ Gradients = dict[str, jax.Array]
 
 
 def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
@@ -56,7 +56,7 @@ def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
 
 
 def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: SelectedTiles) -> Gradients:
-    """Gradients of query, key and value in the selected branch."""
+    """Returns gradients of query, key and value in the selected branch."""
     if not record.query.size:
         return {name: jnp.zeros_like(getattr(record, name)) for name in ("query", "key", "value")}
     plan = make_plan(record, config)

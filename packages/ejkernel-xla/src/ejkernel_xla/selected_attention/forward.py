@@ -22,7 +22,7 @@ from ejkernel_xla.tiled_attention.forward import finite
 
 
 def forward(record: SelectedAttention, config: SelectedTiles) -> tuple[jax.Array, SelectedResiduals]:
-    """Output and residuals of a record.
+    """Returns output and residuals of a record.
 
     Args:
         record: The canonical arguments.
@@ -67,7 +67,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
-    """The selected branch."""
+    """Returns the selected branch."""
     (rows, tokens, heads, _), values = record.query.shape, record.value.shape[3]
     if not record.query.size:  # loops over tiles would read one
         lse = jnp.zeros((rows, heads, tokens), accumulator(record))
@@ -106,7 +106,7 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
 
 
 def _update(running: OnlineSoftmax, rows: jax.Array, scores: jax.Array, value: jax.Array) -> OnlineSoftmax:
-    """One step of the online softmax of some queries, over a block of values [k, v]."""
+    """Returns one step of the online softmax of some queries, over a block of values [k, v]."""
     # No query lists a block twice, so no two rows of a product are the same query.
     previous_max = take(running.row_max, rows)
     row_max = jnp.maximum(previous_max, jnp.max(scores, axis=-1))

@@ -77,7 +77,7 @@ class Operands(NamedTuple):
 
 
 def arrange(record: SelectedAttention, plan: SelectedPlan) -> Operands:
-    """The operands of a record whose padding is clean, and whose blocks are listed."""
+    """Returns the operands of a record whose padding is clean, and whose blocks are listed."""
     assert record.block_indices is not None  # selected by now
     listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.blocks)
     ids = None
@@ -99,13 +99,13 @@ def arrange(record: SelectedAttention, plan: SelectedPlan) -> Operands:
 
 
 def by_group(x: jax.Array, plan: SelectedPlan) -> jax.Array:
-    """[B, t, H, n] -> [B, Hk, T, g, n]."""
+    """Returns [B, t, H, n] -> [B, Hk, T, g, n]."""
     x = x.reshape(*x.shape[:2], plan.heads, plan.group, x.shape[3]).transpose(0, 2, 1, 3, 4)
     return fill(x, 2, plan.tiles * plan.queries, 0)
 
 
 def by_token(x: jax.Array, length: int) -> jax.Array:
-    """[B, Hk, T, g, n] -> [B, t, H, n], the inverse of `by_group`."""
+    """Returns [B, Hk, T, g, n] -> [B, t, H, n], the inverse of `by_group`."""
     x = x[:, :, :length].transpose(0, 2, 1, 3, 4)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
@@ -170,7 +170,7 @@ def fold(
 
 
 def take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of x along its first axis; those behind its end are the last one's."""
+    """Returns rows of x along its first axis; those behind its end are the last one's."""
     return x.at[rows].get(mode="clip")
 
 

@@ -23,30 +23,30 @@ class PlanStep(NamedTuple):
 
 
 def accumulator(record: SelectedAttention) -> Any:
-    """The dtype of scores, sums and products: float32, or float64 for float64 inputs."""
+    """Returns the dtype of scores, sums and products: float32, or float64 for float64 inputs."""
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
 def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A product of two tiles, accumulated and returned in the accumulator's dtype."""
+    """Returns a product of two tiles, accumulated and returned in the accumulator's dtype."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.einsum(spec, a, b, precision=product_precision(a.dtype), preferred_element_type=wide)
 
 
 def tile_of(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
-    """[B, Hk, T, ...] -> [t, ...], the queries of a step."""
+    """Returns [B, Hk, T, ...] -> [t, ...], the queries of a step."""
     rest = x.shape[3:]
     part = blocks.take(x, (at.batch, at.head, at.query, *(0,) * len(rest)), (1, 1, plan.queries, *rest))
     return part.reshape(plan.queries, *rest)
 
 
 def row_of(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
-    """[B|1, T] -> [t], the queries of a step."""
+    """Returns [B|1, T] -> [t], the queries of a step."""
     return blocks.take(x, (at.batch, at.query), (1, plan.queries))[0]
 
 
 def block_of(x: jax.Array, at: PlanStep, start: jax.Array, size: int) -> jax.Array:
-    """[B, Hk, S, n] -> [k, n], the keys of a block."""
+    """Returns [B, Hk, S, n] -> [k, n], the keys of a block."""
     return blocks.take(x, (at.batch, at.head, start, 0), (1, 1, size, x.shape[3]))[0, 0]
 
 

@@ -35,19 +35,19 @@ FACES = {"block_q": "block_q"}
 
 
 def sizes(record: SelectedAttention, config: SelectedTiles) -> tuple[int, int]:
-    """Queries whose lists are sorted together, and queries a tile, no more than there can be."""
+    """Returns queries whose lists are sorted together, and queries a tile, no more than there can be."""
     queries = min(config.sorted_queries, _max_sorted_queries(record))
     return queries, min(config.block_q, queries)
 
 
 def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> SelectedTiles:
-    """Tile sizes for a record on a device, not measured."""
+    """Returns tile sizes for a record on a device, not measured."""
     group = record.query.shape[2] // record.key.shape[2]
     return _sized(record, min(MAX_BLOCK_Q, max(16, ROWS_PER_BLOCK // group)))
 
 
 def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[SelectedTiles, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     return tuple(dict.fromkeys(_sized(record, rows) for rows in (64, 128, 256, 512, 1024)))
 
 
@@ -57,6 +57,6 @@ def _sized(record: SelectedAttention, rows: int) -> SelectedTiles:
 
 
 def _max_sorted_queries(record: SelectedAttention) -> int:
-    """The most queries whose pairs of block and slot can be numbered in 32 bits, for the sort."""
+    """Returns the most queries whose pairs of block and slot can be numbered in 32 bits, for the sort."""
     pairs = (blocks(record) + 1) * max(1, slots(record))
     return max(1, min(record.query.shape[1], 2**31 // pairs))

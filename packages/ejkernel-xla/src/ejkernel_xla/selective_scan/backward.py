@@ -27,7 +27,7 @@ TOKENS = ("x", "step", "write", "read")
 
 @with_state_gradients
 def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, states between chunks, cotangents of output and final states, and the wanted names.

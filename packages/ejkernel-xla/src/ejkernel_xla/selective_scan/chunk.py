@@ -33,14 +33,14 @@ Behind = tuple[jax.Array, jax.Array]
 
 
 def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
-    """The states behind a chunk and what its tokens read, from the states before it and A as [E, I]."""
+    """Returns the states behind a chunk and what its tokens read, from the states before it and A as [E, I]."""
     return (_tree if associative else _loop)(state, tokens, decay)
 
 
 def pull(
     associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: Behind
 ) -> tuple[jax.Array, Tokens, jax.Array]:
-    """The cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""
+    """Returns the cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""
     if associative:
         return jax.vjp(_tree, state, tokens, decay)[1](cotangents)
     return _pull_loop(state, tokens, decay, cotangents)

@@ -31,7 +31,7 @@ class ChunkSlice(NamedTuple):
 
 
 def chunks(record: SelectiveScan) -> int:
-    """Number of chunks; of packed sequences the most that there can be."""
+    """Returns number of chunks; of packed sequences the most that there can be."""
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
         return -(-tokens // INTERVAL)
@@ -39,12 +39,12 @@ def chunks(record: SelectiveScan) -> int:
 
 
 def intervals(record: SelectiveScan) -> PackedIntervals | None:
-    """The intervals of packed sequences; None without packing."""
+    """Returns the intervals of packed sequences; None without packing."""
     return None if record.cu_seqlens is None else packed_scan.packed_intervals(record.cu_seqlens, record.x.shape[1])
 
 
 def chunk_at(record: SelectiveScan, packed: PackedIntervals | None, n: jax.Array) -> ChunkSlice:
-    """The nth chunk."""
+    """Returns the nth chunk."""
     tokens = record.x.shape[1]
     length = min(INTERVAL, tokens)
     at = None if packed is None else PackedIntervals(*(lax.dynamic_index_in_dim(x, n, keepdims=False) for x in packed))
@@ -59,25 +59,28 @@ def chunk_at(record: SelectiveScan, packed: PackedIntervals | None, n: jax.Array
 
 
 def cut(x: jax.Array, at: ChunkSlice) -> jax.Array:
-    """A chunk's part of [B, T, ...], 0 for tokens that are not its own: what those hold, NaN as well, is not read."""
+    """Returns a chunk's part of [B, T, ...], 0 for tokens that are not its own: what those hold, NaN as well, is not
+    read.
+    """
     return jnp.where(at.fresh, lax.dynamic_slice_in_dim(x, at.start, at.fresh.shape[1], axis=1), 0)
 
 
 def paste(x: jax.Array, at: ChunkSlice, part: jax.Array) -> jax.Array:
-    """[B, T, ...] with the fresh tokens of a chunk replaced."""
+    """Returns [B, T, ...] with the fresh tokens of a chunk replaced."""
     merged = jnp.where(at.fresh, part.astype(x.dtype), lax.dynamic_slice_in_dim(x, at.start, part.shape[1], axis=1))
     return lax.dynamic_update_slice_in_dim(x, merged, at.start, axis=1)
 
 
 def load(record: SelectiveScan, at: ChunkSlice) -> Tokens:
-    """A chunk's tokens. Those that are not its own have a step of 0, which leaves the state as it is."""
+    """Returns a chunk's tokens. Those that are not its own have a step of 0, which leaves the state as it is."""
     dtype = accumulator(record)
     parts = (cut(record.x, at), cut(record.step, at), cut(record.write, at), cut(record.read, at))
     return Tokens(*(jnp.moveaxis(part, 1, 0).astype(dtype) for part in parts))
 
 
 def enter(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
-    """The state [B, E, I] before a chunk: of a packed sequence's first its own of [N, E, I], else the one before.
+    """Returns the state [B, E, I] before a chunk: of a packed sequence's first its own of [N, E, I], else the one
+    before.
 
     In reverse, `states` are the cotangents of the final states, and a sequence is entered with its last chunk.
     """
@@ -89,7 +92,7 @@ def enter(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
 
 
 def leave(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
-    """The states [N, E, I] behind packed sequences, with that of a chunk's; its last one is written last."""
+    """Returns the states [N, E, I] behind packed sequences, with that of a chunk's; its last one is written last."""
     if at.sequence is None:
         return state
     return states.at[at.sequence].set(state[0], mode="drop")

@@ -13,7 +13,7 @@ from ejkernel_xla.selective_scan.tiles import ScanSteps
 
 @with_states
 def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.

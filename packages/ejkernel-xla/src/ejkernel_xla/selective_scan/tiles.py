@@ -19,7 +19,9 @@ class ScanSteps:
 
 
 def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> ScanSteps:
-    """The way for a record on a device, not measured: a CPU has no idle lanes that could do a tree's extra work."""
+    """Returns the way for a record on a device, not measured: a CPU has no idle lanes that could do a tree's extra
+    work.
+    """
     return ScanSteps(associative=device.platform != "cpu")
 
 

@@ -66,7 +66,7 @@ class QueryTile(NamedTuple):
 
 
 def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
@@ -139,7 +139,7 @@ def _load(pullback: Pullback, plan: TilePlan, at: Cursor) -> QueryTile:
 
 
 def _load_lse_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
-    """[b, h, g, t]; 0 for rows with nothing to attend, and for those that an earlier tile had."""
+    """Returns [b, h, g, t]; 0 for rows with nothing to attend, and for those that an earlier tile had."""
     cotangent, lse = (load_heads(x, plan, at) for x in (pullback.lse_cotangent, pullback.residuals.lse))
     counted = lse > -jnp.inf
     return jnp.where(counted & plan.queries.fresh(at.tile) if plan.queries.ragged else counted, cotangent, 0)
@@ -182,7 +182,7 @@ def _key_tile(
 def _score_gradient(
     record: TiledAttention, rows: QueryTile, value: jax.Array, weights: jax.Array, scores: Scores, start: jax.Array
 ) -> jax.Array:
-    """Gradient of the scaled and biased scores, [b, h, g, t, s]."""
+    """Returns gradient of the scaled and biased scores, [b, h, g, t, s]."""
     dweights = drop(dot("bhgtv,bhsv->bhgts", rows.cotangent, value, record), rows.dropout, record, start)
     delta = rows.delta[..., None]
     if rows.row_argmax is None:
@@ -204,7 +204,7 @@ def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: Cursor, s
 def _store(
     grads: Gradients, carry: dict[str, Any], record: TiledAttention, plan: TilePlan, at: Cursor, rows: QueryTile
 ) -> Gradients:
-    """The gradients with a finished query tile in them."""
+    """Returns the gradients with a finished query tile in them."""
     b, h, g, t = rows.delta.shape
     grads, head = {**grads, **{name: x for name, x in carry.items() if name != "query"}}, at.head * g
     if "query" in grads:

@@ -46,13 +46,13 @@ class Axis:
         return not self.symbolic and self.length % self.block != 0
 
     def start(self, tile: Any) -> Any:
-        """First index of a tile, traced or not."""
+        """Returns first index of a tile, traced or not."""
         if self.symbolic:
             return jnp.zeros_like(tile)
         return jnp.minimum(tile * self.block, self.length - self.block)
 
     def fresh(self, tile: Any) -> jax.Array:
-        """bool [block], the indices of a tile that no earlier tile has."""
+        """Returns bool [block], the indices of a tile that no earlier tile has."""
         return self.start(tile) + jnp.arange(self.block, dtype=jnp.int32) >= tile * self.block
 
     @property
@@ -120,7 +120,7 @@ def _axis(length: Any, block: int) -> Axis:
 
 
 def take(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
-    """A slice of x; dimensions of size 1 broadcast, so they are taken whole."""
+    """Returns a slice of x; dimensions of size 1 broadcast, so they are taken whole."""
     starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
     sizes = [_least(n, size) for n, size in zip(x.shape, sizes, strict=True)]
     return lax.dynamic_slice(x, _int32(starts), sizes)
@@ -148,14 +148,16 @@ def _symbolic(size: Any) -> bool:
 
 
 def _least(n: Any, size: Any) -> Any:
-    """The smaller one. Of a symbolic axis one row is taken or all; one row is all that others may have of it."""
+    """Returns the smaller one. Of a symbolic axis one row is taken or all; one row is all that others
+    may have of it.
+    """
     if isinstance(n, int) and isinstance(size, int):
         return min(n, size)
     return n if n == 1 else size
 
 
 def _divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most limit (at least 1)."""
+    """Returns the largest divisor of n that is at most limit (at least 1)."""
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, limit))
 
 

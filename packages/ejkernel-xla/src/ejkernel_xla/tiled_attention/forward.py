@@ -120,7 +120,7 @@ def _update(
     record: TiledAttention,
     start: jax.Array,
 ) -> OnlineSoftmax:
-    """One step of the online softmax, over a key tile with values [b, h, s, v]."""
+    """Returns one step of the online softmax, over a key tile with values [b, h, s, v]."""
     row_max = jnp.maximum(running.row_max, jnp.max(scores.value, axis=-1))
     # A row that has attended nothing yet has -inf on both sides, and -inf - -inf would be NaN.
     shift = finite(row_max)
@@ -134,7 +134,7 @@ def _update(
 
 
 def _first_argmax(running: OnlineSoftmax, scores: jax.Array, start: jax.Array) -> jax.Array | None:
-    """The first key with the largest score; tiles may come in any order."""
+    """Returns the first key with the largest score; tiles may come in any order."""
     if running.row_argmax is None:
         return None
     tile_max, key = jnp.max(scores, axis=-1), start + jnp.argmax(scores, axis=-1).astype(jnp.int32)
@@ -143,7 +143,7 @@ def _first_argmax(running: OnlineSoftmax, scores: jax.Array, start: jax.Array) -
 
 
 def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: Cursor) -> dict[str, Any]:
-    """The epilogue of a query tile, arrays [b, h, g, t, ...]. The denominator gets the sink here, once."""
+    """Returns the epilogue of a query tile, arrays [b, h, g, t, ...]. The denominator gets the sink here, once."""
     row_max, row_sum = running.row_max, running.row_sum
     if record.softmax_aux is not None:
         sink = lax.dynamic_slice(record.softmax_aux, (at.head * plan.group,), (plan.heads * plan.group,))
@@ -167,7 +167,7 @@ def finite(x: jax.Array) -> jax.Array:
 
 
 def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
-    """The arrays that query tiles are stored into, with the values of a call without keys."""
+    """Returns the arrays that query tiles are stored into, with the values of a call without keys."""
     (b, t, h, _), dtype = record.query.shape, accumulator(record)
     sink = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
     state = {

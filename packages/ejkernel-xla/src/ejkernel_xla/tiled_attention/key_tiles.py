@@ -78,7 +78,7 @@ def find_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns | KeyT
 
 
 def _all_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns:
-    """Every tile, as a partial one: a symbolic length has a single tile.
+    """Returns every tile, as a partial one: a symbolic length has a single tile.
 
     Raises:
         NotImplementedError: The record has a pattern, which lists tiles.
@@ -91,8 +91,9 @@ def _all_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns:
 
 
 def _sorted(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, bool]:
-    """Which tile pairs have work and which of them are full, [chunks | 1, query tiles, key tiles], and whether the
-    tables are traced."""
+    """Returns which tile pairs have work and which of them are full, [chunks | 1, query tiles, key tiles], and whether
+    the tables are traced.
+    """
     if segment_ids(record) is None:
         record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
     some, every, xp = sorted_pairs(record, plan.queries.cut, plan.keys.cut)
@@ -102,6 +103,6 @@ def _sorted(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, bool]:
 
 
 def _per_chunk(table: Any, plan: TilePlan) -> Any:
-    """[B|1, ...] as [chunks, rows a chunk, ...], or [1, 1, ...]."""
+    """Returns [B|1, ...] as [chunks, rows a chunk, ...], or [1, 1, ...]."""
     rows = 1 if table.shape[0] == 1 else plan.batch
     return table.reshape(table.shape[0] // rows, rows, *table.shape[1:])

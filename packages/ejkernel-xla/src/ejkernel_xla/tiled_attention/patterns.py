@@ -80,7 +80,9 @@ def list_key_tiles(record: TiledAttention, pattern: Mask, plan: TilePlan, some: 
 
 
 def _pattern_tiles(record: TiledAttention, pattern: Mask, plan: TilePlan) -> tuple[Any, Any]:
-    """The pattern's block map of a record: tiles that are not empty, tiles that are full; [head chunks | 1, ...]."""
+    """Returns the pattern's block map of a record: tiles that are not empty, tiles that are full; [head chunks | 1,
+    ...].
+    """
     length, heads, origin = record.query.shape[1], record.query.shape[2], record.dropout_origin
     if pattern.shape[0] % length or (pattern.heads or heads) % heads:
         # Shards of an uneven split have no row in the tables: all of their tiles count as partial.
@@ -97,7 +99,7 @@ def _pattern_tiles(record: TiledAttention, pattern: Mask, plan: TilePlan) -> tup
 
 @functools.lru_cache(maxsize=64)
 def tile_tables(pattern: Mask, queries: Axis, keys: Axis, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which tiles of a whole call, cut like one shard of it, are not empty in a pattern, and which are full.
+    """Returns which tiles of a whole call, cut like one shard of it, are not empty in a pattern, and which are full.
 
     `group` query heads share their tiles; a pattern that is the same for all heads has one group.
 
@@ -112,7 +114,7 @@ def tile_tables(pattern: Mask, queries: Axis, keys: Axis, group: int) -> tuple[n
 
 
 def _reachable(pattern: Mask, plan: TilePlan) -> np.ndarray:
-    """The tiles that the pattern alone leaves in any shard, for tables whose values are traced."""
+    """Returns the tiles that the pattern alone leaves in any shard, for tables whose values are traced."""
     if pattern.shape[0] % plan.queries.length:
         return np.ones((1, plan.queries.tiles, plan.keys.tiles), bool)
     some, _ = tile_tables(pattern, plan.queries, plan.keys, plan.heads * plan.group)

@@ -32,19 +32,19 @@ class Scores(NamedTuple):
 
 
 def accumulator(record: TiledAttention) -> Any:
-    """The dtype of scores, sums and products: float32, or float64 for float64 inputs."""
+    """Returns the dtype of scores, sums and products: float32, or float64 for float64 inputs."""
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
 def segment_ids(record: TiledAttention) -> tuple[jax.Array, jax.Array] | None:
-    """Segment ids of queries and keys; None where they restrict nothing, which takes both sides."""
+    """Returns segment ids of queries and keys; None where they restrict nothing, which takes both sides."""
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return None
     return record.q_segment_ids, record.kv_segment_ids
 
 
 def load_rows(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array:
-    """[B, T, H, n] -> [b, h, g, t, n], the query tile's rows; padding rows are 0, whatever they hold."""
+    """Returns [B, T, H, n] -> [b, h, g, t, n], the query tile's rows; padding rows are 0, whatever they hold."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     tile = take(x, (at.batch, at.query, at.head * g, 0), (b, t, h * g, x.shape[3]))
     # Query heads of a KV head side by side: the product is one over t * g rows, and keys are not repeated.
@@ -60,18 +60,22 @@ def load_rows(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor) 
 
 
 def folds_scale(record: TiledAttention) -> bool:
-    """Whether the query tile carries the scale: only where that does not round it to fewer bits than the scores."""
+    """Returns whether the query tile carries the scale: only where that does not round it to fewer bits than the
+    scores.
+    """
     return record.query.dtype == accumulator(record)
 
 
 def load_query(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array:
-    """[B, T, H, D] -> [b, h, g, t, d], times the softmax scale if `folds_scale`: that saves a pass over the scores."""
+    """Returns [B, T, H, D] -> [b, h, g, t, d], times the softmax scale if `folds_scale`: that saves a pass over the
+    scores.
+    """
     rows = load_rows(record.query, record, plan, at)
     return rows * record.softmax_scale if folds_scale(record) else rows
 
 
 def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
-    """[B, S, Hk, n] -> [b, h, s, n], the key tile's rows; padding rows are 0, whatever they hold."""
+    """Returns [B, S, Hk, n] -> [b, h, s, n], the key tile's rows; padding rows are 0, whatever they hold."""
     start, b, s = plan.keys.start(tile), plan.batch, plan.keys.block
     rows = take(x, (at.batch, start, at.head, 0), (b, s, plan.heads, x.shape[3])).transpose(0, 2, 1, 3)
     if (ids := segment_ids(record)) is not None:
@@ -85,13 +89,13 @@ def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, 
 
 
 def load_heads(x: jax.Array, plan: TilePlan, at: Cursor) -> jax.Array:
-    """[B, H, T] -> [b, h, g, t], one number a row of the query tile."""
+    """Returns [B, H, T] -> [b, h, g, t], one number a row of the query tile."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     return take(x, (at.batch, at.head * g, at.query), (b, h * g, t)).reshape(b, h, g, t)
 
 
 def load_pairs(x: jax.Array, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
-    """[B|1, H|1, T|1, S|1] -> [b|1, h|1, g|1, t|1, s|1]; dimensions that broadcast stay so."""
+    """Returns [B|1, H|1, T|1, S|1] -> [b|1, h|1, g|1, t|1, s|1]; dimensions that broadcast stay so."""
     h, g = (plan.heads, plan.group) if x.shape[1] > 1 else (1, 1)
     starts = (at.batch, at.head * plan.group, at.query, plan.keys.start(tile))
     part = take(x, starts, (plan.batch, h * g, plan.queries.block, plan.keys.block))
@@ -99,7 +103,7 @@ def load_pairs(x: jax.Array, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax
 
 
 def dot(spec: str, a: jax.Array, b: jax.Array, record: TiledAttention) -> jax.Array:
-    """A product of two tiles at the record's precision, accumulated and returned in the accumulator's dtype."""
+    """Returns a product of two tiles at the record's precision, accumulated and returned in the accumulator's dtype."""
     exact = product_precision(record.query.dtype, record.precision)
     return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=accumulator(record))
 
@@ -133,7 +137,7 @@ def mask(scores: Scores, allowed: jax.Array | None) -> Scores:
 
 
 def allow(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array | None:
-    """What the masks allow in a tile, bool broadcastable to [b, h, g, t, s]; None when nothing restricts it."""
+    """Returns what the masks allow in a tile, bool broadcastable to [b, h, g, t, s]; None when nothing restricts it."""
     terms = []
     if band(record) != (None, None):
         terms.append(_in_band(record, plan, at, tile))
@@ -153,7 +157,7 @@ def allow(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -
 
 
 def _in_band(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
-    """Whether positions are within the band, bool [b|1, 1, 1, t, s]."""
+    """Returns whether positions are within the band, bool [b|1, 1, 1, t, s]."""
     left, right = band(record)
     q = _positions(record.q_positions, plan.queries, at, plan.batch, at.tile)[:, None, None, :, None]
     k = _positions(record.kv_positions, plan.keys, at, plan.batch, tile)[:, None, None, None, :]
@@ -166,7 +170,7 @@ def _in_band(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array
 
 
 def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
-    """Whether pairs are in the pattern, bool broadcastable to [b, h, g, t, s]."""
+    """Returns whether pairs are in the pattern, bool broadcastable to [b, h, g, t, s]."""
     sizes = (plan.queries.block, plan.keys.block)
     query, key = at.query + _origin(record, 2), plan.keys.start(tile) + _origin(record, 3)
     if not isinstance(pattern, MultiHeadMask):
@@ -180,7 +184,7 @@ def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: Curso
 
 
 def dropout_rows(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
-    """The dropout key of every row, uint32 [b, h, g, t]; None when nothing is dropped."""
+    """Returns the dropout key of every row, uint32 [b, h, g, t]; None when nothing is dropped."""
     if record.dropout_prob == 0.0 or record.dropout_seed is None:
         return None
     sizes = (plan.batch, plan.heads * plan.group, plan.queries.block)
@@ -194,7 +198,9 @@ def dropout_rows(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Arra
 
 
 def drop(weights: jax.Array, rows: jax.Array | None, record: TiledAttention, start: jax.Array) -> jax.Array:
-    """Weights [b, h, g, t, s] of the keys from `start` on with the dropped ones at 0 and the others scaled up."""
+    """Returns weights [b, h, g, t, s] of the keys from `start` on with the dropped ones at 0 and the
+    others scaled up.
+    """
     if rows is None:
         return weights
     keys = jnp.arange(weights.shape[-1], dtype=jnp.int32) + start + _origin(record, 3)
@@ -207,7 +213,7 @@ def _origin(record: TiledAttention, dimension: int) -> jax.Array | int:
 
 
 def _positions(given: jax.Array | None, axis: Axis, at: Cursor, rows: int, tile: jax.Array) -> jax.Array:
-    """Positions of a tile, int32 [b|1, block]."""
+    """Returns positions of a tile, int32 [b|1, block]."""
     if given is None:
         return (axis.start(tile) + jnp.arange(axis.block, dtype=jnp.int32))[None]
     return take(given, (at.batch, axis.start(tile)), (rows, axis.block))

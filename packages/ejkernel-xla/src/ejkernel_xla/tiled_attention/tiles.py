@@ -37,7 +37,7 @@ FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv"}
 
 
 def heuristic(record: TiledAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
-    """Tile sizes for a record on a device, not measured.
+    """Returns tile sizes for a record on a device, not measured.
 
     Half as many keys in a band: tiles that it only touches at a corner are what it costs beyond its own size.
     """
@@ -47,14 +47,16 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> Chun
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     small = () if record.pattern is None else ((64, 64), (128, 128))
     pairs = (*small, (256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
     return tuple(dict.fromkeys(_params(record, *pair) for pair in pairs))
 
 
 def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
-    """Sizes clamped to the lengths. The query heads of a KV head share a tile: many of them leave few queries each."""
+    """Returns sizes clamped to the lengths. The query heads of a KV head share a tile: many of them leave few queries
+    each.
+    """
     (_, length, heads, _), (_, key_length, kv_heads, _) = record.query.shape, record.key.shape
     # A tile has queries * group rows: its scores stay at TILE_ELEMENTS, down to 64 queries.
     shared = max(64, TILE_ELEMENTS * kv_heads // (heads * keys))

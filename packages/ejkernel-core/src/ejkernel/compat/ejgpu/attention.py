@@ -57,7 +57,7 @@ def flash_attn_varlen(
     max_seqlens_k: int | None = None,
     dropout_seed: int | Integer[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
-    """Softmax attention over rows, or over packed sequences, whose queries and keys end together.
+    """Returns softmax attention over rows, or over packed sequences, whose queries and keys end together.
 
     `ejkernel.modules.flash_attention` does the work. Here a causal query i of L_q sees the keys up to
     `i + L_k - L_q` of the L_k of its sequence (bottom-right), where there each sees those up to its own index. Queries
@@ -135,7 +135,7 @@ def flash_attention(
     dropout_seed: int | Integer[Array, ""] | None = None,
     varlen_mode: bool = True,
 ) -> Float[Array, "b t h v"]:
-    """Softmax attention of rows whose queries and keys end together, with a mask.
+    """Returns softmax attention of rows whose queries and keys end together, with a mask.
 
     `ejkernel.modules.flash_attention` does the work; a causal query i of T sees the keys up to `i + S - T`
     (bottom-right). Queries that see no key give 0. Differentiable in q, k, v and bias.
@@ -188,7 +188,7 @@ def flash_attention(
 
 
 def _mask(attention_mask: Any, q: jax.Array, k: jax.Array, varlen_mode: bool) -> dict[str, Any]:
-    """The parts of a MaskInfo that a mask is."""
+    """Returns the parts of a MaskInfo that a mask is."""
     (rows, queries, heads, _), keys = q.shape, k.shape[1]
     sizes = {"B": rows, "H": heads, "T": queries, "S": keys}
     allowed = as_bool_mask(attention_mask)
@@ -205,7 +205,7 @@ def _mask(attention_mask: Any, q: jax.Array, k: jax.Array, varlen_mode: bool) ->
 
 
 def _widths(sides: Sides, cu_seqlens: tuple[jax.Array, jax.Array], of_bias: tuple[int, ...]) -> tuple[int, int]:
-    """Tokens of a padded row of queries and of keys: as given, as a bias has them, or the longest there are."""
+    """Returns tokens of a padded row of queries and of keys: as given, as a bias has them, or the longest there are."""
     found: list[int] = []
     for side, bound, size, lengths in zip("qk", sides.max_seqlens, of_bias, cu_seqlens, strict=True):
         longest = _longest(lengths)
@@ -291,7 +291,7 @@ def _packed_sides(
 
 
 def _longest(cu_seqlens: Any) -> int | None:
-    """The longest sequence; None where that cannot be read."""
+    """Returns the longest sequence; None where that cannot be read."""
     if _compat.is_tracer(cu_seqlens) or not getattr(cu_seqlens, "is_fully_addressable", True):
         return None
     return int(np.diff(np.asarray(cu_seqlens)).max(initial=0))

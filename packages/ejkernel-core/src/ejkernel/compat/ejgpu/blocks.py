@@ -11,7 +11,7 @@ from ejkernel.modules.operations.shared.shapes import as_count
 def generate_block_indices(
     batch_size: int, sequence_length: int, kv_heads: int, num_blocks_per_token: int, block_size: int, seed: int = 0
 ) -> Int32[Array, "b t h s"]:
-    """Random blocks for every **token**, as native sparse attention takes them.
+    """Returns random blocks for every **token**, as native sparse attention takes them.
 
     Token t chooses among the `max(1, ceil(t / block_size))` blocks that begin before it, in ascending order; slots that
     are left over hold `sequence_length`, which is no block. `ejkernel.utils` has a function of the same name that

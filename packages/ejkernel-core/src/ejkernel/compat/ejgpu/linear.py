@@ -153,7 +153,7 @@ def lightning_attn(
 def mean_pooling(
     x: Float[Array, "b t h d"], chunk_size: int, cu_seqlens: Integer[Array, " n+1"] | None = None
 ) -> Float[Array, "b m h d"]:
-    """The mean of every chunk of tokens: `ejkernel.modules.mean_pooling`, which documents the arguments.
+    """Returns the mean of every chunk of tokens: `ejkernel.modules.mean_pooling`, which documents the arguments.
 
     Args:
         x: [B, T, H, D] floating.

@@ -91,7 +91,7 @@ def padded(
 
 
 def _rows(x: jax.Array, cu_seqlens: jax.Array, width: int) -> jax.Array:
-    """[N, width, ...] from [1, total, ...]; what lies behind a sequence is somebody else's, and masked."""
+    """Returns [N, width, ...] from [1, total, ...]; what lies behind a sequence is somebody else's, and masked."""
     token = cu_seqlens[:-1, None] + jnp.arange(width, dtype=jnp.int32)
     return x[0][jnp.minimum(token, x.shape[1] - 1)]
 

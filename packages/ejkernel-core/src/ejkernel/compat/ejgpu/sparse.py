@@ -73,7 +73,7 @@ def apply_native_spare_attention(
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     token_indices: Integer[Array, "t 2"] | None = None,
 ) -> Float[Array, "b t h v"]:
-    """The selected branch of `native_spare_attention` alone: attention to the blocks that are given.
+    """Returns the selected branch of `native_spare_attention` alone: attention to the blocks that are given.
 
     Args:
         q: [B, T, H, D] floating.

@@ -25,7 +25,7 @@ def chunk_local_cumsum(
     head_first: bool = False,
     output_dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "b t h"] | Float[Array, "b t h k"]:
-    """The sum of every token and those before it in its chunk. Differentiable.
+    """Returns the sum of every token and those before it in its chunk. Differentiable.
 
     Args:
         g: [B, T, H] or [B, T, H, K] floating; [B, H, T] or [B, H, T, K] with `head_first`.
@@ -66,7 +66,7 @@ def chunk_global_cumsum(
     head_first: bool = False,
     output_dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "b t h"] | Float[Array, "b t h k"]:
-    """The sum of every token and those before it in its sequence. Differentiable.
+    """Returns the sum of every token and those before it in its sequence. Differentiable.
 
     Args:
         s: [B, T, H] or [B, T, H, K] floating; [B, H, T] or [B, H, T, K] with `head_first`.
@@ -166,7 +166,7 @@ def _rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> j
 
 
 def _unrolled(rows: jax.Array, bounds: jax.Array, size: int, tokens: int) -> jax.Array:
-    """The values of the tokens, [B, T, ...], from those of their chunks; 0 for tokens of no sequence."""
+    """Returns the values of the tokens, [B, T, ...], from those of their chunks; 0 for tokens of no sequence."""
     ids, places = (x[0] for x in packed_ids(bounds, tokens))
     chunks = -(-jnp.diff(bounds) // size)
     before = (jnp.cumsum(chunks) - chunks)[jnp.maximum(ids, 0)]

@@ -18,7 +18,7 @@ from ejkernel.types.segments import as_bool_mask
 
 
 def prepare_lens(cu_seqlens: Integer[Array, " n+1"]) -> Integer[Array, " n"]:
-    """The length of every sequence, [N] int32.
+    """Returns the length of every sequence, [N] int32.
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.
@@ -38,7 +38,7 @@ def prepare_lens(cu_seqlens: Integer[Array, " n+1"]) -> Integer[Array, " n"]:
 
 
 def prepare_lens_from_mask(mask: Bool[Array, "b t"] | Integer[Array, "b t"]) -> Integer[Array, " b"]:
-    """The number of valid tokens of every row, [B] int32.
+    """Returns the number of valid tokens of every row, [B] int32.
 
     Args:
         mask: [B, T]; every value but 0 is a valid token.
@@ -53,7 +53,7 @@ def prepare_lens_from_mask(mask: Bool[Array, "b t"] | Integer[Array, "b t"]) -> 
 def prepare_cu_seqlens_from_mask(
     mask: Bool[Array, "b t"] | Integer[Array, "b t"], out_dtype: DTypeLike = jnp.int32
 ) -> Integer[Array, " b+1"]:
-    """The cumulative numbers of valid tokens of the rows, [B + 1].
+    """Returns the cumulative numbers of valid tokens of the rows, [B + 1].
 
     Args:
         mask: [B, T]; every value but 0 is a valid token.
@@ -67,7 +67,7 @@ def prepare_cu_seqlens_from_mask(
 
 
 def prepare_sequence_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None = None) -> Integer[Array, " total"]:
-    """The sequence that every token belongs to, [total] int32.
+    """Returns the sequence that every token belongs to, [total] int32.
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.
@@ -93,7 +93,7 @@ def prepare_sequence_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
 
 
 def prepare_position_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None = None) -> Integer[Array, " total"]:
-    """The place of every token in its sequence, [total] int32; tokens behind the last sequence have 0.
+    """Returns the place of every token in its sequence, [total] int32; tokens behind the last sequence have 0.
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.
@@ -120,7 +120,7 @@ def prepare_token_indices(cu_seqlens: Integer[Array, " n+1"], total: int | None 
 
 
 def prepare_chunk_offsets(cu_seqlens: Integer[Array, " n+1"], chunk_size: int) -> Integer[Array, " n+1"]:
-    """The number of chunks before every sequence, and in all, [N + 1] int32.
+    """Returns the number of chunks before every sequence, and in all, [N + 1] int32.
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.
@@ -164,7 +164,9 @@ def prepare_chunk_indices(
 
 
 def as_lengths(cu_seqlens: ArrayLike, total: int | None = None) -> jax.Array:
-    """Cumulative lengths as an int32 array; raises ValueError if they are none, or do not fit in `total` tokens."""
+    """Returns cumulative lengths as an int32 array; raises ValueError if they are none, or do not fit in `total`
+    tokens.
+    """
     array = jnp.asarray(cu_seqlens)
     check_shape("cu_seqlens", array, "N+1", {})
     if array.shape[0] == 0:
@@ -180,7 +182,7 @@ def _row(cu_seqlens: ArrayLike, total: int | None) -> tuple[jax.Array, int]:
 
 
 def _size(name: str, given: int | None, ends: jax.Array, what: str) -> int:
-    """The size of a result: as given, or the last of `ends`, which may not exceed it where it can be read."""
+    """Returns the size of a result: as given, or the last of `ends`, which may not exceed it where it can be read."""
     if _compat.is_tracer(ends):
         if given is None:
             raise ValueError(f"{name}: got None with a traced cu_seqlens, wants {what} as an int: it sets a shape")

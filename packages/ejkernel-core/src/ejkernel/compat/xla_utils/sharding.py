@@ -14,7 +14,7 @@ from ejkernel.renamed import also_called
 
 @also_called(spec="partition_spec")
 def get_corrected_named_sharding(shape: Sequence[int], partition_spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
-    """The sharding that a mesh can give an array of this shape: what does not fit is replicated instead.
+    """Returns the sharding that a mesh can give an array of this shape: what does not fit is replicated instead.
 
     Args:
         shape: Of the array.

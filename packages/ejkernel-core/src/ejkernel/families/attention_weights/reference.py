@@ -21,7 +21,9 @@ Output = tuple[jax.Array, jax.Array]
 
 
 def reference(record: TiledAttention) -> tuple[Output, SoftmaxResiduals]:
-    """The family's meaning in plain jnp: a key's weight is what a query gets of a value that only that key has."""
+    """Returns the family's meaning in plain jnp: a key's weight is what a query gets of a value that
+    only that key has.
+    """
     output, residuals = tiled_attention.reference(record)
     (batch, keys, heads, _), dtype = record.key.shape, record.value.dtype
     unit = jnp.broadcast_to(jnp.eye(keys, dtype=dtype)[:, None], (batch, keys, heads, keys))

@@ -30,7 +30,7 @@ def localise(record: CausalConvolution, offsets: Mapping[str, jax.Array]) -> Cau
 
 
 def requests(record: CausalConvolution) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: packed sequences, or the rows."""
+    """Returns the owners of a record's entries: packed sequences, or the rows."""
     if record.cu_seqlens is None:
         return ({"b": np.arange(record.x.shape[0])},)
     return (packed_requests(record.cu_seqlens, record.x.shape[1]),)

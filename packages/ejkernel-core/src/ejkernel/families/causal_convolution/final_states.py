@@ -9,7 +9,7 @@ States = jax.Array
 
 
 def final_states(record: CausalConvolution) -> States:
-    """The last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1], in x's dtype."""
+    """Returns the last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1], in x's dtype."""
     before, held = states(record), record.weight.shape[1] - 1
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
@@ -53,7 +53,7 @@ def add_state_gradients(
 
 
 def state_sums(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
-    """What the states before packed sequences add to the sums of their first W - 1 tokens.
+    """Returns what the states before packed sequences add to the sums of their first W - 1 tokens.
 
     Returns:
         Tokens [N, W - 1] int32, T for those that a shorter sequence does not have, and [N, W - 1, C] in the
@@ -72,7 +72,9 @@ def state_sums(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
 
 
 def _packed(record: CausalConvolution) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What every slot of the final states holds, [N, W - 1]: a token, or a slot of the states before; and which."""
+    """Returns what every slot of the final states holds, [N, W - 1]: a token, or a slot of the states before; and
+    which.
+    """
     if record.cu_seqlens is None:
         raise ValueError("cu_seqlens: got None, wants the bounds of packed sequences")
     held, tokens = record.weight.shape[1] - 1, record.x.shape[1]

@@ -34,12 +34,12 @@ class CausalConvolution:
 
 
 def accumulator(record: CausalConvolution) -> Any:
-    """The dtype of sums: float32, or float64 for float64 x."""
+    """Returns the dtype of sums: float32, or float64 for float64 x."""
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
 def states(record: CausalConvolution) -> jax.Array:
-    """The tokens before the first ones, [B, C, W - 1], or [N, C, W - 1] of packed sequences, in x's dtype."""
+    """Returns the tokens before the first ones, [B, C, W - 1], or [N, C, W - 1] of packed sequences, in x's dtype."""
     given = record.initial_state if record.cu_seqlens is None else record.sequence_state
     if given is not None:
         return given.astype(record.x.dtype)
@@ -57,5 +57,5 @@ def places(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
 
 
 def activate(record: CausalConvolution, p: jax.Array) -> jax.Array:
-    """The activation of sums."""
+    """Returns the activation of sums."""
     return jax.nn.silu(p) if record.activation == "silu" else p

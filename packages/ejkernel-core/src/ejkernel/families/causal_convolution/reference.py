@@ -18,7 +18,7 @@ from ejkernel.families.causal_convolution.record import CausalConvolution, accum
 
 
 def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """The family's meaning, every token looked up where it is; float64 if x is, else float32.
+    """Returns the family's meaning, every token looked up where it is; float64 if x is, else float32.
 
     Returns:
         Output [B, T, C] and final states [B, C, W - 1], or [N, C, W - 1], both in x's dtype. There are no residuals.
@@ -45,7 +45,7 @@ def _back(record: CausalConvolution, before: jax.Array, k: int) -> jax.Array:
 
 
 def _behind(record: CausalConvolution, before: jax.Array) -> jax.Array:
-    """The last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1]."""
+    """Returns the last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1]."""
     held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     if record.cu_seqlens is None:
         return jnp.concatenate([before, jnp.swapaxes(record.x, 1, 2)], axis=2)[:, :, tokens : tokens + held]

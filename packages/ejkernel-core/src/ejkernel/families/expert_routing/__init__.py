@@ -20,7 +20,7 @@ def localise(record: ExpertRouting, offsets: Mapping[str, jax.Array]) -> ExpertR
 
 
 def requests(record: ExpertRouting) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: its tokens."""
+    """Returns the owners of a record's entries: its tokens."""
     return ({"t": np.arange(record.logits.shape[0])},)
 
 

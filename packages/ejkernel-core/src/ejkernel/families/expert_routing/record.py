@@ -24,7 +24,9 @@ class ExpertRouting:
 
 
 def ordered(logits: jax.Array) -> jax.Array:
-    """Integers in the order of logits. A sort of floats puts -0 below 0, and a NaN whose sign bit is set last."""
+    """Returns integers in the order of logits. A sort of floats puts -0 below 0, and a NaN whose sign
+    bit is set last.
+    """
     digits = jnp.finfo(logits.dtype)
     bits = lax.bitcast_convert_type(logits, f"int{digits.bits}")
     most = jnp.iinfo(bits.dtype).max
@@ -36,7 +38,7 @@ def ordered(logits: jax.Array) -> jax.Array:
 
 
 def sorted_by_expert(experts: jax.Array, count: int) -> Routing:
-    """The routing of experts that are chosen.
+    """Returns the routing of experts that are chosen.
 
     Args:
         experts: [T, K] int32.

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def axes(record: GatedGroupedMatmul) -> Mapping[str, Any]:
-    """The axis letters of a record's fields and of its output."""
+    """Returns the axis letters of a record's fields and of its output."""
     token = "m" if record.indices is None else "t"
     return {"lhs": f"{token} k", "rhs": "e k n", "group_sizes": "e", "indices": "m", "output": "m f"}
 
@@ -46,7 +46,7 @@ def localise(record: GatedGroupedMatmul, offsets: Mapping[str, jax.Array]) -> Ga
 
 
 def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the groups, with their matrices, and the tokens, which share those."""
+    """Returns the owners of a record's entries: the groups, with their matrices, and the tokens, which share those."""
     rows = record.lhs if record.indices is None else jnp.zeros((record.indices.shape[0], 1), record.lhs.dtype)
     (first, end), row = (
         (np.asarray(x) for x in grouped_matmul.group_rows(product_record(record, rows, rows.dtype))),

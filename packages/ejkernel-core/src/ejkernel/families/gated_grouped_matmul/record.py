@@ -36,7 +36,7 @@ class GatedGroupedMatmul:
 
 
 def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> GroupedMatmul:
-    """The record of the product.
+    """Returns the record of the product.
 
     Args:
         record: The record.
@@ -55,7 +55,7 @@ def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> Grouped
 
 
 def gathered(record: GatedGroupedMatmul) -> jax.Array:
-    """The token of every row, [M, K]; 0 for none."""
+    """Returns the token of every row, [M, K]; 0 for none."""
     if record.indices is None:
         return record.lhs
     if not record.lhs.shape[0]:  # no index names a token
@@ -65,7 +65,7 @@ def gathered(record: GatedGroupedMatmul) -> jax.Array:
 
 
 def gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
-    """The output of products [M, 2 F]."""
+    """Returns the output of products [M, 2 F]."""
     first, second = jnp.split(products, 2, axis=-1)
     activation = jax.nn.silu if record.activation == "silu" else jax.nn.gelu
     return (activation(first) * second).astype(record.lhs.dtype)

@@ -17,7 +17,7 @@ from ejkernel.families.gated_grouped_matmul.record import GatedGroupedMatmul, ga
 
 
 def reference(record: GatedGroupedMatmul) -> tuple[jax.Array, tuple[()]]:
-    """The family's meaning in plain jnp; float64 if lhs is, else float32.
+    """Returns the family's meaning in plain jnp; float64 if lhs is, else float32.
 
     Returns:
         [M, F] in lhs's dtype. There are no residuals.

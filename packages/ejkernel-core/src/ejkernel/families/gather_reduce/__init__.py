@@ -20,7 +20,7 @@ def localise(record: GatherReduce, offsets: Mapping[str, jax.Array]) -> GatherRe
 
 
 def requests(record: GatherReduce) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the tokens, with the rows that only one of them names."""
+    """Returns the owners of a record's entries: the tokens, with the rows that only one of them names."""
     indices, owners = np.asarray(record.indices), np.full(record.rows.shape[0], UNUSED)
     for token, row in np.argwhere(np.ones(indices.shape, bool)):
         if 0 <= indices[token, row] < owners.size:

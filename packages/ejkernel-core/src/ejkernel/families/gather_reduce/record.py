@@ -26,7 +26,7 @@ class GatherReduce:
 
 
 def accumulator(record: GatherReduce) -> Any:
-    """The dtype of sums: float32, or float64 for float64 rows."""
+    """Returns the dtype of sums: float32, or float64 for float64 rows."""
     return jnp.promote_types(record.rows.dtype, jnp.float32)
 
 
@@ -36,7 +36,7 @@ def named(index: jax.Array, count: int) -> jax.Array:
 
 
 def take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows by their index, 0 for an index that names none; there may be none at all."""
+    """Returns rows by their index, 0 for an index that names none; there may be none at all."""
     valid = named(index, rows.shape[0])
     if not rows.shape[0]:
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)

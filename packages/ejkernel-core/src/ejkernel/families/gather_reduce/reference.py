@@ -22,7 +22,7 @@ from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, na
 
 
 def reference(record: GatherReduce) -> tuple[jax.Array, tuple[()]]:
-    """The family's meaning in plain jnp, all named rows at once; float64 if rows is, else float32.
+    """Returns the family's meaning in plain jnp, all named rows at once; float64 if rows is, else float32.
 
     Returns:
         [T, D] in the rows' dtype. There are no residuals.

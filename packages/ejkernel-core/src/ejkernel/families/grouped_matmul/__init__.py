@@ -56,7 +56,7 @@ def localise(record: GroupedMatmul, offsets: Mapping[str, jax.Array]) -> Grouped
 
 
 def axes(record: GroupedMatmul) -> dict[str, str]:
-    """Axis letters of a record's fields and of its output."""
+    """Returns axis letters of a record's fields and of its output."""
     return {
         "lhs": "m k",
         "rhs": "e n k" if record.transpose_rhs else "e k n",
@@ -77,7 +77,7 @@ EXPERTS_OVER_DEVICES = (
 
 
 def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the groups, with their matrices, and the rows, which share those."""
+    """Returns the owners of a record's entries: the groups, with their matrices, and the rows, which share those."""
     owner, matrices = _group_of_rows(record), np.arange(record.rhs.shape[0])
     rows = np.where(owner >= 0, np.arange(owner.size), PADDING)
     if record.existing_out is None and record.left_over == "zero":
@@ -88,7 +88,7 @@ def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
 
 
 def _group_of_rows(record: GroupedMatmul) -> np.ndarray:
-    """The matrix of every row, [M]; `PADDING` for rows without one."""
+    """Returns the matrix of every row, [M]; `PADDING` for rows without one."""
     (first, end), row = (np.asarray(x) for x in group_rows(record)), np.arange(record.lhs.shape[0])
     owns = (row >= first[:, None]) & (row < end[:, None])
     return np.where(owns.any(axis=0), owns.argmax(axis=0), PADDING)

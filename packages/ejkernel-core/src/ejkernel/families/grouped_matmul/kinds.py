@@ -9,12 +9,14 @@ LARGE = 2**24
 
 
 def average_rows(record: GroupedMatmul) -> int:
-    """Rows of a group, about."""
+    """Returns rows of a group, about."""
     return -(-record.lhs.shape[0] // max(1, record.group_sizes.shape[0]))
 
 
 def kind_of(record: GroupedMatmul) -> str:
-    """What calls that share an entry have in common: dtypes, layout, rows of a group, and what else is computed."""
+    """Returns what calls that share an entry have in common: dtypes, layout, rows of a group, and what else is
+    computed.
+    """
     rows = average_rows(record)
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"out={jnp.dtype(record.out_dtype)}")
     count = "few" if rows <= 16 else "some" if rows <= 96 else "many"

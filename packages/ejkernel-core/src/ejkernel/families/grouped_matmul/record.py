@@ -48,12 +48,14 @@ class GroupedMatmul:
 
 
 def accumulator(record: GroupedMatmul) -> Any:
-    """The dtype of sums: float32, or float64 for float64 lhs."""
+    """Returns the dtype of sums: float32, or float64 for float64 lhs."""
     return dtype_of_sums(record.lhs.dtype)
 
 
 def dtype_of_sums(dtype: Any) -> Any:
-    """The dtype in which products of a dtype are summed, and that of the output unless the call names another."""
+    """Returns the dtype in which products of a dtype are summed, and that of the output unless the call
+    names another.
+    """
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
@@ -63,7 +65,7 @@ def columns(record: GroupedMatmul) -> int:
 
 
 def group_rows(record: GroupedMatmul) -> tuple[jax.Array, jax.Array]:
-    """First row of every matrix's group and the row after its last, both int32 [E] and in 0..M."""
+    """Returns first row of every matrix's group and the row after its last, both int32 [E] and in 0..M."""
     ends = running_sum(jnp.maximum(record.group_sizes, 0))
     bounds = jnp.minimum(jnp.pad(ends, (1, 0)), record.lhs.shape[0])
     matrices, groups = record.rhs.shape[0], ends.shape[0]
@@ -111,7 +113,7 @@ def rows(record: GroupedMatmul, lhs: jax.Array, scale: jax.Array | None) -> jax.
 def gradients_of_rows(
     record: GroupedMatmul, product: jax.Array, lhs: jax.Array, scale: jax.Array, first_row: jax.Array | int = 0
 ) -> dict[str, jax.Array]:
-    """Gradients of rows and of their scales, in the dtype of that of their product.
+    """Returns gradients of rows and of their scales, in the dtype of that of their product.
 
     Args:
         record: Whose they are.

@@ -21,7 +21,7 @@ from ejkernel.families.grouped_matmul.record import GroupedMatmul, accumulator, 
 
 
 def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
-    """The family's meaning in plain jnp, every row times every matrix; float64 if lhs is, else float32.
+    """Returns the family's meaning in plain jnp, every row times every matrix; float64 if lhs is, else float32.
 
     Returns:
         [M, N] in `out_dtype`. There are no residuals.

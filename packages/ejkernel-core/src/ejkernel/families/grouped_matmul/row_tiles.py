@@ -47,7 +47,8 @@ class Segments(NamedTuple):
 
 
 def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
-    """The tiles of a record in the order of rows, every row that is written in one of them: int32 [W + 1, `FIELDS`].
+    """Returns the tiles of a record in the order of rows, every row that is written in one of them: int32 [W + 1,
+    `FIELDS`].
 
     Args:
         record: The record.

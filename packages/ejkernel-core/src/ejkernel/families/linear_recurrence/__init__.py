@@ -49,7 +49,8 @@ def localise(record: LinearRecurrence, offsets: Mapping[str, jax.Array]) -> Line
 
 
 def axes(record: LinearRecurrence) -> dict[str, Any]:
-    """Axis letters of a record's fields and of its outputs: h counts the heads that have a state, g those they share.
+    """Returns axis letters of a record's fields and of its outputs: h counts the heads that have a state, g those they
+    share.
 
     Either queries have a head each and share keys and values, or values have one each and share queries and keys.
     """
@@ -75,7 +76,7 @@ def axes(record: LinearRecurrence) -> dict[str, Any]:
 
 
 def requests(record: LinearRecurrence) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: packed sequences, segments of rows, or the rows."""
+    """Returns the owners of a record's entries: packed sequences, segments of rows, or the rows."""
     if record.cu_seqlens is not None:
         return (packed_requests(record.cu_seqlens, record.query.shape[1], record.sequence_state, record.state_slots),)
     if record.segment_ids is None:

@@ -27,7 +27,7 @@ HANDLES = frozenset({"state_slots", "transposed_states"})
 
 
 def with_plain_states(forward: Forward) -> Forward:
-    """The forward function for records with slots or transposed states, of one for plain states."""
+    """Returns the forward function for records with slots or transposed states, of one for plain states."""
 
     @functools.wraps(forward)
     def run(record: LinearRecurrence, config: Any) -> Any:
@@ -40,7 +40,7 @@ def with_plain_states(forward: Forward) -> Forward:
 
 
 def with_plain_state_gradients(backward: Backward) -> Backward:
-    """The backward function for records with slots or transposed states, of one for plain states."""
+    """Returns the backward function for records with slots or transposed states, of one for plain states."""
 
     @functools.wraps(backward)
     def run(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
@@ -70,5 +70,5 @@ def with_plain_state_gradients(backward: Backward) -> Backward:
 
 
 def _moved(record: LinearRecurrence) -> bool:
-    """Whether a record's states are not as a kernel for plain ones takes them."""
+    """Returns whether a record's states are not as a kernel for plain ones takes them."""
     return record.transposed_states or family.in_slots(record) is not None

@@ -78,12 +78,12 @@ TOKEN_FIELDS = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "
 
 
 def accumulator(record: LinearRecurrence) -> Any:
-    """The dtype of states and sums: float32, or float64 for float64 inputs."""
+    """Returns the dtype of states and sums: float32, or float64 for float64 inputs."""
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
 def by_channel(record: LinearRecurrence) -> bool:
-    """Whether each key channel has a gate of its own."""
+    """Returns whether each key channel has a gate of its own."""
     return record.decay is not None and record.decay.shape[3] > 1
 
 
@@ -93,7 +93,7 @@ def head_count(record: LinearRecurrence) -> int:
 
 
 def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
-    """The record with states [B, H, K, V] or [N, H, K, V]: read out of slots, and not transposed."""
+    """Returns the record with states [B, H, K, V] or [N, H, K, V]: read out of slots, and not transposed."""
     given = {"initial_state": record.initial_state, "sequence_state": record.sequence_state}
     if (held := in_slots(record)) is not None:
         given["sequence_state"] = slots.read_slots(held.slots, held.indices, held.starts)
@@ -103,20 +103,20 @@ def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
 
 
 def as_recorded(record: LinearRecurrence, final: jax.Array) -> jax.Array:
-    """The final states of a record, from those of the same record with plain states."""
+    """Returns the final states of a record, from those of the same record with plain states."""
     final = final.swapaxes(2, 3) if record.transposed_states else final
     held = in_slots(record)
     return final if held is None else slots.write_slots(held.slots, held.indices, held.starts, final)
 
 
 def in_slots(record: LinearRecurrence) -> InSlots | None:
-    """The states of packed sequences in slots; None where a record has them elsewhere, or none."""
+    """Returns the states of packed sequences in slots; None where a record has them elsewhere, or none."""
     held, indices, starts = record.sequence_state, record.state_slots, record.cu_seqlens
     return None if held is None or indices is None or starts is None else InSlots(held, indices, starts)
 
 
 def states(record: LinearRecurrence) -> jax.Array:
-    """The states before the first tokens of a record with plain states: [B, H, K, V], or [N, H, K, V] of packed
+    """Returns the states before the first tokens of a record with plain states: [B, H, K, V], or [N, H, K, V] of packed
     sequences, in the accumulator."""
     given = record.initial_state if record.cu_seqlens is None else record.sequence_state
     if given is not None:
@@ -126,7 +126,7 @@ def states(record: LinearRecurrence) -> jax.Array:
 
 
 def segment_roles(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which tokens are real and which start from a zero state, both bool [B, T].
+    """Returns which tokens are real and which start from a zero state, both bool [B, T].
 
     Args:
         segment_ids: [B, T] int, as in `LinearRecurrence`.

@@ -34,7 +34,7 @@ from ejkernel.planning import packing
 
 
 def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """The family's meaning, one token at a time; float64 if query is, else float32.
+    """Returns the family's meaning, one token at a time; float64 if query is, else float32.
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's;
@@ -55,7 +55,7 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
 
 
 def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
-    """One step: states [B, H, K, V] after it, and its output [B, H, V]."""
+    """Returns one step: states [B, H, K, V] after it, and its output [B, H, V]."""
     highest = lax.Precision.HIGHEST
     state = jnp.where(token["restart"][:, None, None, None], 0, state)
     if "decay" in token:
@@ -74,7 +74,7 @@ def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple
 
 
 def _tokens(record: LinearRecurrence) -> dict[str, jax.Array]:
-    """What each token brings, each [T, B, ...] with all heads."""
+    """Returns what each token brings, each [T, B, ...] with all heads."""
     (rows, length), heads, dtype = record.query.shape[:2], head_count(record), accumulator(record)
     fields = {name: getattr(record, name) for name in TOKEN_FIELDS}
     tokens = {name: x.astype(dtype) for name, x in fields.items() if x is not None}

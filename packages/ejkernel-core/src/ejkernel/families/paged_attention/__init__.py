@@ -28,7 +28,7 @@ __all__ = [
 
 
 def localise(record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
-    """One shard's record: heads are independent, and so are sequences; nothing in it is global.
+    """Returns one shard's record: heads are independent, and so are sequences; nothing in it is global.
 
     Raises:
         ValueError: The cache has heads that only pad it, which cannot be told from the others in a part of them.
@@ -39,7 +39,7 @@ def localise(record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedA
 
 
 def axes(record: PagedAttention) -> dict[str, Any]:
-    """Axis letters of a record's fields and of its outputs: the cache's follow from its layout.
+    """Returns axis letters of a record's fields and of its outputs: the cache's follow from its layout.
 
     r counts sequences; without `query_start` they have a query row each. Without `block_tables` each has its own page.
     """
@@ -68,7 +68,7 @@ def axes(record: PagedAttention) -> dict[str, Any]:
 
 
 def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the sequences, with the slots of the cache that hold their tokens."""
+    """Returns the owners of a record's entries: the sequences, with the slots of the cache that hold their tokens."""
     sequences, tokens = np.arange(record.kv_lens.shape[0]), np.asarray(paged_cache.token_places(record)[0])
     live = paged_cache.live_sequences(record)
     lens, starts = np.asarray(record.kv_lens), np.zeros_like(sequences)

@@ -38,7 +38,7 @@ def rotary_of(record: PagedAttention) -> Rotary | None:
 
 
 def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
-    """The paged record, and where its rotary columns are.
+    """Returns the paged record, and where its rotary columns are.
 
     With two caches, the values are the latent one; the keys are both, joined. Their rotary columns are sliced off
     again, which XLA makes the rotary cache itself: nothing is copied. With one cache, values are all of its columns.
@@ -70,7 +70,8 @@ def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
 
 
 def _ranges(record: TiledAttention) -> tuple[jax.Array | None, jax.Array]:
-    """First key of each row, None for 0, and one more than the last: what segments and the window leave of its tokens.
+    """Returns first key of each row, None for 0, and one more than the last: what segments and the window leave of its
+    tokens.
 
     `mla_decode` says in segments of keys how many tokens a row has; XLA sums comparisons and makes no such array.
     """

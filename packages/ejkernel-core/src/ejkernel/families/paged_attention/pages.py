@@ -28,17 +28,17 @@ LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED, LATENT)
 
 
 def packing(dtype: Any) -> int:
-    """Rows of a combined cache that are kept side by side: as many numbers as 32 bits hold."""
+    """Returns rows of a combined cache that are kept side by side: as many numbers as 32 bits hold."""
     return max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
 def page_count(record: PagedAttention) -> int:
-    """Pages of the cache."""
+    """Returns pages of the cache."""
     return record.key_pages.shape[record.kv_layout.index("p")]
 
 
 def page_size(record: PagedAttention) -> int:
-    """Slots of a page."""
+    """Returns slots of a page."""
     return record.key_pages.shape[record.kv_layout.index("s")]
 
 
@@ -50,26 +50,26 @@ def kv_heads(record: PagedAttention) -> int:
 
 
 def value_size(record: PagedAttention) -> int:
-    """Size of a value, and of the output."""
+    """Returns size of a value, and of the output."""
     if record.latent is not None:
         return record.latent[0]
     return record.query.shape[-1] if record.value_pages is None else record.value_pages.shape[-1]
 
 
 def capacity(record: PagedAttention) -> int:
-    """The longest sequence that the tables can describe."""
+    """Returns the longest sequence that the tables can describe."""
     entries = 1 if record.block_tables is None else record.block_tables.shape[1]
     return entries * page_size(record)
 
 
 def live_sequences(record: PagedAttention) -> jax.Array | None:
-    """How many of the sequences are live, a scalar; None for all."""
+    """Returns how many of the sequences are live, a scalar; None for all."""
     counts = record.num_seqs
     return counts[-1] if counts is not None and counts.ndim else counts
 
 
 def query_ranges(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
-    """First row and number of rows of every sequence's queries, [N] int32; 0 rows from `num_seqs` on."""
+    """Returns first row and number of rows of every sequence's queries, [N] int32; 0 rows from `num_seqs` on."""
     sequences = record.kv_lens.shape[0]
     if record.query_start is None:
         return jnp.arange(sequences, dtype=jnp.int32), jnp.ones(sequences, jnp.int32)
@@ -109,7 +109,7 @@ class QueryTiles(NamedTuple):
 
 
 def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: RowLimits | None = None) -> QueryTiles:
-    """The query rows of sequences in tiles of at most `size`, as many as there can be.
+    """Returns the query rows of sequences in tiles of at most `size`, as many as there can be.
 
     Args:
         record: The record.
@@ -176,7 +176,7 @@ def find(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tu
 
 
 def load(record: PagedAttention, page: jax.Array, slot: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values at given places; 0 where the page is none of the cache's, whatever the cache holds.
+    """Returns keys and values at given places; 0 where the page is none of the cache's, whatever the cache holds.
 
     Args:
         record: The record.
@@ -202,14 +202,14 @@ def load(record: PagedAttention, page: jax.Array, slot: jax.Array, head: jax.Arr
 
 
 def _latent_keys(record: PagedAttention, rows: jax.Array) -> jax.Array:
-    """Keys [..., D] of rows of a latent cache: the latent vector and the columns with rotary position."""
+    """Returns keys [..., D] of rows of a latent cache: the latent vector and the columns with rotary position."""
     size, start = record.latent or (0, 0)
     rotary = record.query.shape[-1] - size
     return jnp.concatenate((rows[..., :size], rows[..., start : start + rotary]), axis=-1)
 
 
 def write(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
-    """The record with `new_keys` and `new_values` in its pages, and those pages.
+    """Returns the record with `new_keys` and `new_values` in its pages, and those pages.
 
     Token i of a sequence that has q query rows goes to position `kv_len - q + i`. Only slots of tokens are touched:
     rows of no sequence and absent positions are dropped. Where the caches are donated, XLA writes in place. (On the CPU
@@ -239,7 +239,7 @@ def _without_news(record: PagedAttention, **pages: Any) -> PagedAttention:
 
 
 def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
-    """How callers keep a combined cache [P, S, G, 2, L]: [P, S, rows, pack, lanes].
+    """Returns how callers keep a combined cache [P, S, G, 2, L]: [P, S, rows, pack, lanes].
 
     Written in another shape, with an axis of size 1 in one of them, it would be copied by XLA's CPU backend, which
     gives that axis a layout of its own and has to undo it.
@@ -251,7 +251,7 @@ def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
 
 
 def _write_latent(record: PagedAttention, page: jax.Array, slot: jax.Array) -> jax.Array:
-    """The pages of a latent cache with the new tokens in them, written in the shape in which callers keep it.
+    """Returns the pages of a latent cache with the new tokens in them, written in the shape in which callers keep it.
 
     As with `_stored_shape`, an axis of size 1 must not come or go.
     """
@@ -265,7 +265,7 @@ def _write_latent(record: PagedAttention, page: jax.Array, slot: jax.Array) -> j
 
 
 def _latent_rows(tokens: jax.Array, latent: tuple[int, int], pages: jax.Array) -> jax.Array:
-    """Tokens [T, D] as rows [T, L] of a latent cache, 0 in the lanes that only pad it."""
+    """Returns tokens [T, D] as rows [T, L] of a latent cache, 0 in the lanes that only pad it."""
     (size, start), tokens = latent, tokens.astype(pages.dtype)
     rest = pages.shape[-1] - start - (tokens.shape[-1] - size)
     first = jnp.pad(tokens[:, :size], ((0, 0), (0, start - size)))
@@ -273,7 +273,7 @@ def _latent_rows(tokens: jax.Array, latent: tuple[int, int], pages: jax.Array) -
 
 
 def _combined(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:
-    """Tokens [T, Hk, D] as rows [T, G, 2, L] of a combined cache, 0 in the heads and lanes that only pad it."""
+    """Returns tokens [T, Hk, D] as rows [T, G, 2, L] of a combined cache, 0 in the heads and lanes that only pad it."""
     rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)
     padding = [(0, 0), *((0, wants - has) for has, wants in zip(rows.shape[1:], pages.shape[2:], strict=True))]
     return jnp.pad(rows, padding)

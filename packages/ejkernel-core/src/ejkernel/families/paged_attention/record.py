@@ -111,5 +111,5 @@ def qq_terms(bias: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
 
 
 def as_computed(x: jax.Array, record: PagedAttention) -> jax.Array:
-    """Queries, keys or values rounded to `compute_dtype`, in their own dtype."""
+    """Returns queries, keys or values rounded to `compute_dtype`, in their own dtype."""
     return x if record.compute_dtype is None else rounded(x, record.compute_dtype)

@@ -36,7 +36,7 @@ from ejkernel.families.tiled_attention import soft_capped
 
 
 def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
-    """The family's meaning in plain jnp, every query row against every slot of its table.
+    """Returns the family's meaning in plain jnp, every query row against every slot of its table.
 
     Returns:
         Output [T, H, Dv], lse [T, H] and the pages that were written, if any; and no residuals.
@@ -90,12 +90,12 @@ def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, positi
 
 
 def _contexts(record: PagedAttention) -> jax.Array:
-    """Tokens of each sequence before its queries."""
+    """Returns tokens of each sequence before its queries."""
     return record.kv_lens.astype(jnp.int32) - paged_cache.query_ranges(record)[1]
 
 
 def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
-    """bool [T, K]."""
+    """Returns bool [T, K]."""
     left, right = band(record)
     key, position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32), position[:, None]
     allowed = jnp.ones((position.shape[0], key.shape[0]), bool)

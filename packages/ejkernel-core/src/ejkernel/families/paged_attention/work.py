@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 def find_work(record: PagedAttention, queries: int, multiple: int = 1) -> Work:
-    """The tiles of a record, in the order of sequences.
+    """Returns the tiles of a record, in the order of sequences.
 
     Args:
         record: The record.
@@ -54,7 +54,7 @@ def find_work(record: PagedAttention, queries: int, multiple: int = 1) -> Work:
 
 
 def longest_first(work: Work) -> Work:
-    """The entries with most keys first, so that entries worked on together end together."""
+    """Returns the entries with most keys first, so that entries worked on together end together."""
     # Entries that are not real come last, after tiles without keys, whose rows still have an output.
     order = jnp.argsort(jnp.where(work.rows > 0, work.low - work.high, 1), stable=True)
     return Work(work.live, *(x[order] for x in work[1:]))
@@ -104,7 +104,7 @@ def deal(work: Work, block_kv: int, kv_heads: int, programs: int) -> Deal:
 
 
 def take(work: Work, batch: jax.Array, stack: int) -> Work:
-    """The entries of one batch, `stack` of them."""
+    """Returns the entries of one batch, `stack` of them."""
     parts = (jax.lax.dynamic_slice(x, (batch * stack,), (stack,)) for x in work[1:])
     return Work(work.live, *parts)
 
@@ -112,7 +112,7 @@ def take(work: Work, batch: jax.Array, stack: int) -> Work:
 def _reach(
     record: PagedAttention, sequence: jax.Array, position: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """First key and one more than the last key of tiles of `rows` rows from `position` on."""
+    """Returns first key and one more than the last key of tiles of `rows` rows from `position` on."""
     left, right = band(record)
     low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
     high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.capacity(record))

@@ -25,19 +25,19 @@ __all__ = [
 
 
 def localise(record: QuantizedMatmul, offsets: Mapping[str, jax.Array]) -> QuantizedMatmul:
-    """One shard's record: rows, and columns that lie in rows of their own, are independent."""
+    """Returns one shard's record: rows, and columns that lie in rows of their own, are independent."""
     return record
 
 
 def axes(record: QuantizedMatmul) -> dict[str, str]:
-    """Axis letters of a record's fields and of its output; w counts words and q groups."""
+    """Returns axis letters of a record's fields and of its output; w counts words and q groups."""
     row = "n" if record.transpose else "k"
     packed = {"packed": f"{row} w", "scales": f"{row} q", "zeros": f"{row} q", "tensor_scale": ""}
     return {"x": "m k", **packed, "output": "m n"}
 
 
 def requests(record: QuantizedMatmul) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: its rows."""
+    """Returns the owners of a record's entries: its rows."""
     return ({"m": np.arange(record.x.shape[0])},)
 
 

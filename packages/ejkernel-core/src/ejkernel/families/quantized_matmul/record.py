@@ -37,12 +37,12 @@ class QuantizedMatmul:
 
 
 def accumulator(record: QuantizedMatmul) -> Any:
-    """The dtype of sums: float32, or float64 for float64 x."""
+    """Returns the dtype of sums: float32, or float64 for float64 x."""
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
 def finished(record: QuantizedMatmul, sums: jax.Array) -> jax.Array:
-    """The output, or the gradient of x, of float32 sums over the matrix without its tensor scale."""
+    """Returns the output, or the gradient of x, of float32 sums over the matrix without its tensor scale."""
     if record.tensor_scale is not None:
         sums = sums * record.tensor_scale
     return sums.astype(record.x.dtype)

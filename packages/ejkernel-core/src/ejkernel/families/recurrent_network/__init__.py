@@ -55,7 +55,9 @@ def localise(record: RecurrentNetwork, offsets: Mapping[str, jax.Array]) -> Recu
 
 
 def axes(record: RecurrentNetwork) -> dict[str, Any]:
-    """Axis letters of a record's fields and of its outputs, which end in the cells of a network that has them."""
+    """Returns axis letters of a record's fields and of its outputs, which end in the cells of a network
+    that has them.
+    """
     states = ("s b u", "s b u") if record.cell == "lstm" else ("s b u",)
     return {
         "x": "b t f",
@@ -72,7 +74,7 @@ def axes(record: RecurrentNetwork) -> dict[str, Any]:
 
 
 def requests(record: RecurrentNetwork) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the rows, and their padding."""
+    """Returns the owners of a record's entries: the rows, and their padding."""
     (rows, tokens), row = record.x.shape[:2], np.arange(record.x.shape[0])
     lengths = np.full(rows, tokens) if record.seq_lengths is None else np.asarray(record.seq_lengths)
     return ({"b": row, "b t": np.where(np.arange(tokens) < lengths[:, None], row[:, None], PADDING)},)

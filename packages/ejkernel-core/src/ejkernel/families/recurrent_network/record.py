@@ -64,7 +64,7 @@ State = tuple[jax.Array, ...]
 
 
 def accumulator(record: RecurrentNetwork) -> Any:
-    """The dtype of states and sums: float32, or float64 for float64 x."""
+    """Returns the dtype of states and sums: float32, or float64 for float64 x."""
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
@@ -75,7 +75,7 @@ def shape(record: RecurrentNetwork) -> tuple[int, int, int]:
 
 
 def input_weights(record: RecurrentNetwork, layer: int) -> jax.Array:
-    """[R, G * H, inputs] of a layer."""
+    """Returns [R, G * H, inputs] of a layer."""
     if layer == 0:
         return record.weight_ih
     if record.weight_ih_deep is None:
@@ -85,21 +85,21 @@ def input_weights(record: RecurrentNetwork, layer: int) -> jax.Array:
 
 
 def first_state(record: RecurrentNetwork, index: int) -> State:
-    """The state before the first token of a layer's direction."""
+    """Returns the state before the first token of a layer's direction."""
     zeros = jnp.zeros((record.x.shape[0], record.weight_hh.shape[3]), accumulator(record))
     given = (record.initial_hidden, record.initial_cell)[: 2 if record.cell == "lstm" else 1]
     return tuple(zeros if x is None else x[index].astype(zeros.dtype) for x in given)
 
 
 def real_tokens(record: RecurrentNetwork) -> jax.Array | None:
-    """Which tokens a row has, bool [B, T]; None for all."""
+    """Returns which tokens a row has, bool [B, T]; None for all."""
     if record.seq_lengths is None:
         return None
     return jnp.arange(record.x.shape[1], dtype=jnp.int32) < record.seq_lengths[:, None]
 
 
 def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
-    """What decides about the state after a token, beside the state before it.
+    """Returns what decides about the state after a token, beside the state before it.
 
     Args:
         cell: A key of `GATES`.
@@ -116,12 +116,12 @@ def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
 
 
 def gates_of(side_by_side: jax.Array, count: int) -> State:
-    """The gates [..., H] that stand side by side in an array."""
+    """Returns the gates [..., H] that stand side by side in an array."""
     return tuple(jnp.split(side_by_side, count, axis=-1))
 
 
 def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of inputs and recurrent parts, from that of what they were `combined` to."""
+    """Returns the cotangents of inputs and recurrent parts, from that of what they were `combined` to."""
     if cell != "gru":
         return cotangent, cotangent
     two = cotangent.shape[-1] // 2
@@ -130,7 +130,7 @@ def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def after_token(cell: str, gates: State, state: State) -> State:
-    """The state after a token, entry by entry.
+    """Returns the state after a token, entry by entry.
 
     Args:
         cell: A key of `GATES`.
@@ -149,5 +149,5 @@ def after_token(cell: str, gates: State, state: State) -> State:
 
 
 def stacked(states: list[State]) -> State:
-    """The states of several layers and directions, in one array each."""
+    """Returns the states of several layers and directions, in one array each."""
     return tuple(jnp.stack(each) for each in zip(*states, strict=True))

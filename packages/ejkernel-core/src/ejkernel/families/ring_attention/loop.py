@@ -92,7 +92,7 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
 
 
 def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
-    """Gradients of the wanted fields of one device's record.
+    """Returns gradients of the wanted fields of one device's record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
@@ -125,7 +125,7 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
 
 
 def accumulator(record: RingAttention) -> Any:
-    """The dtype that steps are merged and added up in."""
+    """Returns the dtype that steps are merged and added up in."""
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
@@ -200,7 +200,7 @@ def _added(*trees: Gradients) -> Gradients:
 
 
 def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: Ring) -> Gradients:
-    """The gradients of everything but sinks, in the layout that the ring works in."""
+    """Returns the gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(pullback.record)
 
     def grads_of(step: Step | ZigzagStep, load: Load) -> Gradients:
@@ -237,7 +237,7 @@ def _travelling(grads: Gradients) -> Gradients:
 
 
 def _kept(grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, load: Load) -> Gradients:
-    """Gradients of the query and of the bias with those of one step, whose bias has the columns of its keys."""
+    """Returns gradients of the query and of the bias with those of one step, whose bias has the columns of its keys."""
     kept = {name: grads[name] + so_far[name] if name in so_far else grads[name] for name in {"query"} & set(grads)}
     if "bias" in grads:
         keys, total = load["key"].shape[1], so_far["bias"]
@@ -256,7 +256,7 @@ def _of_sinks(pullback: Pullback) -> jax.Array:
 
 
 def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
-    """A gradient in its field's dtype and layout."""
+    """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
     gradient = gradient.astype(field.dtype)
     axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)

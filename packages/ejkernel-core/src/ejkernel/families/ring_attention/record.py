@@ -51,7 +51,7 @@ class RingAttention:
 
 
 def axis_bound(axis_name: str) -> bool:
-    """Whether the caller runs once for every device along a mesh axis."""
+    """Returns whether the caller runs once for every device along a mesh axis."""
     try:
         lax.axis_size(axis_name)
     except NameError:
@@ -65,13 +65,13 @@ def axis_size(axis_name: str | None) -> int:
 
 
 def tiled(record: RingAttention) -> TiledAttention:
-    """The record of a sequence that is all here, as tiled attention."""
+    """Returns the record of a sequence that is all here, as tiled attention."""
     names = {field.name for field in dataclasses.fields(record)} - {"axis_name"}
     return TiledAttention(**{name: getattr(record, name) for name in names})
 
 
 def gathered(record: RingAttention) -> RingAttention:
-    """The record with the keys of all devices, and with its queries' positions in the whole."""
+    """Returns the record with the keys of all devices, and with its queries' positions in the whole."""
     names = ("key", "value", "kv_segment_ids", "kv_positions")
     whole = {
         name: None if (x := getattr(record, name)) is None else lax.all_gather(x, record.axis_name, axis=1, tiled=True)

@@ -51,7 +51,7 @@ class Ring:
         return (*range(1, self.before + 1), *range(-1, -self.after - 1, -1))
 
     def shift(self, tree: Tree, hops: int) -> Tree:
-        """What the device `hops` places before this one has."""
+        """Returns what the device `hops` places before this one has."""
         pairs = [(i, (i + hops) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
 
@@ -60,7 +60,7 @@ class Ring:
         return stripes.stripe(x, axis, self.axis_name) if self.striped else x
 
     def unstripe(self, x: jax.Array, axis: int) -> jax.Array:
-        """The inverse of `stripe`."""
+        """Returns the inverse of `stripe`."""
         return stripes.unstripe(x, axis, self.axis_name) if self.striped else x
 
     def pieces(self, source: jax.Array, length: int) -> list[tuple[jax.Array, int]]:
@@ -70,7 +70,7 @@ class Ring:
         return [(start, length // 2) for start in stripes.starts(source, length // 2, self.size)]
 
     def indices(self, source: jax.Array, length: int) -> jax.Array:
-        """int32 [1, length], the index in the whole sequence of each row that a device works on."""
+        """Returns int32 [1, length], the index in the whole sequence of each row that a device works on."""
         pieces = [jnp.arange(n, dtype=jnp.int32) + start for start, n in self.pieces(source, length)]
         return jnp.concatenate(pieces)[None]
 
@@ -117,7 +117,7 @@ class Ring:
 
 
 def ring_of(record: RingAttention) -> Ring | None:
-    """The ring of a record; None where one device has everything."""
+    """Returns the ring of a record; None where one device has everything."""
     size = axis_size(record.axis_name)
     if record.axis_name is None or size == 1:
         return None
@@ -128,19 +128,21 @@ def ring_of(record: RingAttention) -> Ring | None:
 
 
 def _by_index(record: RingAttention) -> bool:
-    """Whether causal and window compare indices, which are known when the call is traced."""
+    """Returns whether causal and window compare indices, which are known when the call is traced."""
     return record.q_positions is None and record.kv_positions is None
 
 
 def _is_striped(record: RingAttention) -> bool:
-    """A mask that is causal, and nothing more, over queries and keys that are cut alike."""
+    """Returns a mask that is causal, and nothing more, over queries and keys that are cut alike."""
     length = record.query.shape[1]
     whole = length == record.key.shape[1] and length % 2 == 0 and length > 0
     return _by_index(record) and band(tiled(record)) == (None, 0) and whole
 
 
 def reach(record: RingAttention, size: int) -> tuple[int, int]:
-    """How many devices before it, and after it, have keys that a device may have to see, not counted around the end."""
+    """Returns how many devices before it, and after it, have keys that a device may have to see, not counted around the
+    end.
+    """
     everyone = size - 1, 0
     left, right = band(tiled(record))
     if not _by_index(record) or (left is None and right is None):
@@ -154,7 +156,7 @@ def reach(record: RingAttention, size: int) -> tuple[int, int]:
 
 
 def local_part(record: RingAttention, ring: Ring) -> RingAttention:
-    """The record of what this device works on."""
+    """Returns the record of what this device works on."""
     rows = {name: axis for name, axis in QUERY_ROWS.items() if _has_rows(getattr(record, name), axis)}
     moved = {name: ring.stripe(getattr(record, name), axis) for name, axis in rows.items()}
     loads = {name: ring.stripe(x, 1) for name, x in load_of(record).items()}
@@ -166,7 +168,7 @@ def _has_rows(x: Any, axis: int) -> bool:
 
 
 def load_of(record: RingAttention) -> Load:
-    """What travels."""
+    """Returns what travels."""
     return {name: x for name in TRAVELLING if (x := getattr(record, name)) is not None}
 
 
@@ -185,7 +187,7 @@ def step_record(record: RingAttention, ring: Ring, source: jax.Array, load: Load
 
 
 def columns(x: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:
-    """The columns of a device's keys, of [B, H, T, K]; of [B, H, T, 1] all there is."""
+    """Returns the columns of a device's keys, of [B, H, T, K]; of [B, H, T, 1] all there is."""
     if x.shape[3] == 1:
         return x
     pieces = [lax.dynamic_slice_in_dim(x, start, n, axis=3) for start, n in ring.pieces(source, keys)]

@@ -39,7 +39,7 @@ Distance = Any
 
 
 def kind_of(record: RingAttention, ring: Ring) -> Kind:
-    """Which of the four kinds the steps of a record are."""
+    """Returns which of the four kinds the steps of a record are."""
     if band(tiled(record)) == (None, None):
         return "full"
     by_index = record.q_positions is None and record.kv_positions is None
@@ -68,17 +68,17 @@ class Step:
     present: Any = True
 
     def take(self, x: jax.Array, axis: int) -> jax.Array:
-        """The rows of the step's queries."""
+        """Returns the rows of the step's queries."""
         return lax.slice_in_dim(x, *self.rows, axis=axis)
 
     def partials(self, part: Partial) -> tuple[Partial, ...]:
-        """Results as attention of all of the device's queries, to merge."""
+        """Returns results as attention of all of the device's queries, to merge."""
         output = _put(part.output, self.rows, self.length, 1)
         lse = _put(part.lse, self.rows, self.length, 2, -jnp.inf)
         return (Partial(self._if_present(output, 0), self._if_present(lse, -jnp.inf)),)
 
     def spread(self, gradients: Gradients, keys: int) -> Gradients:
-        """Gradients as those of all of the device's queries and of all keys that are here."""
+        """Returns gradients as those of all of the device's queries and of all keys that are here."""
         rows = {"query": (self.rows, self.length), "key": (self.columns, keys), "value": (self.columns, keys)}
         placed = {name: _put(x, *rows[name], 1) if name in rows else x for name, x in gradients.items()}
         return {name: self._if_present(x, 0) for name, x in placed.items()}
@@ -100,12 +100,12 @@ class ZigzagStep:
     before: jax.Array
 
     def take(self, x: jax.Array, axis: int) -> jax.Array:
-        """The rows of the step's queries."""
+        """Returns the rows of the step's queries."""
         early, late = jnp.split(x, 2, axis)
         return jnp.concatenate([jnp.where(self.before, early, late), late])
 
     def partials(self, part: Partial) -> tuple[Partial, ...]:
-        """Results as attention of all of the device's queries, to merge."""
+        """Returns results as attention of all of the device's queries, to merge."""
         (by_device, shared), (lse_by_device, shared_lse) = jnp.split(part.output, 2), jnp.split(part.lse, 2)
         zero, none = jnp.zeros_like(by_device), jnp.full_like(lse_by_device, -jnp.inf)
         before = self.before
@@ -120,7 +120,7 @@ class ZigzagStep:
         return first, second
 
     def spread(self, gradients: Gradients, keys: int) -> Gradients:
-        """Gradients as those of all of the device's queries and of all keys that are here."""
+        """Returns gradients as those of all of the device's queries and of all keys that are here."""
         placed: Gradients = {}
         for name, x in gradients.items():
             by_device, shared = jnp.split(x, 2)
@@ -141,7 +141,7 @@ def ring_of_steps(record: RingAttention) -> Ring | None:
 
 
 def local_step(record: RingAttention, ring: Ring, load: Load) -> Step:
-    """The step with the keys that the device holds. Local indices order a zig-zag: early is before late."""
+    """Returns the step with the keys that the device holds. Local indices order a zig-zag: early is before late."""
     queries, keys = record.query.shape[1], record.key.shape[1]
     if kind_of(record, ring) in ("zig-zag", "banded"):
         met = dataclasses.replace(tiled(record), softmax_aux=None)
@@ -151,7 +151,7 @@ def local_step(record: RingAttention, ring: Ring, load: Load) -> Step:
 
 
 def step_at(record: RingAttention, ring: Ring, distance: Distance, load: Load) -> Step | ZigzagStep:
-    """The step with the keys of the device `distance` places before; of a banded ring, an int."""
+    """Returns the step with the keys of the device `distance` places before; of a banded ring, an int."""
     me, queries, keys = lax.axis_index(ring.axis_name), record.query.shape[1], load["key"].shape[1]
     kind = kind_of(record, ring)
     if kind == "zig-zag":
@@ -164,7 +164,7 @@ def step_at(record: RingAttention, ring: Ring, distance: Distance, load: Load) -
 
 
 def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
-    """The shapes of a ring's calls, of each kind of step once, for a kernel to say what it refuses in them."""
+    """Returns the shapes of a ring's calls, of each kind of step once, for a kernel to say what it refuses in them."""
     ring = ring_of_steps(record)
     if ring is None:
         return (tiled(record),)
@@ -192,7 +192,7 @@ def _zigzag(record: RingAttention, before: jax.Array, load: Load) -> ZigzagStep:
 
 
 def _banded(record: RingAttention, distance: int, load: Load, present: jax.Array) -> Step:
-    """The corner of the block in which pairs attend, whose band has no negative side.
+    """Returns the corner of the block in which pairs attend, whose band has no negative side.
 
     `-left <= k - q <= right` in the whole is `-(left - shift) <= k - q <= right + shift` of local indices, with
     `shift = distance * length`. Where that leaves out a whole diagonal, a square at the corner has the pairs that are
@@ -222,7 +222,7 @@ def _banded(record: RingAttention, distance: int, load: Load, present: jax.Array
 
 
 def _wider(side: int | None, cut: int) -> int | None:
-    """A side of the band within a corner, whose diagonal is `-cut` places further."""
+    """Returns a side of the band within a corner, whose diagonal is `-cut` places further."""
     return None if side is None else side + cut
 
 

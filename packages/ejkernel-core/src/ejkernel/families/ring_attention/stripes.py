@@ -24,7 +24,7 @@ def stripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
 
 
 def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
-    """The inverse of `stripe`."""
+    """Returns the inverse of `stripe`."""
     early, late = jnp.split(x, 2, axis)
     back = [[(to, source) for source, to in pairs] for pairs in _sends(lax.axis_size(axis_name))]
     swapped = _is_odd(axis_name)

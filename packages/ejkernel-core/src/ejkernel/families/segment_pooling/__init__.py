@@ -20,7 +20,7 @@ def localise(record: SegmentPooling, offsets: Mapping[str, jax.Array]) -> Segmen
 
 
 def requests(record: SegmentPooling) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the pools, since none has a token of another."""
+    """Returns the owners of a record's entries: the pools, since none has a token of another."""
     (first, end), token = (np.asarray(x) for x in spans(record)), np.arange(record.values.shape[1])
     rows, pools = record.values.shape[0], first.shape[1]
     first, end = (np.broadcast_to(x, (rows, pools)) for x in (first, end))

@@ -28,12 +28,12 @@ class SegmentPooling:
 
 
 def accumulator(record: SegmentPooling) -> Any:
-    """The dtype of sums: float32, or float64 for float64 values."""
+    """Returns the dtype of sums: float32, or float64 for float64 values."""
     return jnp.promote_types(record.values.dtype, jnp.float32)
 
 
 def spans(record: SegmentPooling) -> tuple[jax.Array, jax.Array]:
-    """First token of every pool and the token after its last, both int32 [B|1, M]."""
+    """Returns first token of every pool and the token after its last, both int32 [B|1, M]."""
     if record.ranges is not None:
         return record.ranges[None, :, 0], record.ranges[None, :, 1]
     tokens = record.values.shape[1]
@@ -43,7 +43,7 @@ def spans(record: SegmentPooling) -> tuple[jax.Array, jax.Array]:
 
 
 def chunk_ranges(cum_seqlens: jax.Array, chunk_size: int, total: int) -> jax.Array:
-    """Packed sequences cut into chunks, each from its own first token on: the `ranges` of their pools.
+    """Returns packed sequences cut into chunks, each from its own first token on: the `ranges` of their pools.
 
     Args:
         cum_seqlens: [N + 1] int, may be traced; sequence n owns tokens `cum_seqlens[n] : cum_seqlens[n + 1]`.

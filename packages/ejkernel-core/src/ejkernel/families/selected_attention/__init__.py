@@ -58,7 +58,9 @@ def localise(record: SelectedAttention, offsets: Mapping[str, jax.Array]) -> Sel
 
 
 def requests(record: SelectedAttention) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the segments of rows, those of compressed keys among them, or the rows."""
+    """Returns the owners of a record's entries: the segments of rows, those of compressed keys among
+    them, or the rows.
+    """
     ids = [np.asarray(x) for x in (record.q_segment_ids, record.kv_segment_ids) if x is not None]
     if not ids:
         return ({"b": np.arange(record.query.shape[0])},)

@@ -31,7 +31,7 @@ class BlockPlaces(NamedTuple):
 
 
 def current_blocks(places: BlockPlaces) -> jax.Array:
-    """The block that holds each query's position, [B|1, T] int32; -1 for padding."""
+    """Returns the block that holds each query's position, [B|1, T] int32; -1 for padding."""
     shape = places.query_positions.shape
     found = jnp.searchsorted(places.starts, places.query_positions.reshape(-1), side="right", method="scan_unrolled")
     current = found.astype(jnp.int32).reshape(shape) - 1
@@ -39,7 +39,8 @@ def current_blocks(places: BlockPlaces) -> jax.Array:
 
 
 def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: BlockPlaces) -> jax.Array:
-    """The blocks with the largest softmax weight, summed over the query heads of a KV head, [B, T, Hk, N] int32.
+    """Returns the blocks with the largest softmax weight, summed over the query heads of a KV head, [B, T, Hk, N]
+    int32.
 
     A query's own block comes first; blocks behind it are never taken, and of two with equal weight the later one is.
     N is `count`; -1 fills up what is left. Holds `SCORES` scores at once, but for a query that has more.
@@ -83,7 +84,9 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
 def _weights(
     query: jax.Array, keys: jax.Array, scale: float, places: BlockPlaces, current_block: jax.Array
 ) -> jax.Array:
-    """Softmax weights of the complete blocks, summed over query heads, [B, t, Hk, M]; -1 where nothing is to take."""
+    """Returns softmax weights of the complete blocks, summed over query heads, [B, t, Hk, M]; -1 where nothing is to
+    take.
+    """
     rows, tile, heads, channels = query.shape
     kv_heads = keys.shape[2]
     wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -102,7 +105,7 @@ def _weights(
 
 
 def _largest(weights: jax.Array, count: int) -> jax.Array:
-    """The indices of the `count` largest weights that are not negative, ties to the later; -1 fills up."""
+    """Returns the indices of the `count` largest weights that are not negative, ties to the later; -1 fills up."""
     *lead, blocks = weights.shape
     if not count:
         return jnp.zeros((*lead, 0), jnp.int32)

@@ -49,7 +49,7 @@ class DenseKernel:
 def forward(
     record: SelectedAttention, selected: Selected, select: Select, dense: DenseKernel
 ) -> tuple[jax.Array, SelectedResiduals]:
-    """Output and residuals of a record.
+    """Returns output and residuals of a record.
 
     Args:
         record: The canonical arguments.
@@ -75,7 +75,7 @@ def forward(
 
 
 def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns gradients of the wanted fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names.
@@ -125,7 +125,7 @@ def _dense(
     wanted: frozenset[str],
     dense: DenseKernel,
 ) -> Gradients:
-    """Gradients of a branch that is tiled attention, by their names in the record of all branches."""
+    """Returns gradients of a branch that is tiled attention, by their names in the record of all branches."""
     inner_record = compressed(record) if name == "compressed" else window(record)
     assert inner_record is not None  # the branch left residuals
     outer = {x: f"compressed_{x}" if name == "compressed" and x != "query" else x for x in ("query", "key", "value")}
@@ -143,7 +143,7 @@ def _dense(
 
 
 def clean(record: SelectedAttention) -> SelectedAttention:
-    """The record with zeros in the padding of what the selected branch and the gates multiply."""
+    """Returns the record with zeros in the padding of what the selected branch and the gates multiply."""
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
     rows = {"query": record.q_segment_ids, "key": record.kv_segment_ids, "value": record.kv_segment_ids}
@@ -152,5 +152,5 @@ def clean(record: SelectedAttention) -> SelectedAttention:
 
 
 def zero_padding(x: jax.Array, ids: jax.Array | None) -> jax.Array:
-    """[B, T, ...] with zeros where ids [B, T] are negative."""
+    """Returns [B, T, ...] with zeros where ids [B, T] are negative."""
     return x if ids is None else jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, 0)

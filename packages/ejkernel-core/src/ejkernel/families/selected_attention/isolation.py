@@ -9,7 +9,9 @@ from ejkernel.families.tiled_attention.isolation import FIELDS, finite_or_zero, 
 
 
 def isolate_selected(record: Any) -> Any:
-    """A record of selected attention whose values are finite, those of compressed blocks too; keys are marked."""
+    """Returns a record of selected attention whose values are finite, those of compressed blocks too;
+    keys are marked.
+    """
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
     fields = marked_keys(record.key, record.value)
@@ -20,7 +22,9 @@ def isolate_selected(record: Any) -> Any:
 
 
 def isolate_selected_pullback(pullback: Any) -> Any:
-    """A pullback of selected attention whose arrays are finite, with lse NaN in rows that had something else."""
+    """Returns a pullback of selected attention whose arrays are finite, with lse NaN in rows that had
+    something else.
+    """
     record, residuals = pullback.record, pullback.residuals
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return pullback

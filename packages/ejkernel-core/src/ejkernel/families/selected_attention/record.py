@@ -95,7 +95,7 @@ GATES = {"selected": "g_slc", "compressed": "g_cmp", "window": "g_swa"}
 
 
 def blocks(record: SelectedAttention) -> int:
-    """How many blocks there are to list."""
+    """Returns how many blocks there are to list."""
     if record.block_starts is not None:
         return record.block_starts.shape[0]
     if record.compressed_key is not None:
@@ -104,18 +104,18 @@ def blocks(record: SelectedAttention) -> int:
 
 
 def slots(record: SelectedAttention) -> int:
-    """How many blocks a query has room for."""
+    """Returns how many blocks a query has room for."""
     return max(1, record.selected_blocks) if record.block_indices is None else record.block_indices.shape[3]
 
 
 def starts(record: SelectedAttention) -> jax.Array:
-    """The first key of every block, int32 [M]."""
+    """Returns the first key of every block, int32 [M]."""
     given = record.block_starts
     return jnp.arange(blocks(record), dtype=jnp.int32) * record.block_size if given is None else given
 
 
 def query_positions(record: SelectedAttention) -> jax.Array:
-    """The index of the key at each query's position, int32 [B|1, T]."""
+    """Returns the index of the key at each query's position, int32 [B|1, T]."""
     given = record.q_positions
     return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if given is None else given
 
@@ -132,7 +132,9 @@ def places(record: SelectedAttention) -> BlockPlaces:
 
 
 def select(record: SelectedAttention) -> jax.Array:
-    """The blocks that each query of a record reads, [B, T, Hk, N] int32, in plain jnp: those given, or the selected."""
+    """Returns the blocks that each query of a record reads, [B, T, Hk, N] int32, in plain jnp: those given, or the
+    selected.
+    """
     if record.block_indices is not None:
         return record.block_indices
     keys, scale = record.compressed_key, record.softmax_scale
@@ -142,7 +144,7 @@ def select(record: SelectedAttention) -> jax.Array:
 
 
 def compressed(record: SelectedAttention) -> TiledAttention | None:
-    """The compressed branch: a block's position is that of the last key it has room for."""
+    """Returns the compressed branch: a block's position is that of the last key it has room for."""
     if record.compressed_key is None or record.compressed_value is None:
         return None
     return as_tiled(
@@ -157,7 +159,7 @@ def compressed(record: SelectedAttention) -> TiledAttention | None:
 
 
 def window(record: SelectedAttention) -> TiledAttention | None:
-    """The branch of the newest keys."""
+    """Returns the branch of the newest keys."""
     if record.window_size is None:
         return None
     newest = (record.window_size - 1, 0)
@@ -178,7 +180,7 @@ def as_tiled(record: SelectedAttention, **fields: Any) -> TiledAttention:
 
 
 def gated(record: SelectedAttention, branches: Mapping[str, Branch]) -> jax.Array:
-    """The sum of the branches, each times its gate, [B, T, H, Dv] in the query's dtype."""
+    """Returns the sum of the branches, each times its gate, [B, T, H, Dv] in the query's dtype."""
     dtype = jnp.promote_types(record.query.dtype, jnp.float32)
     total: Any = 0
     for name, branch in branches.items():

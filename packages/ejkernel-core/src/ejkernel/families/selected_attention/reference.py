@@ -37,7 +37,9 @@ from ejkernel.families.tiled_attention import TiledAttention
 
 
 def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
-    """The family's meaning in plain jnp, with a mask of every query and key; float64 if query is, else float32."""
+    """Returns the family's meaning in plain jnp, with a mask of every query and key; float64 if query
+    is, else float32.
+    """
     indices = select(record)
     found: dict[str, TiledAttention | None] = {
         "selected": _masked(record, indices),
@@ -54,7 +56,7 @@ def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
 
 
 def _masked(record: SelectedAttention, indices: jax.Array) -> TiledAttention:
-    """The selected branch as attention under a mask."""
+    """Returns the selected branch as attention under a mask."""
     key = jnp.arange(record.key.shape[1], dtype=jnp.int32)
     first = starts(record)[jnp.maximum(indices, 0)][..., None]
     listed = (indices[..., None] >= 0) & (key >= first) & (key < first + record.block_size)

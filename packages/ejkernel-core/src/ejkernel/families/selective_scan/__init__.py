@@ -31,7 +31,7 @@ def localise(record: SelectiveScan, offsets: Mapping[str, jax.Array]) -> Selecti
 
 
 def axes(record: SelectiveScan) -> dict[str, Any]:
-    """Axis letters of a record's fields and of its outputs."""
+    """Returns axis letters of a record's fields and of its outputs."""
     row = "b" if record.cu_seqlens is None else "n"
     return {
         "x": "b t i",
@@ -49,7 +49,7 @@ def axes(record: SelectiveScan) -> dict[str, Any]:
 
 
 def requests(record: SelectiveScan) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: packed sequences, or the rows."""
+    """Returns the owners of a record's entries: packed sequences, or the rows."""
     if record.cu_seqlens is None:
         return ({"b": np.arange(record.x.shape[0])},)
     return (packed_requests(record.cu_seqlens, record.x.shape[1], record.initial_state, record.state_slots),)

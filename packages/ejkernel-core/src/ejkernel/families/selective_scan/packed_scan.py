@@ -38,18 +38,18 @@ class PackedIntervals(NamedTuple):
 
 
 def interval_count(tokens: int, sequences: int) -> int:
-    """The most intervals that so many packed sequences of together so many tokens have."""
+    """Returns the most intervals that so many packed sequences of together so many tokens have."""
     return tokens // INTERVAL + sequences
 
 
 def first_intervals(cu_seqlens: jax.Array) -> jax.Array:
-    """The number of every sequence's first interval, and of the one after the last; [N + 1] int32."""
+    """Returns the number of every sequence's first interval, and of the one after the last; [N + 1] int32."""
     lengths = jnp.maximum(jnp.diff(cu_seqlens.astype(jnp.int32)), 0)
     return jnp.pad(jnp.cumsum(-(-lengths // INTERVAL), dtype=jnp.int32), (1, 0))
 
 
 def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:
-    """The intervals of packed sequences.
+    """Returns the intervals of packed sequences.
 
     Args:
         cu_seqlens: [N + 1] int, cumulative lengths.
@@ -67,6 +67,6 @@ def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:
 
 
 def stored_states(cu_seqlens: jax.Array, states: jax.Array) -> jax.Array:
-    """States before intervals [1, J, ...] as a kernel stored them: 0 for intervals that no sequence has."""
+    """Returns states before intervals [1, J, ...] as a kernel stored them: 0 for intervals that no sequence has."""
     used = jnp.arange(states.shape[1], dtype=jnp.int32) < first_intervals(cu_seqlens)[-1]
     return jnp.where(used.reshape(1, -1, *(1,) * (states.ndim - 2)), states, 0)

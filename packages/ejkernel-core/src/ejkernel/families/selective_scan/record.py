@@ -57,12 +57,12 @@ class ScanResiduals:
 
 
 def accumulator(record: SelectiveScan) -> Any:
-    """The dtype of states and sums: float32, or float64 for float64 x."""
+    """Returns the dtype of states and sums: float32, or float64 for float64 x."""
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
 def first_state(record: SelectiveScan) -> jax.Array:
-    """The states before the first token, [B, E, I], or [N, E, I] of packed sequences that are not in slots."""
+    """Returns the states before the first token, [B, E, I], or [N, E, I] of packed sequences that are not in slots."""
     (rows, _, channels), size = record.x.shape, record.decay.shape[1]
     rows = rows if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     if record.initial_state is None:

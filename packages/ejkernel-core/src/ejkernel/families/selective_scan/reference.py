@@ -23,7 +23,7 @@ from ejkernel.planning import packing, slots
 
 
 def reference(record: SelectiveScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """The family's meaning, one token at a time; float64 if x is, else float32.
+    """Returns the family's meaning, one token at a time; float64 if x is, else float32.
 
     Returns:
         Output [B, T, I] in x's dtype, final states [B, I, E] in the accumulator's, and the residuals. Of packed
@@ -39,7 +39,7 @@ def reference(record: SelectiveScan) -> tuple[tuple[jax.Array, jax.Array], ScanR
 def _packed_reference(
     record: SelectiveScan, cu_seqlens: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """The meaning of packed sequences, each of which begins with its own state."""
+    """Returns the meaning of packed sequences, each of which begins with its own state."""
     given, tokens = record, record.x.shape[1]
     if given.initial_state is not None and given.state_slots is not None:
         held = slots.read_slots(given.initial_state, given.state_slots, cu_seqlens)
@@ -62,7 +62,8 @@ def _packed_reference(
 
 
 def _scan(record: SelectiveScan, first: jax.Array, start: jax.Array | None) -> tuple[jax.Array, ...]:
-    """The states after every token, outputs, and the states before every token, all token-major; and the final states.
+    """Returns the states after every token, outputs, and the states before every token, all token-major; and the final
+    states.
 
     Args:
         record: The record.

@@ -26,12 +26,12 @@ Backward = Callable[[Pullback, Any], dict[str, jax.Array]]
 
 
 def sequences(record: SelectiveScan) -> int:
-    """Packed sequences, or rows: what has a state of its own."""
+    """Returns packed sequences, or rows: what has a state of its own."""
     return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
 def with_states(forward: Forward) -> Forward:
-    """The forward function for states in slots, of one whose packed sequences have a state each."""
+    """Returns the forward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(forward)
     def run(record: SelectiveScan, config: Any) -> Any:
@@ -45,7 +45,7 @@ def with_states(forward: Forward) -> Forward:
 
 
 def with_state_gradients(backward: Backward) -> Backward:
-    """The backward function for states in slots, of one whose packed sequences have a state each."""
+    """Returns the backward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(backward)
     def run(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
@@ -73,7 +73,7 @@ def with_state_gradients(backward: Backward) -> Backward:
 
 
 def _with_plain_states(record: SelectiveScan) -> SelectiveScan:
-    """The record with a state for every packed sequence, read out of the slots."""
+    """Returns the record with a state for every packed sequence, read out of the slots."""
     held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
     assert held is not None  # the callers looked
     assert indices is not None

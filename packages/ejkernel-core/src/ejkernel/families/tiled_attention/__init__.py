@@ -63,7 +63,7 @@ def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledA
 
 
 def requests(record: Any) -> tuple[dict[str, Any], ...]:
-    """The owners of a record's entries: the segments of rows, or the rows."""
+    """Returns the owners of a record's entries: the segments of rows, or the rows."""
     if record.q_segment_ids is None:
         return ({"b": np.arange(record.query.shape[0])},)
     queries, keys = np.asarray(record.q_segment_ids), np.asarray(record.kv_segment_ids)

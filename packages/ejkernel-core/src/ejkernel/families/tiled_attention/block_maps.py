@@ -73,7 +73,9 @@ class BlockMap:
         return np if isinstance(self.some, np.ndarray) and isinstance(self.every, np.ndarray) else jnp
 
     def by_keys(self) -> "BlockMap":
-        """The map with keys before queries, from which `block_lists` makes the query tiles of every key tile."""
+        """Returns the map with keys before queries, from which `block_lists` makes the query tiles of every
+        key tile.
+        """
         some, every, ids, reachable = (
             None if x is None else x.swapaxes(-1, -2) for x in (self.some, self.every, self.mask_ids, self.reachable)
         )
@@ -98,7 +100,7 @@ class BlockLists:
 
 
 def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
-    """The block map of a record, as `padding_as_segments` gives it and for which `pattern_reasons` has none.
+    """Returns the block map of a record, as `padding_as_segments` gives it and for which `pattern_reasons` has none.
 
     Its arrays are NumPy's unless positions, segment ids or a shard's origin are traced.
     """
@@ -130,7 +132,7 @@ def block_lists(blocks: BlockMap) -> BlockLists:
 
 
 def pattern_reasons(record: TiledAttention) -> tuple[str, ...]:
-    """Why the pattern of a record cannot be cut into tiles."""
+    """Returns why the pattern of a record cannot be cut into tiles."""
     pattern, (_, queries, heads, _), keys = record.pattern, record.query.shape, record.key.shape[1]
     if pattern is None:
         return ()
@@ -140,7 +142,7 @@ def pattern_reasons(record: TiledAttention) -> tuple[str, ...]:
 
 
 def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> PatternTiles | None:
-    """The record's part of its pattern; None without a pattern."""
+    """Returns the record's part of its pattern; None without a pattern."""
     pattern, origin, (_, queries, heads, _) = record.pattern, record.dropout_origin, record.query.shape
     if pattern is None:
         return None
@@ -159,7 +161,7 @@ def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> Patter
 
 
 def cut_pattern(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[np.ndarray, np.ndarray]:
-    """What a whole pattern makes of its tiles: which it reaches, and which it fills.
+    """Returns what a whole pattern makes of its tiles: which it reaches, and which it fills.
 
     Returns:
         Two bool [different heads, parts of `q_cut.length` queries, query tiles, key tiles].
@@ -171,7 +173,9 @@ def cut_pattern(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[np.ndarray, np.
 
 
 def _tiled(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[tuple[Mask, ...], Spans, Spans]:
-    """The different heads of a pattern, and first and last index of its tiles of queries, in all parts, and of keys."""
+    """Returns the different heads of a pattern, and first and last index of its tiles of queries, in all parts, and of
+    keys.
+    """
     starts = np.arange(0, pattern.shape[0], q_cut.length)[:, None]
     rows = Spans((starts + q_cut.low).reshape(-1), (starts + q_cut.high).reshape(-1))
     heads = pattern.distinct if isinstance(pattern, MultiHeadMask) else (pattern,)
@@ -202,7 +206,7 @@ def _cut(
 def _partial(
     mask: Mask, rows: Spans, columns: Spans, wanted: np.ndarray, block: tuple[int, int]
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
-    """The masks of the wanted tiles, many at once: their places, and bool [n, *block].
+    """Yields the masks of the wanted tiles, many at once: their places, and bool [n, *block].
 
     Tiles that the end of an array cuts short are asked for in their own size: an array's mask has no more.
     """

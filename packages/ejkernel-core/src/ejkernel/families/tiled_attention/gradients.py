@@ -20,7 +20,7 @@ def less_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:
 
 
 def two_passes(pullback: Pullback) -> tuple[Pullback, Pullback]:
-    """Two backward passes whose gradients add up: of an output that is not normalised, and of its lse.
+    """Returns two backward passes whose gradients add up: of an output that is not normalised, and of its lse.
 
     Their scores are shifted differently, by the maximum and by lse, so that no kernel has both.
     """
@@ -35,13 +35,13 @@ def two_passes(pullback: Pullback) -> tuple[Pullback, Pullback]:
 def added_up(
     backward: Callable[[Pullback, Any], dict[str, jax.Array]], pullback: Pullback, config: Any
 ) -> dict[str, jax.Array]:
-    """The gradients of a pullback whose output is not normalised and whose lse has a cotangent."""
+    """Returns the gradients of a pullback whose output is not normalised and whose lse has a cotangent."""
     first, second = (backward(part, config) for part in two_passes(pullback))
     return {name: first[name] + second[name] for name in pullback.wanted}
 
 
 def sinks_gradient(pullback: Pullback, delta: jax.Array) -> jax.Array:
-    """Gradient of the sinks, [H]: `-sum_i exp(sink_h - lse_i) (delta_i - dlse_i)`.
+    """Returns gradient of the sinks, [H]: `-sum_i exp(sink_h - lse_i) (delta_i - dlse_i)`.
 
     Args:
         pullback: Of a record with sinks.

@@ -29,12 +29,12 @@ LARGEST = (2 - 2.0**-10) * 2.0**127
 
 
 def has_segments(record: Any) -> bool:
-    """Whether a record of attention has segments, which may share tiles."""
+    """Returns whether a record of attention has segments, which may share tiles."""
     return record.q_segment_ids is not None and record.kv_segment_ids is not None
 
 
 def isolate_record(record: Any) -> Any:
-    """A record of attention whose values are finite; the keys of those that were not are NaN."""
+    """Returns a record of attention whose values are finite; the keys of those that were not are NaN."""
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
     return dataclasses.replace(record, **marked_keys(record.key, record.value))
@@ -47,7 +47,7 @@ def marked_keys(key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
 
 
 def isolate_pullback(pullback: Any) -> Any:
-    """A pullback of attention whose arrays are finite, with lse NaN in rows that had something else."""
+    """Returns a pullback of attention whose arrays are finite, with lse NaN in rows that had something else."""
     record = pullback.record
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return pullback
@@ -86,5 +86,5 @@ def finite_or_zero(x: jax.Array) -> jax.Array:
 
 
 def finite_rows(x: jax.Array) -> jax.Array:
-    """Which rows of [B, T, H, D] are finite, [B, H, T]."""
+    """Returns which rows of [B, T, H, D] are finite, [B, H, T]."""
     return jnp.isfinite(x).all(axis=-1).swapaxes(1, 2)

@@ -15,7 +15,7 @@ def power_of_two(size: int) -> int:
 
 
 def kind(record: TiledAttention, padded: Callable[[int], int] = power_of_two) -> str:
-    """Sizes in coarse steps, the kind of mask, and what else there is to compute of a score.
+    """Returns sizes in coarse steps, the kind of mask, and what else there is to compute of a score.
 
     Args:
         record: The arguments of a call.

@@ -95,7 +95,7 @@ def band(record: TiledAttention) -> Window:
 
 
 def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
-    """Query and key positions, [B|1, T] and [B|1, S] int32."""
+    """Returns query and key positions, [B|1, T] and [B|1, S] int32."""
     q, k = record.q_positions, record.kv_positions
     q = jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q is None else q
     k = jnp.arange(record.key.shape[1], dtype=jnp.int32)[None] if k is None else k

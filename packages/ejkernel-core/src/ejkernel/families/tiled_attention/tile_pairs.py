@@ -56,7 +56,7 @@ class Cut:
         return np.minimum(self.low + self.block, self.length) - 1
 
     def rows(self, values: jax.Array) -> jax.Array:
-        """[B, length] by tiles: [B, tiles, block]. What is behind the axis repeats its last value."""
+        """Returns [B, length] by tiles: [B, tiles, block]. What is behind the axis repeats its last value."""
         missing = self.tiles * self.block - self.length
         if self.moved_back and missing:
             return values[:, self.low[:, None] + np.arange(self.block, dtype=np.int32)]
@@ -64,12 +64,14 @@ class Cut:
 
 
 def cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[Cut, Cut]:
-    """How queries and keys are cut into tiles that may end behind them."""
+    """Returns how queries and keys are cut into tiles that may end behind them."""
     return Cut(record.query.shape[1], q_block), Cut(record.key.shape[1], kv_block)
 
 
 def padding_as_segments(record: TiledAttention) -> TiledAttention:
-    """The record with masks of padding alone as segment ids, which let tiles be skipped, and no one-sided ids."""
+    """Returns the record with masks of padding alone as segment ids, which let tiles be skipped, and no
+    one-sided ids.
+    """
     if record.q_segment_ids is None or record.kv_segment_ids is None:  # ids of one side restrict nothing
         record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
     mask = record.mask
@@ -88,7 +90,7 @@ def padding_as_segments(record: TiledAttention) -> TiledAttention:
 
 
 def sorted_pairs(record: TiledAttention, q_cut: Cut, kv_cut: Cut) -> tuple[Any, Any, Any]:
-    """Which pairs of tiles have work and which are full.
+    """Returns which pairs of tiles have work and which are full.
 
     Args:
         record: As `padding_as_segments` gives it.
@@ -112,7 +114,8 @@ def sorted_pairs(record: TiledAttention, q_cut: Cut, kv_cut: Cut) -> tuple[Any, 
 
 
 def runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
-    """The span of tiles along the last axis that have work, `[first, last)`, and the first run of full ones in it.
+    """Returns the span of tiles along the last axis that have work, `[first, last)`, and the first run of full ones in
+    it.
 
         first        full_start              full_end       last
           |  partial  |          full           |  partial   |
@@ -131,7 +134,7 @@ def runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def _banded(record: TiledAttention, q_cut: Cut, kv_cut: Cut, xp: Any) -> tuple[Any, Any]:
-    """Whether some and every pair of a tile is in the band, both [B|1, query tiles, key tiles]."""
+    """Returns whether some and every pair of a tile is in the band, both [B|1, query tiles, key tiles]."""
     left, right = band(record)
     q_low, q_high = _extremes(record.q_positions, q_cut)
     k_low, k_high = _extremes(record.kv_positions, kv_cut)
@@ -155,7 +158,7 @@ def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, An
 
 
 def _extremes(values: jax.Array | None, cut: Cut) -> tuple[Any, Any]:
-    """Smallest and largest value of every tile, [B|1, tiles]; the indices themselves where values is None."""
+    """Returns smallest and largest value of every tile, [B|1, tiles]; the indices themselves where values is None."""
     if values is None:
         return cut.low[None], cut.high[None]
     rows = cut.rows(values)

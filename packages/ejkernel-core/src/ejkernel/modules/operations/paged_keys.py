@@ -19,7 +19,7 @@ _UNMEANT = ("bias", "mask_info", "dropout_seed", "precision")
 
 
 def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
-    """The call of `unified_attention` that a call with `block_tables` means.
+    """Returns the call of `unified_attention` that a call with `block_tables` means.
 
     Args:
         args: Argument record of `flash_attention`.
@@ -106,7 +106,7 @@ def _check(args: Any, options: dict[str, Any]) -> None:
 
 @functools.cache
 def _with_rows(batch: int, tokens: int) -> Op:
-    """The operation with rows of queries in its result."""
+    """Returns the operation with rows of queries in its result."""
 
     from ejkernel.modules.operations.unified_attention import OP
 

@@ -46,12 +46,12 @@ def only_looking() -> Generator[None]:
 
 
 def looking() -> bool:
-    """Whether an `only_looking` block is active."""
+    """Returns whether an `only_looking` block is active."""
     return _looking.get()
 
 
 def alone() -> bool:
-    """Whether the job has a single process."""
+    """Returns whether the job has a single process."""
     return _compat.coordination_client() is None or jax.process_count() == 1
 
 
@@ -68,7 +68,7 @@ class Agreement:
         self._lock = threading.RLock()
 
     def known(self, key: ConfigKey) -> Selection | None:
-        """What was decided for `key` so far, as far as this process has heard."""
+        """Returns what was decided for `key` so far, as far as this process has heard."""
         return self._decided.get(key)
 
     def decide(self, key: ConfigKey, part: type, propose: Callable[[], Selection], anew: bool = False) -> Selection:

@@ -91,7 +91,7 @@ class ConfigSelectorChain:
         self._predictions: dict[ConfigKey, Any] = {}
 
     def choose(self, request: Request, argument: Any = None) -> Selection:
-        """The configuration part for a call.
+        """Returns the configuration part for a call.
 
         Args:
             request: The call.
@@ -162,7 +162,7 @@ class ConfigSelectorChain:
         return results[0] if results else None
 
     def known(self, request: Request) -> bool:
-        """Whether a tier before autotune answers."""
+        """Returns whether a tier before autotune answers."""
         return self._explicit(request, []) is not None or self._stored(request.key(), request, []) is not None
 
     def store(
@@ -213,7 +213,7 @@ class ConfigSelectorChain:
         return None
 
     def _implied(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
-        """What the tiers say that look at the call and not at its wishes."""
+        """Returns what the tiers say that look at the call and not at its wishes."""
         return (
             self._stored(key, request, trail)
             or self._tuned(key, request, argument, trail)
@@ -283,7 +283,7 @@ class ConfigSelectorChain:
         return Selection(request.completed(part), "heuristics", (*trail, step))
 
     def _predicted(self, key: ConfigKey, request: Request) -> tuple[Any | None, str]:
-        """What a model of the device predicts to be fastest, and who says so."""
+        """Returns what a model of the device predicts to be fastest, and who says so."""
         if key in self._predictions:
             return self._predictions[key], "in this process"
         part = self.persistent.predicted.get(key, request.part_type()) if self.persistent is not None else None
@@ -291,7 +291,7 @@ class ConfigSelectorChain:
 
 
 def _shipped(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:
-    """The entry of a shipped table, and what to call it.
+    """Returns the entry of a shipped table, and what to call it.
 
     Kernels see records and not operations: what was measured for one operation holds for the others of its family.
     """
@@ -304,7 +304,7 @@ def _shipped(key: ConfigKey, request: Request, predicted: bool = False) -> tuple
 
 
 def _unread(part: Any, request: Request) -> str:
-    """A remark about fields that were set and that the chosen kernels do not read."""
+    """Returns a remark about fields that were set and that the chosen kernels do not read."""
     implementation = request.implementation
     unread = implementation.config.unread(part, request.direction)
     return f" ({', '.join(unread)}: no effect, {implementation.name} does not read it)" if unread else ""

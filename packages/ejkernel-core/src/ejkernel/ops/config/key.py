@@ -41,7 +41,7 @@ class ConfigKey:
         return " | ".join(getattr(self, f.name) for f in dataclasses.fields(self))
 
     def shipped(self, kind: str | None = None) -> str:
-        """The key in a table that ships inside a backend: without the versions, which the package itself fixes.
+        """Returns the key in a table that ships inside a backend: without the versions, which the package itself fixes.
 
         Args:
             kind: What the calls that share the entry have in common; None for the call itself.
@@ -52,7 +52,7 @@ class ConfigKey:
 
 
 def signature(record: Any) -> str:
-    """The shapes, dtypes and structural arguments of a record, as one readable line.
+    """Returns the shapes, dtypes and structural arguments of a record, as one readable line.
 
     Values of arrays and continuous factors (scales, caps, probabilities) change no kernel's cost, so only their
     presence counts.
@@ -84,7 +84,7 @@ def schema_hash(part: type) -> str:
 
 
 def _undocumented(schema: Any) -> Any:
-    """A JSON schema without the words meant for readers, which come from docstrings."""
+    """Returns a JSON schema without the words meant for readers, which come from docstrings."""
     if isinstance(schema, list):
         return [_undocumented(item) for item in schema]
     if not isinstance(schema, dict):
@@ -94,5 +94,5 @@ def _undocumented(schema: Any) -> Any:
 
 
 def device_label(device: DeviceInfo) -> str:
-    """The device's name in keys and in the file names of shipped tables."""
+    """Returns the device's name in keys and in the file names of shipped tables."""
     return device.kind or device.platform

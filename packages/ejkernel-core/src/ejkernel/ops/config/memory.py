@@ -31,7 +31,7 @@ class ConfigCache:
         return self._generation
 
     def get(self, key: ConfigKey) -> Any | None:
-        """The part stored under `key`, or None."""
+        """Returns the part stored under `key`, or None."""
         return self._entries.get(key)
 
     def put(self, key: ConfigKey, part: Any) -> None:
@@ -57,10 +57,10 @@ class ConfigCache:
             self._generation += 1
 
     def size(self) -> int:
-        """Number of entries."""
+        """Returns number of entries."""
         return len(self._entries)
 
     def keys(self) -> tuple[ConfigKey, ...]:
-        """The stored keys."""
+        """Returns the stored keys."""
         with self._lock:
             return tuple(self._entries)

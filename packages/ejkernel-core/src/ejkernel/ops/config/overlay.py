@@ -38,12 +38,12 @@ def overlay_cache(mapping: Mapping[ConfigKey | str, Any]) -> Generator[None]:
 
 
 def overlays() -> tuple[_Overlay, ...]:
-    """The active overlays, innermost first."""
+    """Returns the active overlays, innermost first."""
     return _stack.value
 
 
 def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
-    """The part that the innermost overlay knowing this call has for it, or None; and a remark.
+    """Returns the part that the innermost overlay knowing this call has for it, or None; and a remark.
 
     Args:
         key: The call.

@@ -30,7 +30,7 @@ _Stamp = tuple[int, int, int]
 
 
 def default_path() -> Path:
-    """The user's store: under `EJKERNEL_PERSISTENT_CACHE_DIR`, else in the platform's cache directory."""
+    """Returns the user's store: under `EJKERNEL_PERSISTENT_CACHE_DIR`, else in the platform's cache directory."""
     import platformdirs
 
     directory = os.environ.get(DIRECTORY_VARIABLE)
@@ -39,7 +39,7 @@ def default_path() -> Path:
 
 
 def _is_word(name: str | os.PathLike[str]) -> bool:
-    """Whether this names an operation and not a file: a text without a directory or an ending."""
+    """Returns whether this names an operation and not a file: a text without a directory or an ending."""
     return isinstance(name, str) and Path(name).name == name and not Path(name).suffix and not name.startswith("~")
 
 
@@ -89,7 +89,7 @@ class PersistentCache:
         return self._path if self._path.suffix == ".json" else self._path / FILE_NAME
 
     def entries(self) -> Mapping[str, Entry]:
-        """All entries now on disk, by key; empty where there is no readable file."""
+        """Returns all entries now on disk, by key; empty where there is no readable file."""
         if not self._readable:
             return {}
         try:
@@ -110,7 +110,7 @@ class PersistentCache:
             return {}
 
     def get(self, key: ConfigKey, part: type) -> Any | None:
-        """The configuration part stored under `key`, or None."""
+        """Returns the configuration part stored under `key`, or None."""
         entry = self.entries().get(str(key))
         if entry is not None and entry.predicted and not self.path.name.endswith(PREDICTED):
             return None  # somebody put files together by hand
@@ -171,7 +171,7 @@ class PersistentCache:
                 return self._read_or_set_aside()
 
     def _read_or_set_aside(self) -> Mapping[str, Entry]:
-        """The entries on disk, with the lock held. A damaged file is moved away."""
+        """Returns the entries on disk, with the lock held. A damaged file is moved away."""
         try:
             return decode(self.path.read_bytes())
         except FileNotFoundError:

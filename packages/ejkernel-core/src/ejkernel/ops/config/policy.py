@@ -47,7 +47,7 @@ _override: Any = jax.make_user_context(())
 
 
 def override_updates() -> tuple[_Update, ...]:
-    """What enclosing `policy_override` blocks replace, those of every chain first."""
+    """Returns what enclosing `policy_override` blocks replace, those of every chain first."""
     return _override.value
 
 
@@ -90,5 +90,5 @@ def policy_override(selector: HasPolicy | None = None, **updates: Any) -> Genera
 
 
 def forward_autotune_only() -> contextlib.AbstractContextManager[None]:
-    """A block in which no backward pass is measured on a miss: `policy_override(validate_backward=False)`."""
+    """Returns a block in which no backward pass is measured on a miss: `policy_override(validate_backward=False)`."""
     return policy_override(validate_backward=False)

@@ -35,7 +35,7 @@ class Request:
     override: BaseOperationConfig | None = None
 
     def key(self) -> ConfigKey:
-        """What the answer is stored under."""
+        """Returns what the answer is stored under."""
         version = registry().versions.get((self.op.name, self.implementation.name), "unknown")
         return ConfigKey(
             op=op_label(self.op),
@@ -51,18 +51,22 @@ class Request:
         return self.implementation.config.kernel_type(self.direction)
 
     def kernel(self) -> Callable[[Any, Any], Any]:
-        """What is measured: (record, or `Pullback` for the backward pass or both, configuration part) -> results."""
+        """Returns what is measured: (record, or `Pullback` for the backward pass or both, configuration part) ->
+        results.
+        """
         if self.direction == "both":
             forward, backward = self.implementation.function("forward"), self.implementation.function("backward")
             return functools.partial(both_passes, forward, backward)
         return self.implementation.function(self.direction)
 
     def kind(self) -> str | None:
-        """What the call has in common with those that share its entry in a shipped table; None if it has its own."""
+        """Returns what the call has in common with those that share its entry in a shipped table; None if it has its
+        own.
+        """
         return self.implementation.config.kind(self.record)
 
     def heuristic(self) -> Any:
-        """What the implementation's rule says."""
+        """Returns what the implementation's rule says."""
         return self.implementation.config.heuristic(self.record, self.device, self.direction)
 
     def completed(self, part: Any) -> Any:
@@ -70,17 +74,17 @@ class Request:
         return self.implementation.config.completed(self.heuristic(), part, self.direction)
 
     def relatives(self) -> tuple[Op, ...]:
-        """The operation and, after it, the others of its family."""
+        """Returns the operation and, after it, the others of its family."""
         others = (op for op in registry().ops.values() if op.family is self.op.family and op.name != self.op.name)
         return (self.op, *sorted(others, key=lambda op: op.name))
 
     def serves(self) -> dict[str, str]:
-        """What a configuration must have been made for to apply."""
+        """Returns what a configuration must have been made for to apply."""
         return {"platform": self.implementation.platform, "backend": self.device.platform}
 
 
 def op_label(op: Op) -> str:
-    """An operation in keys, with the version of its meaning."""
+    """Returns an operation in keys, with the version of its meaning."""
     return f"{op.name}@{op.version}"
 
 
@@ -94,7 +98,7 @@ class Selection:
 
 
 def foreign_part(op: Op, implementation: Implementation, part: Any, direction: Direction) -> str | None:
-    """Why a configuration part cannot be the implementation's: it is of another kernel's own type."""
+    """Returns why a configuration part cannot be the implementation's: it is of another kernel's own type."""
     face = op.config.part_types.get(piece(direction), op.config)
     if isinstance(part, (face, implementation.config.kernel_type(direction))):
         return None

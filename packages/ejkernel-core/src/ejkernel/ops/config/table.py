@@ -60,7 +60,7 @@ class OtherFormatError(OSError):
 
 
 def decode(data: bytes) -> Mapping[str, Entry]:
-    """The entries of a table; those that are damaged are left out with a warning.
+    """Returns the entries of a table; those that are damaged are left out with a warning.
 
     Raises:
         ValueError: The data is not a table. Likewise RecursionError.
@@ -79,12 +79,14 @@ def decode(data: bytes) -> Mapping[str, Entry]:
 
 
 def encode(table: Table) -> bytes:
-    """A table as text that people can read and compare."""
+    """Returns a table as text that people can read and compare."""
     return msgspec.json.format(msgspec.json.encode(table, order="sorted"), indent=1)
 
 
 def as_part(entry: Entry | None, part: type, where: str) -> Any | None:
-    """The configuration part of an entry, or None. The key holds the schema's hash, so only edited files fail here."""
+    """Returns the configuration part of an entry, or None. The key holds the schema's hash, so only edited files fail
+    here.
+    """
     if entry is None:
         return None
     try:
@@ -99,7 +101,7 @@ def as_part(entry: Entry | None, part: type, where: str) -> Any | None:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of an entry and their values; those of a field that has fields of its own with a dot."""
+    """Yields the fields of an entry and their values; those of a field that has fields of its own with a dot."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{name}.")
@@ -115,7 +117,7 @@ def table_name(device: str, op_name: str) -> str:
 def shipped_part(
     tuned: str | None, op_name: str, key: ConfigKey, part: type, kind: str | None = None, predicted: bool = False
 ) -> Any | None:
-    """The part that a backend's own table has for `key`, or None.
+    """Returns the part that a backend's own table has for `key`, or None.
 
     Args:
         tuned: `"package:folder"` from the implementation.

@@ -138,7 +138,7 @@ class Tuner:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wants {least} or more")
 
     def measure(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
-        """Median seconds of `fn(*args, **kwargs)` on the device.
+        """Returns median seconds of `fn(*args, **kwargs)` on the device.
 
         Raises:
             TunerError: Something is being traced, so that the clock would show Python and not the device.
@@ -154,7 +154,7 @@ class Tuner:
     def autotune(
         self, make_fn: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any, candidates: Iterable[Any]
     ) -> Any:
-        """The candidate whose function `make_fn(candidate)` is fastest.
+        """Returns the candidate whose function `make_fn(candidate)` is fastest.
 
         Args:
             make_fn: Makes the function of a candidate.
@@ -257,7 +257,7 @@ def _compile(
 
 
 def traced(tree: Any) -> bool:
-    """Whether a trace is going on, or something in `tree` comes from one."""
+    """Returns whether a trace is going on, or something in `tree` comes from one."""
     return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(tree))
 
 

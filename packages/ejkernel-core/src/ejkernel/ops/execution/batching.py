@@ -11,7 +11,8 @@ from ejkernel.ops.execution.kernel import Kernel
 
 
 def vmap_with_config(executor: Executor, kernel: Kernel[Any, Any], in_axes: Any = 0) -> Callable[..., Any]:
-    """The kernel over a batch of calls; the configuration is the one that a single call of the batch would have.
+    """Returns the kernel over a batch of calls; the configuration is the one that a single call of the batch would
+    have.
 
     Args:
         executor: Chooses the configuration, when the function is called.
@@ -36,7 +37,7 @@ def vmap_with_config(executor: Executor, kernel: Kernel[Any, Any], in_axes: Any 
 
 
 def _element(arg: Any, axis: int | None) -> Any:
-    """The shapes of one element of a batch."""
+    """Returns the shapes of one element of a batch."""
     if axis is None:
         return arg
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.delete(x.shape, axis % x.ndim).tolist(), x.dtype), arg)

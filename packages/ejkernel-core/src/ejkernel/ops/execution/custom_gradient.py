@@ -76,13 +76,13 @@ def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[st
 
 
 def _takes_output(backward: Method) -> bool:
-    """Whether a `vjp` is written with the output between residuals and cotangent."""
+    """Returns whether a `vjp` is written with the output between residuals and cotangent."""
     names = list(inspect.signature(backward).parameters)
     return names[1:3] == ["y", "dy"]
 
 
 def _aligned(name: str, args: tuple[Any, ...], gradients: Any, wanted: tuple[bool, ...]) -> list[Any]:
-    """One gradient for each array leaf of the positional arguments."""
+    """Returns one gradient for each array leaf of the positional arguments."""
     if isinstance(gradients, dict) or len(gradients) != len(args):
         got = type(gradients).__name__ if isinstance(gradients, dict) else f"{len(gradients)} gradients"
         raise TypeError(f"{name}: vjp returned {got}, wants one for each of {len(args)} positional arguments")
@@ -102,7 +102,7 @@ def _aligned(name: str, args: tuple[Any, ...], gradients: Any, wanted: tuple[boo
 
 
 def _instantiated(cotangent: Any) -> Any:
-    """An array of zeros in the place of a symbolic one."""
+    """Returns an array of zeros in the place of a symbolic one."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval

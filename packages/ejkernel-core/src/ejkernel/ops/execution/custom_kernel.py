@@ -68,13 +68,15 @@ def run(
 
 
 def overridden(kernel: Any, name: str) -> bool:
-    """Whether a kernel's class defines a method itself."""
+    """Returns whether a kernel's class defines a method itself."""
     method = getattr(type(kernel), name, None)
     return method is not None and method is not _base_methods().get(name)
 
 
 def specialised(kernel: Any, name: str, mapped: bool = False) -> Callable[..., Any] | None:
-    """The kernel's method of this name that is most specific for the device and the call; None if it has none."""
+    """Returns the kernel's method of this name that is most specific for the device and the call; None
+    if it has none.
+    """
     platform = current_device(None).platform
     names = [f"{name}_shard_map_{platform}", f"{name}_shard_map"] if mapped else []
     return next((getattr(kernel, n) for n in (*names, f"{name}_{platform}", name) if overridden(kernel, n)), None)
@@ -86,7 +88,7 @@ def _base_methods() -> Mapping[str, Any]:
 
 
 def _runner(kernel: Any, cfg: Any, kwargs: dict[str, Any], mapped: bool) -> Callable[..., Any]:
-    """A function of the positional arguments, with the kernel's own gradient where it has one."""
+    """Returns a function of the positional arguments, with the kernel's own gradient where it has one."""
     forward, backward = specialised(kernel, "fwd_with_residuals", mapped), specialised(kernel, "vjp", mapped)
     if forward is not None and backward is not None:
         return functools.partial(custom_gradient.call, kernel.op_id, forward, backward, cfg, kwargs)
@@ -104,7 +106,7 @@ def choose(
     kwargs: dict[str, Any],
     mapped: bool = False,
 ) -> Any:
-    """The configuration of a call: its own, one measured earlier, one measured now, or the kernel's rule.
+    """Returns the configuration of a call: its own, one measured earlier, one measured now, or the kernel's rule.
 
     A call under `shard_map` is not measured: its arrays are not those that the kernel sees.
 
@@ -139,7 +141,7 @@ def choose(
 def _measured(
     chain: ConfigSelectorChain, kernel: Any, candidates: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The fastest candidate; None where there is no choice, or where none runs."""
+    """Returns the fastest candidate; None where there is no choice, or where none runs."""
     if len(candidates) < 2:
         return None
     chain.event("autotune_start", kernel.op_id)

@@ -83,12 +83,12 @@ class Executor:
             return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
 
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
-        """What the call would do, and why."""
+        """Returns what the call would do, and why."""
         with only_looking():
             return self._decide(kernel, *args, **kwargs)[1]
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Cfg:
-        """The configuration the call would use, both directions, for the toolchain that was asked for.
+        """Returns the configuration the call would use, both directions, for the toolchain that was asked for.
 
         The processes of a job call this together, as they would the kernel.
 
@@ -111,7 +111,8 @@ class Executor:
         return dataclasses.replace(config, platform=decision.forward.platform)
 
     def compile(self, kernel: Kernel[Cfg, Out], *example_args: Any, **kwargs: Any) -> Callable[..., Out]:
-        """A jitted function of the kernel's arguments, with the configuration fixed to what the examples choose.
+        """Returns a jitted function of the kernel's arguments, with the configuration fixed to what the examples
+        choose.
 
         Args:
             kernel: The kernel.
@@ -127,7 +128,7 @@ class Executor:
         return jax.jit(run)
 
     def _decide(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> tuple[Op, Decision]:
-        """The operation that carries the call out, and what it would do."""
+        """Returns the operation that carries the call out, and what it would do."""
         args, kwargs = kernel.prepare(*args, **kwargs)
         op, record, options = kernel.op.routed(*kernel.op.bind(args, kwargs))
         return op, decide(op, record, chain=self.chooser, **options)
@@ -139,7 +140,7 @@ def create_default_executor(
     warmup_iterations: int = 2,
     timing_iterations: int = 5,
 ) -> Executor:
-    """An executor with a memory of its own.
+    """Returns an executor with a memory of its own.
 
     Args:
         persistent_cache_path: The store: a `.json` file or a directory; None for the user's store.

@@ -73,7 +73,7 @@ def _given(argument: Any) -> Any:
 
 
 def describe(make: Callable[[], Any]) -> Any:
-    """What a function that can be traced makes: shapes of floating arrays, and values of all others."""
+    """Returns what a function that can be traced makes: shapes of floating arrays, and values of all others."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(make))
     floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     # XLA leaves out what the others do not depend on: the large arrays.
@@ -83,7 +83,7 @@ def describe(make: Callable[[], Any]) -> Any:
 
 
 def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> Any:
-    """What a kernel is given: a record, or a `Pullback` that has shapes but for the record."""
+    """Returns what a kernel is given: a record, or a `Pullback` that has shapes but for the record."""
     assert forward.implementation is not None  # the caller has looked
     paired = forward.implementation.paired
     if choice is forward and not paired:

@@ -92,7 +92,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, _heads_first, _TABLE)
 
 

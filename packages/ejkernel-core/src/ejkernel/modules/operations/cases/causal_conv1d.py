@@ -38,7 +38,7 @@ _TABLE: tuple[_Row, ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return tuple(_case(arguments, row) for row in _TABLE)
 
 
@@ -63,7 +63,7 @@ def _case(arguments: type, row: _Row) -> Case:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths."""
 
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
         return even_bounds(args.x.shape[1], shape) if name == "cu_seqlens" else normal_like(key, shape)

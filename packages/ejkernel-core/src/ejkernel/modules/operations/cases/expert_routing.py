@@ -22,7 +22,7 @@ _TABLE: tuple[_Row, ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return tuple(_case(arguments, row) for row in _TABLE)
 
 
@@ -48,5 +48,5 @@ def _tied(logits: jax.Array, step: float) -> jax.Array:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes: normal logits."""
+    """Returns concrete arguments of the given shapes: normal logits."""
     return type(args)(logits=normal_like(key, args.logits), top_k=args.top_k)

@@ -27,7 +27,7 @@ class AttentionSizes:
 
 
 def qkv(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
-    """Normal query, key and value."""
+    """Returns normal query, key and value."""
     z = sizes
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.s, z.g, z.d), "value": (z.b, z.s, z.g, z.v)}
     keys = jax.random.split(key, len(shapes))
@@ -61,7 +61,9 @@ def _positioned(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
 
 
 def _extreme_positions(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
-    """Positions of tokens among ones at the ends of int32, from where differences and sums would wrap around."""
+    """Returns positions of tokens among ones at the ends of int32, from where differences and sums
+    would wrap around.
+    """
     ends = jnp.array([jnp.iinfo(jnp.int32).max, jnp.iinfo(jnp.int32).min, -1])
     queries, keys = (jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (sizes.b, n)) for n in (sizes.t, sizes.s))
     queries = queries.at[:, 5::9].set(jax.random.choice(key, ends, (sizes.b, len(range(5, sizes.t, 9)))))
@@ -69,7 +71,7 @@ def _extreme_positions(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
 
 
 def _masking_bias(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
-    """A bias that hides pairs, whole rows and a whole column with -inf."""
+    """Returns a bias that hides pairs, whole rows and a whole column with -inf."""
     terms, hides = jax.random.split(key)
     bias = _bias(terms, (1, sizes.h, sizes.t, sizes.s), sizes.dtype)["bias"]
     masked = jax.random.bernoulli(hides, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
@@ -89,7 +91,9 @@ def _dropout(prob: float = 0.3) -> dict[str, Any]:
 
 
 def exact(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
-    """Queries and keys on a grid, whose scores are exact: coarse logits are then rounded alike in any order of sums."""
+    """Returns queries and keys on a grid, whose scores are exact: coarse logits are then rounded alike in any order of
+    sums.
+    """
     arrays = qkv(key, sizes)
     return {**{name: jnp.round(arrays[name] * 16) / 16 for name in ("query", "key")}, "softmax_scale": 0.25}
 
@@ -302,12 +306,14 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, qkv, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything attending."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything
+    attending.
+    """
     return fill(args, key, functools.partial(_make, args))
 
 

@@ -31,7 +31,7 @@ class LatentSizes:
 
 
 def arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, jax.Array]:
-    """Normal arrays, with weights that keep what they project at size 1."""
+    """Returns normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
         "query": (z.b, z.t, z.h, z.n + (z.rope if z.form == "b" else 0)),
@@ -47,7 +47,7 @@ def arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, jax.Array]:
 
 
 def _masked(key: jax.Array, z: LatentSizes) -> dict[str, Any]:
-    """A mask with an empty row, and a bias: both count (T-19)."""
+    """Returns a mask with an empty row, and a bias: both count (T-19)."""
     mask, bias = jax.random.split(key)
     return {
         "attention_mask": jax.random.bernoulli(mask, 0.6, (1, 1, z.t, z.t)).at[:, :, 3].set(False),
@@ -120,12 +120,14 @@ _TABLE: tuple[Row[LatentSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything attending."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything
+    attending.
+    """
     return fill(args, key, functools.partial(_make, args))
 
 

@@ -24,7 +24,7 @@ _TABLE: tuple[_Row, ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return tuple(_case(arguments, row) for row in _TABLE)
 
 
@@ -45,7 +45,9 @@ def _case(arguments: type, row: _Row) -> Case:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes: normal floats, tokens at random, rows spread evenly over the groups."""
+    """Returns concrete arguments of the given shapes: normal floats, tokens at random, rows spread evenly over the
+    groups.
+    """
     keys = jax.random.split(key, 3)
     tokens, groups = args.lhs.shape[0], args.group_sizes.shape[0]
     rows = tokens if args.indices is None else args.indices.shape[0]

@@ -27,7 +27,7 @@ _TABLE: tuple[_Row, ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return tuple(_case(arguments, row) for row in _TABLE)
 
 
@@ -47,7 +47,7 @@ def _case(arguments: type, row: _Row) -> Case:
 def index_pairs(
     key: jax.Array, rows: int, tokens: int, count: int, most: int, *, drops: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices [tokens, count] at random, and the pairs of every row, [rows, most].
+    """Returns indices [tokens, count] at random, and the pairs of every row, [rows, most].
 
     Every row has `most` places, which pairs take in a random order; with `drops`, two thirds of them at most are taken.
     """
@@ -63,7 +63,9 @@ def index_pairs(
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, as many pairs as both arrays hold."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, as many pairs as both arrays
+    hold.
+    """
     keys = jax.random.split(key, 3)
     (tokens, count), (rows, most) = args.indices.shape, args.inverse.shape
     indices, inverse = index_pairs(keys[0], rows, tokens, count, most)

@@ -51,7 +51,7 @@ def _transposed(key: jax.Array) -> dict[str, Any]:
 
 
 def _eight_bits(key: jax.Array, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
-    """Rows and matrices of 8 bits, with scales of as many blocks each."""
+    """Returns rows and matrices of 8 bits, with scales of as many blocks each."""
     dtype, keys = jnp.float8_e4m3fn, jax.random.split(key, 4)
     rows, matrices = (jax.random.normal(k, s) * 2 for k, s in zip(keys, ((129, 96), (5, 48, 96)), strict=False))
     if not static.get("transpose_rhs"):
@@ -63,7 +63,7 @@ def _eight_bits(key: jax.Array, blocks: tuple[int, int], **static: Any) -> dict[
 
 
 def _packed(key: jax.Array, axis: str, mode: Mode = "affine") -> dict[str, Any]:
-    """Matrices [60, 32] of 4 bits, or [64, 48] with `axis="col"`."""
+    """Returns matrices [60, 32] of 4 bits, or [64, 48] with `axis="col"`."""
     rows, columns = (32, 60) if axis == "row" else (48, 64)
     packed, scale, *zeros = quantize(jax.random.normal(key, (5, rows, columns)), 32, mode=mode, axis=axis)
     given = {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
@@ -120,12 +120,12 @@ _TABLE: tuple[Row[GroupedSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, inputs, _TABLE)
 
 
 def inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:
-    """What every case gives."""
+    """Returns what every case gives."""
     z, (one, other) = sizes, jax.random.split(key)
     return {
         "lhs": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
@@ -135,13 +135,13 @@ def inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size."""
     made, packed = jax.random.split(key)
     return dataclasses.replace(fill(args, made, functools.partial(_make, args)), **_make_packed(args, packed))
 
 
 def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:
-    """Packed matrices of normal weights, where matrices are packed."""
+    """Returns packed matrices of normal weights, where matrices are packed."""
     if args.rhs_mode is None:
         return {}
     form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)

@@ -78,7 +78,7 @@ _TABLE: tuple[Row[DecodeSizes], ...] = (
 
 
 def arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
-    """Normal arrays, with weights that keep what they project at size 1."""
+    """Returns normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
         "query": (z.b, z.h, z.n + z.rope),
@@ -94,12 +94,12 @@ def arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, full caches."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, full caches."""
     return fill(args, key, functools.partial(_make, args))
 
 

@@ -27,7 +27,7 @@ class NativeSparseSizes:
 
 
 def arrays(key: jax.Array, sizes: NativeSparseSizes) -> dict[str, Any]:
-    """Normal query, key and value, gates between 0 and 1, and the size of blocks."""
+    """Returns normal query, key and value, gates between 0 and 1, and the size of blocks."""
     z = sizes
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.t, z.g, z.d), "value": (z.b, z.t, z.g, z.v)}
     keys = jax.random.split(key, len(shapes) + len(z.gates))
@@ -37,7 +37,7 @@ def arrays(key: jax.Array, sizes: NativeSparseSizes) -> dict[str, Any]:
 
 
 def _listed(key: jax.Array, z: NativeSparseSizes, slots: int) -> jax.Array:
-    """Blocks from one before the first to one behind the last, some of them twice."""
+    """Returns blocks from one before the first to one behind the last, some of them twice."""
     return jax.random.randint(key, (z.b, z.t, z.g, slots), -1, z.t // z.block + 1)
 
 
@@ -100,12 +100,14 @@ _TABLE: tuple[Row[NativeSparseSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, even lengths, any blocks, all of them."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, any blocks, all of
+    them.
+    """
     return fill(args, key, functools.partial(_make, args))
 
 

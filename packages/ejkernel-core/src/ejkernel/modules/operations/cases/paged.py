@@ -58,7 +58,7 @@ def nothing(key: jax.Array) -> dict[str, Any]:
 
 
 def per_head(key: jax.Array, name: str, sizes: PagedSizes) -> Arrays:
-    """One normal number a query head."""
+    """Returns one normal number a query head."""
     return normal(key, jnp.float32, **{name: (sizes.h,)})
 
 
@@ -77,7 +77,7 @@ def _biases(key: jax.Array, sizes: PagedSizes) -> Arrays:
 
 
 def _masking_pairs(key: jax.Array) -> dict[str, Any]:
-    """A bias that hides pairs of new tokens with -inf, all of one query's among them."""
+    """Returns a bias that hides pairs of new tokens with -inf, all of one query's among them."""
     terms, hides = jax.random.split(key)
     masked = jax.random.bernoulli(hides, 0.4, (16, 16)).at[5].set(True)
     bias = jnp.where(masked, -jnp.inf, normal(terms, jnp.float32, qq_bias=(16, 16))["qq_bias"])
@@ -85,7 +85,7 @@ def _masking_pairs(key: jax.Array) -> dict[str, Any]:
 
 
 def _shared(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """A prefix that ends within a page, and sinks."""
+    """Returns a prefix that ends within a page, and sinks."""
     return {**per_head(key, "softmax_aux", sizes), "shared_prefix": jnp.int32(21)}
 
 
@@ -94,7 +94,7 @@ def _shared_sinks(key: jax.Array) -> dict[str, Any]:
 
 
 def page_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `page_attention`."""
+    """Returns cases of `page_attention`."""
     short = PagedSizes(lens=(64, 33), table=9, dtype=jnp.bfloat16)
     model = PagedSizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
     rows: tuple[Row[PagedSizes], ...] = (
@@ -112,7 +112,7 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
 
 
 def unified_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `unified_attention`."""
+    """Returns cases of `unified_attention`."""
     long = PagedSizes(lens=(129, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
     model = PagedSizes(
         lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
@@ -141,7 +141,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
 
 
 def v2_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `ragged_page_attention_v2`."""
+    """Returns cases of `ragged_page_attention_v2`."""
     long = PagedSizes(lens=(129, 40, 9), q_lens=(63, 40, 9), h=8, g=1, d=60, v=60)
     model = PagedSizes(
         lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
@@ -159,7 +159,7 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
 
 
 def v3_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `ragged_page_attention_v3`."""
+    """Returns cases of `ragged_page_attention_v3`."""
     small = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=64, s=8)
     wide = dataclasses.replace(small, d=128)
     model = PagedSizes(
@@ -193,7 +193,7 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
 
 
 def chunked_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `chunked_prefill_paged_decode`."""
+    """Returns cases of `chunked_prefill_paged_decode`."""
     long = PagedSizes(lens=(70, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
     model = PagedSizes(
         lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
@@ -218,7 +218,7 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
 
 
 def decode_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `decode_attention`."""
+    """Returns cases of `decode_attention`."""
     model = PagedSizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
     rows_of_tokens = PagedSizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
     rows: tuple[Row[PagedSizes], ...] = (
@@ -234,7 +234,7 @@ def decode_cases(arguments: type) -> tuple[Case, ...]:
 
 
 def prefill_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `prefill_page_attention`."""
+    """Returns cases of `prefill_page_attention`."""
     chunk = PagedSizes(lens=(70,), q_lens=(23,), table=7)
     model = PagedSizes(lens=(4096,), q_lens=(1024,), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16)
     rows: tuple[Row[PagedSizes], ...] = (
@@ -256,7 +256,7 @@ def prefill_cases(arguments: type) -> tuple[Case, ...]:
 
 
 def dense_cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `ragged_decode_attention`."""
+    """Returns cases of `ragged_decode_attention`."""
     plain = dataclasses.replace(PLAIN, s=129, v=48)
     wide = dataclasses.replace(WIDE, s=70)
     model = PagedSizes(lens=(4000, 3000, 2000, 1000) * 4, h=32, g=8, d=128, v=128, s=4096, dtype=jnp.bfloat16)

@@ -51,7 +51,9 @@ class PagedSizes:
         return sum(-(-n // self.s) for n in self.lens) + 3
 
     def tables(self) -> np.ndarray:
-        """int32 [N, entries]: shuffled pages, each of one sequence; what lies past a length is no page of its own."""
+        """Returns int32 [N, entries]: shuffled pages, each of one sequence; what lies past a length is no page of its
+        own.
+        """
         entries = self.table or max(1, *(-(-n // self.s) for n in self.lens))
         order = iter(np.random.default_rng(len(self.lens)).permutation(self.pages))
         padding = np.array([0, -1, self.pages + 7])[np.arange(len(self.lens) * entries) % 3]
@@ -61,7 +63,7 @@ class PagedSizes:
         return tables.astype(np.int32)
 
     def starts(self) -> np.ndarray:
-        """int32 [N + 1], first query row of each sequence."""
+        """Returns int32 [N + 1], first query row of each sequence."""
         return np.cumsum((0, *(self.q_lens or ()))).astype(np.int32)
 
 
@@ -69,7 +71,7 @@ Arrays = dict[str, jax.Array]
 
 
 def normal(key: jax.Array, dtype: Any, /, **shapes: tuple[int, ...]) -> Arrays:
-    """Normal arrays by name."""
+    """Returns normal arrays by name."""
     keys = jax.random.split(key, len(shapes))
     return {
         name: jax.random.normal(k, shape, jnp.float32).astype(dtype)
@@ -85,7 +87,7 @@ def caches(key: jax.Array, sizes: PagedSizes) -> Arrays:
 
 
 def _used(sizes: PagedSizes) -> np.ndarray:
-    """bool [P, S], the slots that hold tokens."""
+    """Returns bool [P, S], the slots that hold tokens."""
     used = np.zeros((sizes.pages, sizes.s), bool)
     for row, n in zip(sizes.tables(), sizes.lens, strict=True):
         for position in range(n):
@@ -94,7 +96,7 @@ def _used(sizes: PagedSizes) -> np.ndarray:
 
 
 def page_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments of `page_attention`."""
+    """Returns arguments of `page_attention`."""
     z, keys = sizes, jax.random.split(key)
     return {
         **normal(keys[0], z.dtype, query=(z.tokens, z.h, z.d)),
@@ -106,7 +108,7 @@ def page_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def packed_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments of `unified_attention`."""
+    """Returns arguments of `unified_attention`."""
     z, keys = sizes, jax.random.split(key)
     return {
         **normal(keys[0], z.dtype, queries=(z.tokens, z.h, z.d)),
@@ -118,7 +120,7 @@ def packed_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def v2_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments of `ragged_page_attention_v2`; the last sequence is not live, though it looks it."""
+    """Returns arguments of `ragged_page_attention_v2`; the last sequence is not live, though it looks it."""
     given = packed_inputs(key, sizes)
     keys, values = given.pop("key_cache"), given.pop("value_cache")
     pages = jnp.stack((keys, values), axis=3).reshape(*keys.shape[:2], -1, sizes.d)
@@ -127,7 +129,7 @@ def v2_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def v3_inputs(key: jax.Array, sizes: PagedSizes, lanes: bool = False) -> dict[str, Any]:
-    """Arguments of `ragged_page_attention_v3`; the last sequence is not live, though it looks it."""
+    """Returns arguments of `ragged_page_attention_v3`; the last sequence is not live, though it looks it."""
     z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
     shape = (-(-z.g // pack), pack, 128) if lanes else (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
     tokens = (z.tokens, z.g, z.d)
@@ -143,14 +145,14 @@ def v3_inputs(key: jax.Array, sizes: PagedSizes, lanes: bool = False) -> dict[st
 
 
 def v3_eight_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """The same with a cache of 8 bits a number and queries of 16."""
+    """Returns the same with a cache of 8 bits a number and queries of 16."""
     eight = dataclasses.replace(sizes, dtype=jnp.float8_e4m3fn)
     given = v3_inputs(key, eight)
     return {**given, "queries": given["queries"].astype(jnp.bfloat16)}
 
 
 def v3_integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """The same with a cache of int8."""
+    """Returns the same with a cache of int8."""
     given = v3_inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
     kept = ("keys", "values", "kv_cache")
     made = {
@@ -161,14 +163,16 @@ def v3_integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def chunked_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments of `chunked_prefill_paged_decode`; the caches are written to, and compared, so they hold no NaN."""
+    """Returns arguments of `chunked_prefill_paged_decode`; the caches are written to, and compared, so they hold no
+    NaN.
+    """
     z, keys = sizes, jax.random.split(key)
     given = {name: jnp.nan_to_num(x) for name, x in packed_inputs(keys[0], z).items()}
     return {**given, **normal(keys[1], z.dtype, keys=(z.tokens, z.g, z.d), values=(z.tokens, z.g, z.v))}
 
 
 def decode_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments of `decode_attention`."""
+    """Returns arguments of `decode_attention`."""
     given = page_inputs(key, sizes)
     return {
         "query": given["query"],
@@ -181,7 +185,7 @@ def decode_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def prefill_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments of `prefill_page_attention`."""
+    """Returns arguments of `prefill_page_attention`."""
     given = packed_inputs(key, sizes)
     return {
         "query": given["queries"],
@@ -193,7 +197,7 @@ def prefill_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def dense_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments of `ragged_decode_attention`, with `sizes.s` keys a row."""
+    """Returns arguments of `ragged_decode_attention`, with `sizes.s` keys a row."""
     z, b = sizes, len(sizes.lens)
     shapes = {"query": (b, z.h, z.d), "key": (b, z.s, z.g, z.d), "value": (b, z.s, z.g, z.v)}
     ends = jnp.array(z.lens, jnp.int32)
@@ -208,7 +212,8 @@ def make_inputs(
     tables: str = "block_tables",
     size: Callable[[Any], tuple[int, int]] = lambda args: args.key_cache.shape[:2],
 ) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, full tables, queries shared out evenly.
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, full tables, queries shared out
+    evenly.
 
     Args:
         args: Argument record with `jax.ShapeDtypeStruct` leaves.
@@ -258,7 +263,7 @@ make_prefill_inputs = functools.partial(
 
 
 def make_dense_inputs(args: Any, key: jax.Array) -> Any:
-    """The same for `ragged_decode_attention`: every row attends to all of its keys."""
+    """Returns the same for `ragged_decode_attention`: every row attends to all of its keys."""
     ends = {"sequence_start": 0, "sequence_end": args.key.shape[1]}
 
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """The same with a cache of int8 and queries of 16 bits."""
+    """Returns the same with a cache of int8 and queries of 16 bits."""
     given = inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
     stored = ("keys_values", "keys_pe", "kv_cache")
     made = {
@@ -46,7 +46,9 @@ def integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def floats_of_8_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """The same with a cache of float8_e4m3fn, whose numbers are up to 4 times as large as what they stand for."""
+    """Returns the same with a cache of float8_e4m3fn, whose numbers are up to 4 times as large as what
+    they stand for.
+    """
     given = inputs(key, dataclasses.replace(sizes, dtype=jnp.bfloat16))
     pages, slots, lanes = given["kv_cache"].shape[0], sizes.s, given["kv_cache"].shape[-1]
     stored = {name: (4 * given[name]).astype(jnp.float8_e4m3fn) for name in ("keys_values", "keys_pe", "kv_cache")}
@@ -73,7 +75,7 @@ _TIMED: tuple[Row[PagedSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """Cases of `multi_latent_ragged_page_attention`."""
+    """Returns cases of `multi_latent_ragged_page_attention`."""
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", SMALL, lambda k: {}, ("latent", "new_keys", "num_seqs"), ("awkward",)),
         ("window and soft cap, bfloat16", HALF, lambda k: CAPPED, ("sliding_window", "logits_soft_cap"), ()),
@@ -91,7 +93,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
 
 
 def cases_v2(arguments: type) -> tuple[Case, ...]:
-    """Cases of `multi_latent_ragged_page_attention_v2`, which is the same but for its configuration."""
+    """Returns cases of `multi_latent_ragged_page_attention_v2`, which is the same but for its configuration."""
     every = ("latent", "new_keys", "num_seqs", "sliding_window", "logits_soft_cap", "value_scale")
     rows: tuple[Row[PagedSizes], ...] = (
         ("int8, everything, lse", SMALL, lambda k: {**CAPPED, **SCALES, **LSE}, every, ()),

@@ -71,12 +71,12 @@ _TABLE: tuple[Row[MatmulSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, inputs, _TABLE)
 
 
 def inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
-    """What every case gives."""
+    """Returns what every case gives."""
     z, (one, other) = sizes, jax.random.split(key)
     # Outputs of the size of 1, as a model's weights make them: kernels may round weights, which adds up as they do.
     weights = jax.random.normal(other, (z.n, z.k), jnp.float32) * z.k**-0.5
@@ -95,7 +95,8 @@ def inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal x, and codes and scales of normal weights.
+    """Returns concrete arguments of the given shapes, valid as a call: normal x, and codes and scales of normal
+    weights.
 
     Args:
         args: Argument record with `jax.ShapeDtypeStruct` leaves.

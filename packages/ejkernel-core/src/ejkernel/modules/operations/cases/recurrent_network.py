@@ -24,7 +24,7 @@ class NetworkSizes:
     dtype: Any = jnp.float32
 
     def shapes(self, gates: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of all arrays but the lengths."""
+        """Returns the shapes of all arrays but the lengths."""
         z, rows = self, gates * self.h
         return {
             "x": (z.b, z.t, z.f),
@@ -61,7 +61,7 @@ _TABLE: tuple[_Row, ...] = (
 
 
 def cases(arguments: type, cell: str) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     fields = {field.name for field in dataclasses.fields(arguments)}
     made = [_case(arguments, row, cell, fields) for row in _TABLE]
     if "nonlinearity" not in fields:
@@ -91,13 +91,13 @@ def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
 
 
 def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """Normal numbers, weights so small that states stay where the cells are not flat."""
+    """Returns normal numbers, weights so small that states stay where the cells are not flat."""
     x = jax.random.normal(key, shape, jnp.float32)
     return x / shape[-1] ** 0.5 if name.startswith("weight") else x
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, rows without padding."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, rows without padding."""
 
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
         if name == "seq_lengths":

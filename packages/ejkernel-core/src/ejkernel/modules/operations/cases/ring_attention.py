@@ -95,5 +95,5 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return table(arguments, qkv, _TABLE)

@@ -91,12 +91,12 @@ _FIELDS = {"states": "initial_state", "slots": "initial_state", "starts": "cu_se
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return make_cases(arguments, _TABLE)
 
 
 def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
-    """The rows as cases that make argument records of the given type."""
+    """Returns the rows as cases that make argument records of the given type."""
     return tuple(_case(arguments, *row) for row in rows)
 
 
@@ -119,7 +119,7 @@ def _case(
 
 
 def _arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
-    """Every array of a call."""
+    """Returns every array of a call."""
     keys = iter(jax.random.split(key, 11))
     return {
         "x": normal(next(keys), (z.b, z.t, z.h, z.p), z.dtype),

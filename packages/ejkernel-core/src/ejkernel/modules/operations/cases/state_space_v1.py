@@ -29,12 +29,12 @@ _TABLE: tuple[Row, ...] = (
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
-    """The named cases as argument records of the given type."""
+    """Returns the named cases as argument records of the given type."""
     return make_cases(arguments, _TABLE)
 
 
 def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
-    """The rows as cases that make argument records of the given type."""
+    """Returns the rows as cases that make argument records of the given type."""
     return tuple(_case(arguments, row) for row in rows)
 
 
@@ -76,13 +76,13 @@ def _case(arguments: type, row: Row) -> Case:
 
 
 def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
-    """Normal numbers, as a model would have them: negative A, positive and small dt."""
+    """Returns normal numbers, as a model would have them: negative A, positive and small dt."""
     x = jax.random.normal(key, shape, jnp.float32)
     return -jnp.exp(x / 2) if name == "A" else jax.nn.softplus(x - 1) if name == "dt" else x
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: normal floats, negative A, positive dt."""
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, negative A, positive dt."""
 
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
         if name == "cu_seqlens":

@@ -17,7 +17,7 @@ Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], 
 def table(
     arguments: type, inputs: Callable[[jax.Array, Sizes], dict[str, Any]], rows: Iterable[Row[Sizes]]
 ) -> tuple[Case, ...]:
-    """Cases of an operation.
+    """Returns cases of an operation.
 
     Args:
         arguments: Its argument record.
@@ -36,13 +36,13 @@ def table(
 
 
 def tagged(name: str, make: Callable[[jax.Array], Any], exercises: Iterable[str], tags: Iterable[str]) -> Case:
-    """A case that CI runs, unless it is there to be timed."""
+    """Returns a case that CI runs, unless it is there to be timed."""
     everywhere = () if {"bench", "bench_cpu"} & set(tags) else ("ci",)
     return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
 
 
 def fill(args: Any, key: jax.Array, make: Callable[[str, Any, jax.Array], Any]) -> Any:
-    """Concrete arguments of given shapes, for the `make_inputs` of an operation.
+    """Returns concrete arguments of given shapes, for the `make_inputs` of an operation.
 
     Args:
         args: Argument record with `jax.ShapeDtypeStruct` leaves.
@@ -57,10 +57,10 @@ def fill(args: Any, key: jax.Array, make: Callable[[str, Any, jax.Array], Any]) 
 
 
 def normal_like(key: jax.Array, shape: Any, factor: float = 1.0) -> jax.Array:
-    """Normal floats times a factor, of the shape and dtype of `shape`."""
+    """Returns normal floats times a factor, of the shape and dtype of `shape`."""
     return (factor * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
 
 
 def even_bounds(total: int, shape: Any) -> jax.Array:
-    """Cumulative lengths of sequences of about the same length."""
+    """Returns cumulative lengths of sequences of about the same length."""
     return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)

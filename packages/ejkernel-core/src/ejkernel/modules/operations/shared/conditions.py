@@ -10,12 +10,13 @@ from ejkernel.ops.values import Condition, integers
 
 
 def has_rank(args: Any, **ranks: int) -> bool:
-    """Whether arguments, by name, are arrays of so many axes."""
+    """Returns whether arguments, by name, are arrays of so many axes."""
     return all(len(getattr(getattr(args, name), "shape", ())) == rank for name, rank in ranks.items())
 
 
 def cumulative(name: str, lengths: Any, rows: int, size: int) -> Iterable[Condition]:
-    """Cumulative lengths start at 0, never decrease, and end within `size` tokens (each within it where rows > 1).
+    """Yields cumulative lengths start at 0, never decrease, and end within `size` tokens (each within it where rows >
+    1).
 
     The argument record checks values that can be read, by `shapes.check_cumulative`.
     """
@@ -33,7 +34,7 @@ def cumulative(name: str, lengths: Any, rows: int, size: int) -> Iterable[Condit
 
 
 def of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
-    """The conditions of an operation with one array of cumulative lengths.
+    """Returns the conditions of an operation with one array of cumulative lengths.
 
     Args:
         name: The argument that holds them.
@@ -52,7 +53,8 @@ def of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
 
 
 def of_states(array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", states: str = "initial_state") -> Any:
-    """The conditions of a recurrence: its cumulative lengths, and slots of its states where it has `state_indices`.
+    """Returns the conditions of a recurrence: its cumulative lengths, and slots of its states where it has
+    `state_indices`.
 
     Args:
         array: An argument with the tokens.
@@ -70,7 +72,7 @@ def of_states(array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", stat
 
 
 def of_rows(args: Any) -> Iterable[Condition]:
-    """The conditions of a recurrent network: no row has more tokens than x."""
+    """Yields the conditions of a recurrent network: no row has more tokens than x."""
     if has_rank(args, x=3, seq_lengths=1):
         yield from between("seq_lengths", args.seq_lengths, 0, args.x.shape[1], "lengths")
 
@@ -142,7 +144,7 @@ def packed(given: Packed) -> Iterable[Condition]:
 
 
 def _rest(xp: Any, sequences: int, counts: tuple[Any, ...]) -> Any:
-    """Which sequences are not live, bool [N]; `counts` is empty where all are."""
+    """Returns which sequences are not live, bool [N]; `counts` is empty where all are."""
     if not counts:
         return xp.zeros(sequences, bool)
     return xp.arange(sequences) >= xp.reshape(counts[0], (-1,))[-1]
@@ -161,7 +163,7 @@ def _live(given: tuple[str, Any], sequences: int) -> Iterable[Condition]:
 
 
 def shared_prefix(prefix: Any, lengths: tuple[str, Any], starts: tuple[str, Any], capacity: int) -> Iterable[Condition]:
-    """All sequences with query rows begin with the prefix, and none of their queries is in it."""
+    """Yields all sequences with query rows begin with the prefix, and none of their queries is in it."""
     if not integers(prefix, lengths[1], starts[1]) or starts[1].shape != (lengths[1].shape[0] + 1,):
         return
 
@@ -205,7 +207,9 @@ def _not_negative(name: str, values: Any) -> Iterable[Condition]:
 
 
 def same_pairs(indices: Any, inverse: Any) -> Iterable[Condition]:
-    """The rows of `inverse` list each pair of `indices` that names them, once. The record checks what can be read."""
+    """Yields the rows of `inverse` list each pair of `indices` that names them, once. The record checks what can be
+    read.
+    """
     if not integers(indices, inverse):
         return
     rows, count = inverse.shape[0], indices.shape[0] * indices.shape[1]

@@ -27,7 +27,8 @@ def settle(record: Any, **values: Any) -> None:
 
 
 def as_logits_dtype(name: str, value: Any) -> Any:
-    """The dtype that scores are rounded to; None and everything wider than float32 is float32: they are not rounded.
+    """Returns the dtype that scores are rounded to; None and everything wider than float32 is float32: they are not
+    rounded.
 
     Raises:
         ValueError: It is no floating dtype.
@@ -87,14 +88,14 @@ def expand(latent: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def rng_seed(rng: Any) -> jax.Array:
-    """A dropout seed, uint32 [], from an integer or a PRNG key, typed or raw."""
+    """Returns a dropout seed, uint32 [], from an integer or a PRNG key, typed or raw."""
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or rng.ndim:
         return jax.random.bits(rng, (), jnp.uint32)
     return jnp.asarray(rng).astype(jnp.uint32)
 
 
 def widened(args: Record) -> Record:
-    """An argument record with its floating arrays in the accumulator's dtype: float32, or float64 for those."""
+    """Returns an argument record with its floating arrays in the accumulator's dtype: float32, or float64 for those."""
 
     def wide(x: Any) -> Any:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x

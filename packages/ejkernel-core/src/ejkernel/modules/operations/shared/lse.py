@@ -16,11 +16,13 @@ To type checkers it is `Any`: calls without it have an array and not one of two 
 
 
 def beside_lse(args: Any, output: Any, lse: Any, *others: Any) -> Any:
-    """What a public function returns: the output, lse where `return_lse` asks for it, and what else there is."""
+    """Returns what a public function returns: the output, lse where `return_lse` asks for it, and what
+    else there is.
+    """
     results = (output, *((lse,) if args.return_lse else ()), *others)
     return results if len(results) > 1 else output
 
 
 def lse_of(args: Any, value: Any) -> tuple[Any, Any]:
-    """The output of tiled attention and its lse, out of what the family's call returned; no lse is None."""
+    """Returns the output of tiled attention and its lse, out of what the family's call returned; no lse is None."""
     return value if args.return_lse else (value, None)

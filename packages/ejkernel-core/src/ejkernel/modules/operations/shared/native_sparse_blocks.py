@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 
 
 def find_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None) -> Blocks:
-    """The blocks of rows of tokens.
+    """Returns the blocks of rows of tokens.
 
     Args:
         shape: B and T, and anything behind them.
@@ -79,7 +79,9 @@ def block_means(blocks: Blocks, x: jax.Array) -> jax.Array:
 
 
 def block_ids(blocks: Blocks) -> jax.Array | None:
-    """The sequence of every block, [B, M] int32, -1 for blocks without tokens; None where rows are sequences."""
+    """Returns the sequence of every block, [B, M] int32, -1 for blocks without tokens; None where rows
+    are sequences.
+    """
     if blocks.ids is None:
         return None
     if blocks.ranges is None:
@@ -89,7 +91,7 @@ def block_ids(blocks: Blocks) -> jax.Array | None:
 
 
 def listed(blocks: Blocks, indices: jax.Array, counts: int | jax.Array) -> jax.Array:
-    """The caller's blocks, numbered through the row, each once; -1 for those that a query cannot read.
+    """Returns the caller's blocks, numbered through the row, each once; -1 for those that a query cannot read.
 
     Args:
         blocks: The blocks.

@@ -32,7 +32,7 @@ LETTERS = {"p": "P", "s": "S", "h": "Hk"}
 
 
 def cache_axes(kv_layout: str) -> dict[str, str]:
-    """The axis letters of `key_cache` and `value_cache` in a layout."""
+    """Returns the axis letters of `key_cache` and `value_cache` in a layout."""
     letters = " ".join(kv_layout.replace("h", "g"))
     return {"key_cache": letters, "value_cache": letters.replace("d", "v")}
 
@@ -50,17 +50,17 @@ def settle(record: Any, **values: Any) -> None:
 
 
 def as_scale(name: str, scale: Any) -> float | None:
-    """A factor on the scores; None for the default."""
+    """Returns a factor on the scores; None for the default."""
     return None if scale is None else as_number(name, scale)
 
 
 def as_cap(name: str, cap: Any) -> float | None:
-    """A soft cap > 0; None for none."""
+    """Returns a soft cap > 0; None for none."""
     return None if cap is None else as_number(name, cap, above=0)
 
 
 def as_newest(name: str, window: Any) -> tuple[int | None, int | None] | None:
-    """The sliding window of an operation with a cache as (left, right), inclusive.
+    """Returns the sliding window of an operation with a cache as (left, right), inclusive.
 
     Args:
         name: Argument name for the message.
@@ -90,7 +90,7 @@ def as_mask_value(name: str, value: Any) -> float | None:
 
 
 def as_count(name: str, value: Any, least: int = 1) -> int | None:
-    """A Python int of at least `least`, or None.
+    """Returns a Python int of at least `least`, or None.
 
     Raises:
         ValueError: It is neither.
@@ -101,7 +101,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int | None:
 
 
 def as_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """One of several values.
+    """Returns one of several values.
 
     Raises:
         ValueError: It is none of them.
@@ -112,7 +112,7 @@ def as_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def as_layout(value: Any, query: Any, cache: Any, usual: str) -> str:
-    """The order of the axes of a cache whose keys and values are apart.
+    """Returns the order of the axes of a cache whose keys and values are apart.
 
     Args:
         value: The argument `kv_layout`; None takes the order that the shapes allow.
@@ -139,7 +139,7 @@ def as_layout(value: Any, query: Any, cache: Any, usual: str) -> str:
 
 
 def _kv_heads(layout: str, query: Any, cache: Any) -> int | None:
-    """The KV heads of a cache if it is of a layout; None where it cannot be."""
+    """Returns the KV heads of a cache if it is of a layout; None where it cannot be."""
     shape, wants = getattr(cache, "shape", ()), getattr(query, "shape", ())
     if len(shape) != 4 or len(wants) < 2 or shape[-1] != wants[-1]:
         return None
@@ -225,7 +225,7 @@ def check_tables(name: str, tables: Any, sizes: dict[str, int]) -> None:
 
 
 def table_axes(args: Any) -> dict[str, str]:
-    """Axis letters of tables in rows, for operations whose tables may be flat too."""
+    """Returns axis letters of tables in rows, for operations whose tables may be flat too."""
     return {"block_tables": "r k"} if len(getattr(args.block_tables, "shape", ())) == 2 else {}
 
 
@@ -257,7 +257,7 @@ def per_head(array: jax.Array | None, query: jax.Array) -> jax.Array | None:
 
 
 def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
-    """Queries divided by `scale` and rounded as a cache's dtype represents them, in their own dtype."""
+    """Returns queries divided by `scale` and rounded as a cache's dtype represents them, in their own dtype."""
     if scale is None:
         return queries
     # A division in the queries' 16 bits would round twice, and often to another number than the nearest.

@@ -64,7 +64,7 @@ def validate(args: Any, cell: str) -> None:
 
 
 def lower(args: Any, cell: str) -> RecurrentNetwork:
-    """The network record of a call."""
+    """Returns the network record of a call."""
     lengths = args.seq_lengths
     deep = None if args.weight_hh.shape[0] == 1 else args.weight_ih_deep
     return RecurrentNetwork(
@@ -82,5 +82,5 @@ def lower(args: Any, cell: str) -> RecurrentNetwork:
 
 
 def reference(args: Any, cell: str) -> tuple[jax.Array, ...]:
-    """An operation's meaning in plain jnp."""
+    """Returns an operation's meaning in plain jnp."""
     return recurrent_network.reference(lower(args, cell))[0]

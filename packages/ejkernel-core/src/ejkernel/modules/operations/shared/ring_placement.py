@@ -10,7 +10,7 @@ from ejkernel.families.ring_attention import axis_bound
 
 
 def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any]:
-    """The `mesh`, `in_specs` and `out_specs` that a call is carried out with.
+    """Returns the `mesh`, `in_specs` and `out_specs` that a call is carried out with.
 
     Args:
         args: The argument record.
@@ -89,13 +89,13 @@ def _specs(args: Any, mesh: Any) -> tuple[PartitionSpec, PartitionSpec]:
 
 
 def _known_spec(x: Any, mesh: Any) -> PartitionSpec:
-    """How an array lies on a mesh, as far as that can be told."""
+    """Returns how an array lies on a mesh, as far as that can be told."""
     sharding: Any = jax.typeof(x).sharding if _compat.is_tracer(x) else getattr(x, "sharding", None)
     on_mesh = isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names)
     return sharding.spec if on_mesh else PartitionSpec()
 
 
 def _axes(spec: Any, axis: int) -> tuple[Any, ...]:
-    """The mesh axes of one entry of a spec."""
+    """Returns the mesh axes of one entry of a spec."""
     entry = spec[axis] if isinstance(spec, PartitionSpec) and axis < len(spec) else None
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

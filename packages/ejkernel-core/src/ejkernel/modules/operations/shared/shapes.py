@@ -113,7 +113,7 @@ def check_cumulative(name: str, lengths: Any, rows: int, size: int) -> None:
 def as_number(
     name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
 ) -> float:
-    """A finite Python number as float.
+    """Returns a finite Python number as float.
 
     Args:
         name: Argument name for the message.
@@ -136,7 +136,7 @@ def as_number(
 
 
 def as_count(name: str, value: Any, least: int = 0) -> int:
-    """A Python integer.
+    """Returns a Python integer.
 
     Args:
         name: Argument name for the message.
@@ -152,7 +152,7 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """A Python truth value.
+    """Returns a Python truth value.
 
     Raises:
         ValueError: It is none.
@@ -163,7 +163,7 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
-    """The sliding window of a dense operation as (left, right), inclusive; None where nothing is bounded.
+    """Returns the sliding window of a dense operation as (left, right), inclusive; None where nothing is bounded.
 
     Args:
         name: Argument name for the message.
@@ -187,7 +187,7 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
 
 
 def as_chunk(name: str, size: Any) -> int | None:
-    """A chunk size that changes results, of positions; None where all positions are one chunk.
+    """Returns a chunk size that changes results, of positions; None where all positions are one chunk.
 
     Raises:
         ValueError: It is neither None nor an int of at least 1.
@@ -196,7 +196,7 @@ def as_chunk(name: str, size: Any) -> int | None:
 
 
 def as_precision(name: str, value: Any) -> lax.Precision | None:
-    """A `jax.lax.Precision`, from itself or its name in any case; None stays None.
+    """Returns a `jax.lax.Precision`, from itself or its name in any case; None stays None.
 
     Raises:
         ValueError: It is none.
@@ -211,7 +211,7 @@ def as_precision(name: str, value: Any) -> lax.Precision | None:
 
 
 def as_float_dtype(name: str, value: Any) -> np.dtype:
-    """A floating dtype.
+    """Returns a floating dtype.
 
     Raises:
         ValueError: It is none.
@@ -226,12 +226,12 @@ def as_float_dtype(name: str, value: Any) -> np.dtype:
 
 
 def as_seed(value: Any) -> Any:
-    """A seed with every Python int as uint32: its low 32 bits. Arrays stay as they are."""
+    """Returns a seed with every Python int as uint32: its low 32 bits. Arrays stay as they are."""
     return np.uint32(int(value) % 2**32) if _is_int(value) else value
 
 
 def as_drawn_seed(name: str, value: Any, drops: bool) -> Any:
-    """The seed of a call that may drop weights: as `as_seed`, and 0 where none is given to a call that does.
+    """Returns the seed of a call that may drop weights: as `as_seed`, and 0 where none is given to a call that does.
 
     The first such call of a process warns: without a seed, all of them drop the same pairs.
     """
@@ -248,7 +248,7 @@ _warned: set[str] = set()
 
 
 def got(value: Any) -> str:
-    """What a caller passed, in words."""
+    """Returns what a caller passed, in words."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         kind = "a traced array" if passed_tracer(value) else "an array"
         return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"

@@ -43,7 +43,7 @@ def check_sinks(softmax_aux: Any, heads: int) -> None:
 
 
 def sink_logits(softmax_aux: jax.Array | None, heads: int, dtype: Any) -> jax.Array | None:
-    """One logit a head with the mass of all its sinks, [H], at least float32; None of none.
+    """Returns one logit a head with the mass of all its sinks, [H], at least float32; None of none.
 
     Args:
         softmax_aux: Sinks that `check_sinks` has passed, or None.

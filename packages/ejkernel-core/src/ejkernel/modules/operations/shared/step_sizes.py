@@ -11,7 +11,7 @@ from ejkernel.modules.operations.shared.shapes import got
 
 
 def as_limits(limits: Any) -> tuple[float, float] | None:
-    """The limits of step sizes as two floats; the upper one may be infinite.
+    """Returns the limits of step sizes as two floats; the upper one may be infinite.
 
     Raises:
         ValueError: They are not two numbers with 0 <= lower < upper.
@@ -39,7 +39,7 @@ def check_bias(args: Any, axis: str, sizes: dict[str, int]) -> None:
 
 
 def step_sizes(args: Any) -> jax.Array:
-    """The step sizes that the recurrence takes: `clip(softplus(dt + dt_bias))`, as far as the call asks for it.
+    """Returns the step sizes that the recurrence takes: `clip(softplus(dt + dt_bias))`, as far as the call asks for it.
 
     A call that asks for nothing keeps its dt. Tokens of no packed sequence count as 0: a NaN in them would otherwise
     reach the gradient of the bias.
