@@ -1,0 +1,39 @@
+"""Where `tune` and `cache import` put what they have, and what they leave alone."""
+
+import pytest
+
+from ejkernel.cli import tune
+from ejkernel.cli.ops import splits
+from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.table import Entry
+from ejkernel.ops.plugins import registry
+
+KEY = "flash_attention@1 | xla@0.2.0 | forward | cpu | 0badcafe | x=float32[4] | 0.2.0"
+SMALL = ("flash_attention", "--shape", "1,64,2,16")
+
+
+def entry(block):
+    return Entry({"block_q": block}, 1.0, "2026-11-20T10:00:00+00:00")
+
+
+@pytest.mark.parametrize(("target", "predicted"), [((), False), (("--target", "v5e"), True)])
+def test_predictions_are_stored_apart_from_measurements(run, store, monkeypatch, target, predicted):
+    used = []
+    monkeypatch.setattr(tune, "_tuned", lambda call, settings, *stores_and_output: used.append(stores_and_output) or [])
+    run("tune", *SMALL, *target)
+    ((measured, results, _),) = used
+    assert (results is measured) != predicted
+    assert results.path == (measured.predicted.path if predicted else store)
+
+
+def test_an_imported_entry_of_the_same_time_replaces_none(run, store, tmp_path):
+    PersistentCache(store).update({KEY: entry(8)})
+    PersistentCache(tmp_path / "other.json").update({KEY: entry(16)})
+    assert "imported 0 entries" in run("cache", "import", str(tmp_path / "other.json")).output
+    assert PersistentCache(store).entries()[KEY].config == {"block_q": 8}
+
+
+def test_axes_that_no_device_may_split_are_not_listed():
+    ops = registry().ops
+    assert splits(ops["flash_attention"]) == ["b", "t", "h", "g"]
+    assert "k" not in splits(ops["grouped_matmul"])
