@@ -4,7 +4,7 @@ import pytest
 import toy
 from toy import OP, ToyArguments
 
-from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Tuner
+from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Tuner, TunerError
 from ejkernel.ops.call import make_plan
 from ejkernel.ops.config.tuner import TunerError
 
