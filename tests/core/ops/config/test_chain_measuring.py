@@ -6,7 +6,6 @@ from toy import OP, ToyArguments
 
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, Tuner, TunerError
 from ejkernel.ops.call import make_plan
-from ejkernel.ops.config.tuner import TunerError
 
 FORWARD_ALONE = "autotune: the policy measures forward passes alone"
 
