@@ -48,7 +48,7 @@ def has_segments(record: Any) -> bool:
 
 
 def padded(record: Any) -> Any:
-    """Returns the record with the last eighth of every row turned into padding, beside what is padding already."""
+    """Returns the record with the last eighth of every row turned into padding, on top of earlier padding."""
     ids = {name: x for name, x in array_fields(record).items() if name.endswith(SUFFIX)}
     return dataclasses.replace(record, **{name: _with_padding(np.array(x)) for name, x in ids.items()})
 

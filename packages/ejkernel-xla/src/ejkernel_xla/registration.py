@@ -27,7 +27,7 @@ def xla_implementation(
         config: What can be chosen.
         gradients: Fields that get a gradient.
         forward: "module:function" in the family's folder.
-        backward: Likewise; None without one.
+        backward: The same; None without one.
         dtypes: Those it takes.
         symbolic: Whether it takes symbolic sizes.
     """

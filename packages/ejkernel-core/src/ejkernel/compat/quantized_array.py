@@ -32,7 +32,7 @@ class QuantizedArray:
     Attributes:
         data: Packed codes.
         scales: As `quantize` returns them.
-        zeros: Likewise: of affine codes; with nvfp4 and nvfp8 the tensor scale.
+        zeros: The same: of affine codes; with nvfp4 and nvfp8 the tensor scale.
         mode: Format.
         group_size: Neighbours that share a scale.
         bits: Of a code.

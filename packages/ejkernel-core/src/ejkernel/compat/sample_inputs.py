@@ -34,9 +34,9 @@ class AttentionMetadata:
         varlen: Whether sequences are packed.
         num_contexts: Number of sequences.
         cu_seqlens_q: [N + 1] cumulative query lengths of packed sequences.
-        cu_seqlens_k: Likewise for keys.
+        cu_seqlens_k: The same for keys.
         max_seqlens_q: Bound of the query lengths.
-        max_seqlens_k: Likewise for keys.
+        max_seqlens_k: The same for keys.
     """
 
     sm_scale: float | None = None
@@ -154,7 +154,7 @@ def varlen_input_helper(
         qheads: Query heads H.
         kvheads: KV heads Hk.
         qseqlen: Query tokens that all sequences have at most together; each has 1 to `qseqlen // batch_size`.
-        kseqlen: Likewise for keys. The two lengths of a sequence are drawn independently, so that there may be more
+        kseqlen: The same for keys. The two lengths of a sequence are drawn independently, so that there may be more
             queries than keys.
         head_dim: Head size D.
         dtype: Floating dtype; the default is float16.
@@ -210,8 +210,8 @@ def input_helper(
         batch_size: Rows.
         qheads: Query heads H.
         kvheads: KV heads Hk.
-        qseqlen: Queries a row.
-        kseqlen: Keys a row.
+        qseqlen: Queries per row.
+        kseqlen: Keys per row.
         head_dim: Head size D.
         dtype: Floating dtype; the default is float16.
         layout: `"bshd"` or `"bhsd"`.
@@ -254,7 +254,7 @@ def random_blocks(
         key: PRNG key.
         available: [Q] int, how many blocks each query may choose from.
         blocks: Blocks there are; also stands in the slots that are left over, at the end.
-        sizes: Rows, heads and slots a query.
+        sizes: Rows, heads and slots per query.
     """
     names = ("batch", "heads", "selected_blocks")
     batch, heads, slots = (as_count(name, size, least=1) for name, size in zip(names, sizes, strict=True))

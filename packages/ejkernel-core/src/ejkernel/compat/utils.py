@@ -156,7 +156,7 @@ def generate_block_indices(
         batch: Rows.
         num_query_blocks: Blocks of queries, and of keys.
         heads: KV heads.
-        selected_blocks: Slots a query.
+        selected_blocks: Slots per query.
         block_size: Tokens of a block.
         seed: Equal seeds give equal blocks.
 

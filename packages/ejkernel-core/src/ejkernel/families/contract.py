@@ -34,12 +34,12 @@ class Family:
         head_dims: The sizes `Requires.head_dims` is about.
         axes: Axis letters of every array field of the record, and of `"output"`: `{"query": "b t h d", ...}`, with a
             tuple of letters where the output is a tuple. A function of the record where they follow from it.
-        shardable: Letters that may be split over mesh axes; likewise.
+        shardable: Letters that may be split over mesh axes; as above.
         aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
         localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
             `offsets` maps each letter to the global index of the shard's first element.
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
-        lse: Axis letters of the residuals' lse, which operations with `return_lse` return beside the output; None
+        lse: Axis letters of the residuals' lse, which operations with `return_lse` return with the output; None
             where the residuals have none, or the output has it already.
         unsplit: What to do instead, for letters that cannot be split; the message of a call that splits them ends so.
         permissions: Optional record fields that allow something and ask for nothing. An implementation need not handle

@@ -33,7 +33,7 @@ def get_device_platform(dev: Any = None) -> str:
 def stable_json(obj: Any) -> str:
     """Returns JSON text that is equal for equal values: keys are sorted, arrays are their shapes and dtypes.
 
-    Dataclasses are objects, dtypes their names; what JSON has no word for is its `repr`.
+    Dataclasses are objects, dtypes their names; what JSON does not name is its `repr`.
     """
     return msgspec.json.encode(obj, enc_hook=_described, order="sorted").decode()
 

@@ -1,7 +1,7 @@
 """Gradients, once for every operation.
 
 The forward and the backward implementation are chosen separately, unless they are a pair. What connects them is the
-family's residual type; a pocket beside it reaches the backward function of the same implementation alone.
+family's residual type; private residuals (`pocket`) reach the backward function of the same implementation alone.
 """
 
 import dataclasses

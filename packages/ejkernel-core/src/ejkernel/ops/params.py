@@ -24,14 +24,14 @@ class FwdParams:
 
     Attributes:
         blocksize_m: Rows of the output tile of a matrix product.
-        blocksize_k: Contracted elements a step.
+        blocksize_k: Contracted elements per step.
         blocksize_n: Columns of the output tile.
-        q_blocksize: Queries a tile.
-        kv_blocksize: Keys a tile.
-        blocksize_heads: Heads a tile.
-        blocksize_keys: Keys a tile in decode kernels.
+        q_blocksize: Queries per tile.
+        kv_blocksize: Keys per tile.
+        blocksize_heads: Heads per tile.
+        blocksize_keys: Keys per tile in decode kernels.
         num_key_splits: Independent partial softmaxes over the keys.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
         seq_blocksize: Sequences worked on at once in decode kernels.
     """

@@ -21,7 +21,7 @@ def _of_no_kind(record: Any) -> str | None:
 class ConfigSpace:
     """The configurations of an implementation.
 
-    A kernel declares frozen configuration types of its own, one a direction, whose fields are named for what they are
+    A kernel declares frozen configuration types of its own, one per direction, whose fields are named for what they are
     in that kernel; a field may be such a type again, for a kernel of several loops. Its functions, rules, the store and
     shipped tables use these types; `faces` says which public fields they are set by. A call that sets another public
     field is served without it, and `explain` says so by name. A kernel with nothing to choose has `NO_CHOICE`.

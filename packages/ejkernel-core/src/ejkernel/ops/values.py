@@ -49,7 +49,7 @@ def check_values() -> Generator[None]:
     """Lets the calls traced inside of the block check the values of their lengths, starts, counts and tables.
 
     The checks are those of calls whose values can be read, as `jax.experimental.checkify.check`: transform the function
-    with `checkify.checkify`, which returns the error beside the result, or JAX refuses to compile it. Outside of the
+    with `checkify.checkify`, which returns the error with the result, or JAX refuses to compile it. Outside of the
     block a traced call has no checks, and costs nothing for them.
 
     Example:

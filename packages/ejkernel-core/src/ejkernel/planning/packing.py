@@ -16,7 +16,7 @@ def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array
         total: Tokens in the row.
 
     Returns:
-        Two [1, total] int32 arrays: ids in 0..N-1, -1 for tokens of no sequence; positions from 0 (0 there).
+        Two [1, total] int32 arrays: ids in 0..N-1, -1 for padding tokens; positions from 0 (0 there).
     """
     cum_seqlens = cum_seqlens.astype(jnp.int32)
     token = jnp.arange(total, dtype=jnp.int32)

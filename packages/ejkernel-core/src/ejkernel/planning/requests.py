@@ -24,7 +24,7 @@ UNUSED = -3
 
 
 def packed_owners(cu_seqlens: Any, tokens: int) -> np.ndarray:
-    """Returns the packed sequence of every token of a row, [1, T]; `PADDING` for tokens of none."""
+    """Returns the packed sequence of every token of a row, [1, T]; `PADDING` for padding tokens."""
     bounds, token = np.asarray(cu_seqlens), np.arange(tokens)
     owners = np.searchsorted(bounds[1:], token, side="right")
     return np.where((token >= bounds[0]) & (token < bounds[-1]), owners, PADDING)[None]

@@ -29,5 +29,5 @@ def read_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.A
 
 def write_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array, states: jax.Array) -> jax.Array:
     """Returns the slots with the states [N, ...] of the requests that had tokens, `starts` [N + 1], and have a slot."""
-    index = jnp.where(_used(slots, indices, starts), indices, slots.shape[0])  # behind the last slot: dropped
+    index = jnp.where(_used(slots, indices, starts), indices, slots.shape[0])  # after the last slot: dropped
     return slots.at[index].set(states.astype(slots.dtype), mode="drop")

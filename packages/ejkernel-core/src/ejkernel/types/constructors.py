@@ -167,7 +167,7 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
     Args:
         cls: The class.
         cu_seqlens_q: [sequences + 1] cumulative lengths, starting with 0; may be traced, sequences may be empty.
-        max_q_len: Static length of the whole row of queries; what lies behind the last sequence is padding.
+        max_q_len: Static length of the whole row of queries; what lies past the last sequence is padding.
         cu_seqlens_kv: [sequences + 1] of the keys, default `cu_seqlens_q`.
         max_kv_len: Static length of the row of keys, default `max_q_len`.
         q_positions, kv_positions: See `from_segments`; [1, max_q_len] and [1, max_kv_len].

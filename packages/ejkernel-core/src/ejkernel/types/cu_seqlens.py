@@ -46,7 +46,7 @@ def cu_seqlens_to_segment_ids(cu_seqlens: ArrayLike, length: int) -> jax.Array:
         length: Static length of the row.
 
     Returns:
-        [1, length] int32: the sequence a token belongs to, -1 behind the last one.
+        [1, length] int32: the sequence a token belongs to, -1 after the last one.
 
     Raises:
         ValueError: `cu_seqlens` is not such a vector or `length` is not a static size.

@@ -24,7 +24,7 @@ Shape = tuple[int, int]
 
 
 class Spans(NamedTuple):
-    """Runs of indices, one a tile: `low <= index <= high`, int arrays of one shape."""
+    """Runs of indices, one per tile: `low <= index <= high`, int arrays of one shape."""
 
     low: np.ndarray
     high: np.ndarray
@@ -273,7 +273,7 @@ class MultiHeadMask(Mask):
     """A pattern for every query head.
 
     Attributes:
-        masks: One a head, each the same for all heads.
+        masks: One per head, each the same for all heads.
     """
 
     shape: Shape = dataclasses.field(init=False)

@@ -55,7 +55,7 @@ def apply_sliding_window(
     mode: Literal["default", "decode", "prefill"] | None = None,
     index: ArrayLike | None = None,
 ) -> Info:
-    """Keeps the keys from `left` places before a query to `right` places behind it, both included.
+    """Keeps the keys from `left` places before a query to `right` places after it, both included.
 
     Args:
         info: The mask.
@@ -143,7 +143,7 @@ def apply_kv_lengths(
         info: The mask of the whole cache.
         kv_lengths: [batch] (or one number for all), filled keys of each row; keys from there on become padding.
         q_len: Static number of rows that are kept.
-        end_index: [batch] (or one number), the row behind the last one that is kept. The kept rows always lie inside
+        end_index: [batch] (or one number), the row after the last one that is kept. The kept rows always lie inside
             the mask.
         sliding_window: Static number of columns that are kept, the last filled ones; None keeps all.
 

@@ -1,7 +1,7 @@
 """A process that runs tests: it reads requests from its standard input, and answers on its standard output.
 
-A request is `{"list": ...}` or `{"run": [tests], "until": time}`. Answers are messages, one a line. A test is announced
-before it runs: where the process ends, the last one announced is the test that ended it.
+A request is `{"list": ...}` or `{"run": [tests], "until": time}`. Answers are messages, one per line. A test is
+announced before it runs: where the process ends, the last one announced is the test that ended it.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Programs of recurrences and convolutions.
 
-Slots without a request are poisoned, and so are tokens of no sequence, where the outputs of these are 0.
+Slots without a request are poisoned, and so are padding tokens, where the outputs of these are 0.
 """
 
 from typing import Any

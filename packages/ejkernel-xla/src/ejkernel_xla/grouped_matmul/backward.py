@@ -6,7 +6,7 @@ With do the cotangent of the output and w_g the scaled matrix of a group, over t
     dw_g   = sum_i x_i^T do_i,     drhs_g = dw_g * rhs_scale_g,   drhs_scale_g = sum over each block of dw_g * rhs_g
     dbias  = sum_i do_i
 
-Rows of no group have a gradient of 0, but that of `existing_out` is do everywhere.
+Unassigned rows have a gradient of 0, but that of `existing_out` is do everywhere.
 """
 
 import jax
@@ -28,7 +28,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
 
     Args:
         pullback: Record, cotangent [M, N], and the wanted names.
-        config: Rows a tile.
+        config: Rows per tile.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.

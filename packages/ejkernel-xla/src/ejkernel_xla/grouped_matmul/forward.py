@@ -14,7 +14,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
 
     Args:
         record: The canonical arguments.
-        config: Rows a tile.
+        config: Rows per tile.
 
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.

@@ -1,7 +1,7 @@
 """Loops over the groups of a record and over the tiles of rows they are cut into.
 
 group g     |  large tile  |  large tile  | quarter | quarter | small |..     sizes from large to small
-matrix g is loaded once; the last small tile masks the rows behind the group's end
+matrix g is loaded once; the last small tile masks the rows after the group's end
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class RowTile(NamedTuple):
 
     Attributes:
         start: First row.
-        valid: Which of the rows belong to the tile, bool [size, 1]. The last tile of a group extends behind it, and one
-            that would end behind the array is moved back.
+        valid: Which of the rows belong to the tile, bool [size, 1]. The last tile of a group extends past it, and one
+            that would end past the array is moved back.
     """
 
     start: jax.Array
@@ -41,7 +41,7 @@ class RowTile(NamedTuple):
 
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """x with the tile's valid rows replaced."""
-        # Rows behind the group's end belong to the next one: they keep what they hold.
+        # Rows after the group's end belong to the next one: they keep what they hold.
         merged = jnp.where(self.valid, rows.astype(x.dtype), self.take(x))
         return lax.dynamic_update_slice_in_dim(x, merged, self.start, 0)
 

@@ -31,7 +31,7 @@ def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
 
     Args:
         pullback: Record, cotangents of output and final states, and the wanted names.
-        config: Tokens a chunk.
+        config: Tokens per chunk.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -65,7 +65,7 @@ def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
 
 
 def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Array) -> Gradients:
-    """Differentiates the chunks in reverse; the table holds the cotangents of the states behind the current chunk."""
+    """Differentiates the chunks in reverse; the table holds the cotangents of the states after the current chunk."""
     record, (outputs, finals) = pullback.record, pullback.cotangent
     table = finals.reshape(-1, *finals.shape[2:])
     names = [name for name in TOKEN_FIELDS if name in pullback.wanted]
@@ -90,7 +90,7 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
 
     grads, table = loop(chunking.count, step, (grads, table))
     if record.cu_seqlens is not None:
-        # Behind the loop: the table then holds the cotangents of the states that these tokens leave.
+        # After the loop: the table then holds the cotangents of the states that these tokens leave.
         grads, table = _single_token_gradients(pullback, grads, table)
     first = by_head(record, table)
     return {**grads, "initial_state": first, "sequence_state": first}

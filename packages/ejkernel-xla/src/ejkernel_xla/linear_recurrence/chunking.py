@@ -1,7 +1,7 @@
 """The chunks of a record, in the order of state passing, and the slices of its arrays they cover.
 
 Packed sequences are each cut from their first token on, so that no chunk has tokens of two of them; those of a single
-token have no chunk (see `single_tokens`). A last chunk that would end behind the array is moved back, and the tokens
+token have no chunk (see `single_tokens`). A last chunk that would end past the array is moved back, and the tokens
 that it then shares with an earlier chunk or another sequence are masked.
 """
 
@@ -44,7 +44,7 @@ class Chunking:
     """How a record is cut into chunks of `length` tokens.
 
     Attributes:
-        length: Tokens a chunk, a power of two and at most T.
+        length: Tokens per chunk, a power of two and at most T.
         tokens: T.
         max_chunks: The most chunks there can be.
         count: How many there are; traced for packed sequences.
@@ -97,7 +97,7 @@ def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
 
 
 def slices(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice) -> dict[str, jax.Array]:
-    """Returns the parts of a record's arrays that a chunk covers, as they lie: [B|1, C|1, heads, ...]."""
+    """Returns the parts of a record's arrays that a chunk covers, in their layout: [B|1, C|1, heads, ...]."""
     arrays = {name: getattr(record, name) for name in TOKEN_FIELDS}
     return {name: cut(x, chunking, at) for name, x in arrays.items() if x is not None}
 

@@ -35,7 +35,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
 
     Args:
         record: The canonical arguments.
-        config: Tokens a chunk.
+        config: Tokens per chunk.
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states in the accumulator's. There are no residuals: the

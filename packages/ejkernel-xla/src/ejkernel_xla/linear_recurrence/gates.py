@@ -1,4 +1,4 @@
-"""Gates of a chunk: one a head decays whole tokens, one a channel decays each channel of a token.
+"""Gates of a chunk: one per head decays whole tokens, one per channel decays each channel of a token.
 
 Weights are exponentials of sums of gates, never of differences; see `decay_weights`.
 """

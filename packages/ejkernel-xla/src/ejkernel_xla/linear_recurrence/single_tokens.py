@@ -36,6 +36,6 @@ def read_single_tokens(record: LinearRecurrence, table: jax.Array) -> tuple[jax.
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
     read = read.reshape(-1, head_count(record), read.shape[2])
     output = jnp.zeros((tokens, *read.shape[1:]), record.query.dtype)
-    # Tokens that are not alone are written behind the end, which drops them.
+    # Tokens that are not alone are written after the end, which drops them.
     output = output.at[jnp.where(alone, index, tokens)].set(read.astype(output.dtype), mode="drop")
     return output[None], jnp.where(jnp.repeat(alone, read.shape[1])[:, None, None], after, table)

@@ -18,7 +18,7 @@ class RecurrenceChunk:
     """The configuration of either pass.
 
     Attributes:
-        chunk_size: Tokens a chunk, at most.
+        chunk_size: Tokens per chunk, at most.
     """
 
     chunk_size: int

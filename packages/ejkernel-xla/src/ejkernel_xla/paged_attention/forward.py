@@ -99,7 +99,7 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[j
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
     rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, row_sum)
     kv_heads = paged_cache.kv_heads(record)
-    # Rows that a tile does not have are T, behind the array: read as 0 here, dropped in `_store`.
+    # Rows that a tile does not have are T, after the array: read as 0 here, dropped in `_store`.
     query = as_computed(record.query.at[rows].get(mode="fill", fill_value=0), record)
     query = query.astype(_operand(record, record.key_pages)).reshape(
         cut.stack, cut.queries, kv_heads, heads // kv_heads, size
@@ -112,7 +112,7 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
     where not present.
     """
     in_range = positions < at.high[:, None]
-    # Positions behind `high` have no page, and `load` gives 0 for them: no NaN of a free page meets a weight of 0.
+    # Positions after `high` have no page, and `load` gives 0 for them: no NaN of a free page meets a weight of 0.
     page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(in_range, positions, -1))
     head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
     keys, values = (as_computed(x, record) for x in paged_cache.load(record, page[:, None], slot[:, None], head))

@@ -9,10 +9,10 @@ from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 
 BLOCK_KV = 256
-"""Keys a tile: long enough for the matrix products, short enough that a window or a short sequence wastes little."""
+"""Keys per tile: long enough for the matrix products, short enough that a window or a short sequence wastes little."""
 
 MAX_BLOCK_Q = 128
-"""Most query rows a tile."""
+"""Most query rows per tile."""
 
 GATHERED_ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
 """Key elements gathered at once: on a CPU they stay in its caches, elsewhere they fill the device."""
@@ -24,7 +24,7 @@ class PagedTiles:
 
     Attributes:
         block_q: Query rows of one sequence a tile.
-        block_kv: Keys a tile.
+        block_kv: Keys per tile.
         stack: Tiles of query rows in one batched product.
     """
 

@@ -39,7 +39,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 
 
 def _product(record: QuantizedMatmul, rows: jax.Array, axis: int) -> jax.Array:
-    """Returns rows times the matrix, over one axis of the matrix as it lies."""
+    """Returns rows times the matrix, over one axis of the matrix in its layout."""
     product = lax.dot_general(
         rows.astype(record.x.dtype),
         matrix(record),

@@ -44,7 +44,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
 
     Args:
         pullback: Record, gates and states of every token, cotangents of output and final states, and the wanted names.
-        config: Tokens a block and an iteration of the loop.
+        config: Tokens per block and an iteration of the loop.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype.
@@ -87,7 +87,7 @@ def _direction(
         inputs, tokens = parts[0], parts[1:]
         before, to_gates = lax.scan(token, after, tokens, reverse=not at.backwards, unroll=config.unroll)
         to_inputs, to_recurrent = separated(record.cell, to_gates)
-        # Behind the token loop: sums over t * B rows as one product, instead of an outer product a token.
+        # After the token loop: sums over t * B rows as one product, instead of an outer product a token.
         found = {
             "weight_ih": _outer(record, to_inputs, inputs),
             "weight_hh": _outer(record, to_recurrent, tokens[1][0]),
@@ -106,7 +106,7 @@ def _direction(
 
 
 def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax.Array]]:
-    """Returns the step of a loop over tokens: cotangents of the state behind a token to those of the
+    """Returns the step of a loop over tokens: cotangents of the state after a token to those of the
     state before it.
     """
     weights, cell = at.weight_hh.astype(accumulator(at.record)), at.record.cell

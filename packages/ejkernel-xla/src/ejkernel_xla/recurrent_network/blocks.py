@@ -10,11 +10,11 @@ from ejkernel.families.recurrent_network import RecurrentNetwork, real_tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Blocks of the same length, with padding behind the token that is read last.
+    """Blocks of the same length, with padding after the token that is read last.
 
     Attributes:
         tokens: How many there are to read.
-        length: Tokens a block.
+        length: Tokens per block.
         backwards: Whether they are read from the last to the first.
     """
 

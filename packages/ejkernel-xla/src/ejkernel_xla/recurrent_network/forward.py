@@ -23,7 +23,7 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
 
     Args:
         record: The canonical arguments.
-        config: Tokens a block and an iteration of the loop.
+        config: Tokens per block and an iteration of the loop.
 
     Returns:
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;

@@ -13,7 +13,7 @@ def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tupl
 
     Args:
         record: The canonical arguments.
-        config: Tokens a tile.
+        config: Tokens per tile.
 
     Returns:
         [B, M, H, D] in the values' dtype. There are no residuals.

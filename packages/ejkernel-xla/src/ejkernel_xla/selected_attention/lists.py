@@ -151,7 +151,7 @@ def fold(
 ) -> Carry:
     """Applies `step(block, rows, carry)` to every block and every `plan.rows` of the queries that read it.
 
-    Rows that fill up the last tile of a block lie behind all queries: they read any, and write nothing.
+    Rows that fill up the last tile of a block lie after all queries: they read any, and write nothing.
     """
     lane = jnp.arange(plan.rows, dtype=jnp.int32)
 
@@ -170,15 +170,15 @@ def fold(
 
 
 def take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns rows of x along its first axis; those behind its end are the last one's."""
+    """Returns rows of x along its first axis; those after its end are the last one's."""
     return x.at[rows].get(mode="clip")
 
 
 def put(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """x with rows replaced; those behind its end go nowhere."""
+    """x with rows replaced; those after its end go nowhere."""
     return x.at[rows].set(values, mode="drop", unique_indices=True)
 
 
 def add(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """x with values added to rows; those behind its end go nowhere."""
+    """x with values added to rows; those after its end go nowhere."""
     return x.at[rows].add(values, mode="drop", unique_indices=True)

@@ -11,7 +11,7 @@ ROWS_PER_BLOCK = 512
 """Query rows that read a block at once, all query heads of a KV head counted: a long matrix product whose operands
 still fit into a cache."""
 MAX_BLOCK_Q = 256
-"""Most queries a tile: longer ones fill up with nothing behind the last query of a block."""
+"""Most queries per tile: longer ones fill up with nothing after the last query of a block."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ FACES = {"block_q": "block_q"}
 
 
 def sizes(record: SelectedAttention, config: SelectedTiles) -> tuple[int, int]:
-    """Returns queries whose lists are sorted together, and queries a tile, no more than there can be."""
+    """Returns queries whose lists are sorted together, and queries per tile, no more than there can be."""
     queries = min(config.sorted_queries, _max_sorted_queries(record))
     return queries, min(config.block_q, queries)
 

@@ -55,7 +55,7 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
         parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
         # The skip does not pass through the state.
         parts["x"] = parts["x"] + skip * cotangent
-        if at.sequence is not None:  # an interval of no sequence still has the last one's cotangent behind it
+        if at.sequence is not None:  # an interval of no sequence still has the last one's cotangent after it
             ddecay = jnp.where(at.sequence < after.shape[0], ddecay, 0)
         sums = {"decay": sums["decay"] + ddecay, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
         return {name: paste(grads[name], at, parts[name]) for name in grads}, sums, before, leave(at, before, first)

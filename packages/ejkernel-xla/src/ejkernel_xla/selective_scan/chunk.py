@@ -1,4 +1,4 @@
-"""The tokens of a chunk: from the states before them to their reads and the states behind them, and the pullback.
+"""The tokens of a chunk: from the states before them to their reads and the states after them, and the pullback.
 
 Arrays are time-major, [L, r, ...], and states are [r, E, I], so that the channels lie side by side.
 """
@@ -29,11 +29,11 @@ class Tokens(NamedTuple):
 
 
 Behind = tuple[jax.Array, jax.Array]
-"""States behind a chunk [r, E, I] and what its tokens read [L, r, I]; or the cotangents of both."""
+"""States after a chunk [r, E, I] and what its tokens read [L, r, I]; or the cotangents of both."""
 
 
 def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
-    """Returns the states behind a chunk and what its tokens read, from the states before it and A as [E, I]."""
+    """Returns the states after a chunk and what its tokens read, from the states before it and A as [E, I]."""
     return (_tree if associative else _loop)(state, tokens, decay)
 
 

@@ -92,7 +92,7 @@ def enter(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
 
 
 def leave(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
-    """Returns the states [N, E, I] behind packed sequences, with that of a chunk's; its last one is written last."""
+    """Returns the states [N, E, I] after packed sequences, with that of a chunk's; its last one is written last."""
     if at.sequence is None:
         return state
     return states.at[at.sequence].set(state[0], mode="drop")

@@ -104,7 +104,7 @@ def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> G
     def query_tile(step: jax.Array, grads: Gradients) -> Gradients:
         at = plan.cursor(step)
         rows = _load(pullback, plan, at)
-        # dq is complete behind the key loop and stays a tile; dk and dv are whole arrays, updated in place.
+        # dq is complete after the key loop and stays a tile; dk and dv are whole arrays, updated in place.
         carry = {name: x for name, x in grads.items() if name not in ("query", "softmax_aux")}
         if "query" in grads:
             carry["query"] = _compat.as_varying(jnp.zeros(rows.query.shape, accumulator(record)), pullback)

@@ -1,6 +1,6 @@
 """Cutting the arrays of a record into tiles.
 
-Tiles are sliced out of the arrays as they lie, [B, T, H, D]: nothing is padded, transposed or repeated as a whole.
+Tiles are sliced out of the arrays in their layout, [B, T, H, D]: nothing is padded, transposed or repeated as a whole.
 The last tile of an axis is moved back to end with the axis, so all tiles have one size; the indices it shares
 with the tile before it are not `fresh`, and count only once.
 """

@@ -127,7 +127,7 @@ def _update(
     weights = jnp.exp(scores.value - shift[..., None])
     alpha = jnp.exp(running.row_max - shift)
     row_sum = alpha * running.row_sum + jnp.sum(weights, axis=-1)
-    # Behind the row sum: dropout applies to normalised weights, so the denominator has those that are dropped.
+    # After the row sum: dropout applies to normalised weights, so the denominator has those that are dropped.
     weights = drop(weights, rows, record, start).astype(value.dtype)
     acc = alpha[..., None] * running.acc + dot("bhgts,bhsv->bhgtv", weights, value, record)
     return OnlineSoftmax(row_max, _first_argmax(running, scores.value, start), row_sum, acc)

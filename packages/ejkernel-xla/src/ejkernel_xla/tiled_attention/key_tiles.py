@@ -1,4 +1,4 @@
-"""The block map of a call: which key tiles a query tile loops over, and which of them are full and need no masking.
+"""The block map of a call: which key tiles per query tile loops over, and which of them are full and need no masking.
 
     key tiles     |  empty  | partial |  full  |  full  | partial |  empty  |
                             ^ first   ^ full_start      ^ full_end ^ last
@@ -103,6 +103,6 @@ def _sorted(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, bool]:
 
 
 def _per_chunk(table: Any, plan: TilePlan) -> Any:
-    """Returns [B|1, ...] as [chunks, rows a chunk, ...], or [1, 1, ...]."""
+    """Returns [B|1, ...] as [chunks, rows per chunk, ...], or [1, 1, ...]."""
     rows = 1 if table.shape[0] == 1 else plan.batch
     return table.reshape(table.shape[0] // rows, rows, *table.shape[1:])

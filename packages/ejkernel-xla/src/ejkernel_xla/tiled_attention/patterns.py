@@ -34,7 +34,7 @@ class KeyTileLists:
         listed: int32 [batch chunks | 1, head chunks | 1, query tiles, longest list].
         full: int32 [batch chunks | 1, head chunks | 1, query tiles], how many of a list are full.
         count: int32 [batch chunks | 1, head chunks | 1, query tiles], how many of a list are full or partial.
-        heads: KV heads a head chunk.
+        heads: KV heads per head chunk.
     """
 
     listed: Any

@@ -89,7 +89,7 @@ def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, 
 
 
 def load_heads(x: jax.Array, plan: TilePlan, at: Cursor) -> jax.Array:
-    """Returns [B, H, T] -> [b, h, g, t], one number a row of the query tile."""
+    """Returns [B, H, T] -> [b, h, g, t], one number per row of the query tile."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     return take(x, (at.batch, at.head * g, at.query), (b, h * g, t)).reshape(b, h, g, t)
 

@@ -21,8 +21,8 @@ class ChunkedSoftmax:
     """The configuration of either pass.
 
     Attributes:
-        block_q: Queries a tile.
-        block_kv: Keys a tile.
+        block_q: Queries per tile.
+        block_kv: Keys per tile.
     """
 
     block_q: int

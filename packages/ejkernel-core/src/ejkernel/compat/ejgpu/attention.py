@@ -70,7 +70,7 @@ def flash_attn_varlen(
     Args:
         q: [B, T, H, D] for layout `"bshd"`, [B, H, T, D] for `"bhsd"`, [total_q, H, D] for `"thd"`.
         k: [B, S, Hk, D], [B, Hk, S, D] or [total_k, Hk, D], dtype of q; H is a multiple of Hk.
-        v: Likewise; its last size may be another.
+        v: The same; its last size may be another.
         sm_scale: Factor on the scores; None means `D ** -0.5`.
         causal: As above.
         layout: Of q, k, v and the result.
@@ -79,12 +79,12 @@ def flash_attn_varlen(
         dropout_p: Probability in [0, 1) of dropping a weight.
         alibi_slopes: [N, H]; `-slope * |i + L_k - L_q - j|` is added to the scaled scores (Press et al. 2022,
             arXiv:2108.12409).
-        cu_seqlens_q: [N + 1] int, for layout `"thd"`; may be traced, and sequences may be empty. Tokens behind the
+        cu_seqlens_q: [N + 1] int, for layout `"thd"`; may be traced, and sequences may be empty. Tokens after the
             last sequence give 0.
-        cu_seqlens_k: Likewise for keys; None means those of the queries.
+        cu_seqlens_k: The same for keys; None means those of the queries.
         max_seqlens_q: Bound of the query lengths, which is checked where they can be read; None looks them up where it
             is needed, for which they must not be traced.
-        max_seqlens_k: Likewise for keys.
+        max_seqlens_k: The same for keys.
         dropout_seed: Integer, may be traced; None means 0. Equal seeds drop alike.
 
     Returns:

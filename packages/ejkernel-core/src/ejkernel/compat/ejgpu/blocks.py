@@ -1,4 +1,4 @@
-"""Which blocks of keys a token looks at."""
+"""Which blocks of keys per token looks at."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def generate_block_indices(
         batch_size: Rows.
         sequence_length: Tokens of a row.
         kv_heads: KV heads.
-        num_blocks_per_token: Slots a token.
+        num_blocks_per_token: Slots per token.
         block_size: Tokens of a block.
         seed: Equal seeds give equal blocks.
 

@@ -161,7 +161,7 @@ def mean_pooling(
         cu_seqlens: [N + 1] int, N sequences packed in the single row (B = 1). Their chunks follow one another.
 
     Returns:
-        [B, ceil(T / chunk_size), H, D]. With cu_seqlens, as many chunks as N such sequences can have; those behind the
+        [B, ceil(T / chunk_size), H, D]. With cu_seqlens, as many chunks as N such sequences can have; those after the
         last are 0, and `ejkernel.xla_utils.prepare_chunk_offsets` says how many there are.
 
     Raises:

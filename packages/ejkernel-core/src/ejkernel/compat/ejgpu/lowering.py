@@ -43,10 +43,10 @@ def dense(arrays: Arrays, bias: Any, slopes: Any, lengths: Pair | None, options:
 
 
 def packed(arrays: Arrays, cu_seqlens: Pair, slopes: Any, options: dict[str, Any]) -> jax.Array:
-    """Attention of packed sequences as they lie, [1, total_q, H, V], in memory linear in the lengths.
+    """Attention of packed sequences in their layout, [1, total_q, H, V], in memory linear in the lengths.
 
     Among the keys that a causal query sees, `-slope * (i + L_k - L_q - j)` is `slope * j` and a number that all of them
-    have, which the softmax drops: slopes need one number a head and key.
+    have, which the softmax drops: slopes need one number per head and key.
 
     Args:
         arrays: Query [1, total_q, H, D], key and value [1, total_k, Hk, D].
@@ -91,7 +91,7 @@ def padded(
 
 
 def _rows(x: jax.Array, cu_seqlens: jax.Array, width: int) -> jax.Array:
-    """Returns [N, width, ...] from [1, total, ...]; what lies behind a sequence is somebody else's, and masked."""
+    """Returns [N, width, ...] from [1, total, ...]; what lies after a sequence is somebody else's, and masked."""
     token = cu_seqlens[:-1, None] + jnp.arange(width, dtype=jnp.int32)
     return x[0][jnp.minimum(token, x.shape[1] - 1)]
 

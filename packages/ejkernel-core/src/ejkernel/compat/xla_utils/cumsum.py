@@ -33,7 +33,7 @@ def chunk_local_cumsum(
             not divide it.
         reverse: Sum every token and those after it instead.
         softmax_scale: Factor on the sums; None is 1.
-        cu_seqlens: [N + 1] int, N sequences packed in the single row (B = 1); may be traced. Tokens of none get 0.
+        cu_seqlens: [N + 1] int, N sequences packed in the single row (B = 1); may be traced. Padding tokens get 0.
         head_first: Whether the heads come before the tokens.
         output_dtype: Of the result; None means g's. Sums are float32 at least, whatever comes in or out.
 
@@ -71,7 +71,7 @@ def chunk_global_cumsum(
     Args:
         s: [B, T, H] or [B, T, H, K] floating; [B, H, T] or [B, H, T, K] with `head_first`.
         reverse: Sum every token and those after it instead.
-        cu_seqlens: [N + 1] int, N sequences packed in the single row (B = 1); may be traced. Tokens of none get 0.
+        cu_seqlens: [N + 1] int, N sequences packed in the single row (B = 1); may be traced. Padding tokens get 0.
         softmax_scale: Factor on the sums; None is 1.
         head_first: Whether the heads come before the tokens.
         output_dtype: Of the result; None means that of s. Sums are float32 at least, whatever comes in or out.
@@ -142,7 +142,7 @@ def _over_sequences(values: jax.Array, bounds: jax.Array, backwards: bool) -> ja
     tokens = values.shape[1]
     size = max(1, math.isqrt(tokens))
     sums = _rows(values, bounds, size, backwards)
-    # A sum starts anew with the first chunk of a sequence, or, backwards, behind its last one.
+    # A sum starts anew with the first chunk of a sequence, or, backwards, after its last one.
     ranges = chunk_ranges(bounds, size, tokens)
     begins = jnp.isin(ranges[:, 1], bounds[1:]) if backwards else jnp.isin(ranges[:, 0], bounds[:-1])
 
@@ -166,7 +166,7 @@ def _rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> j
 
 
 def _unrolled(rows: jax.Array, bounds: jax.Array, size: int, tokens: int) -> jax.Array:
-    """Returns the values of the tokens, [B, T, ...], from those of their chunks; 0 for tokens of no sequence."""
+    """Returns the values of the tokens, [B, T, ...], from those of their chunks; 0 for padding tokens."""
     ids, places = (x[0] for x in packed_ids(bounds, tokens))
     chunks = -(-jnp.diff(bounds) // size)
     before = (jnp.cumsum(chunks) - chunks)[jnp.maximum(ids, 0)]

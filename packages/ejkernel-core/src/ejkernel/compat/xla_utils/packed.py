@@ -74,7 +74,7 @@ def prepare_sequence_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
         total: Tokens in the row; None means `cu_seqlens[-1]`, which must not be traced then.
 
     Returns:
-        Numbers 0 to N - 1; tokens behind the last sequence have -1.
+        Numbers 0 to N - 1; tokens after the last sequence have -1.
 
     Raises:
         ValueError: `cu_seqlens` is not such a vector, does not fit in `total`, or is traced without `total`.
@@ -93,7 +93,7 @@ def prepare_sequence_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
 
 
 def prepare_position_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None = None) -> Integer[Array, " total"]:
-    """Returns the place of every token in its sequence, [total] int32; tokens behind the last sequence have 0.
+    """Returns the place of every token in its sequence, [total] int32; tokens after the last sequence have 0.
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.
@@ -106,7 +106,7 @@ def prepare_position_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
 
 
 def prepare_token_indices(cu_seqlens: Integer[Array, " n+1"], total: int | None = None) -> Integer[Array, "total 2"]:
-    """Sequence and place in it of every token, [total, 2] int32; tokens behind the last sequence have (-1, 0).
+    """Sequence and place in it of every token, [total, 2] int32; tokens after the last sequence have (-1, 0).
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.
@@ -137,7 +137,7 @@ def prepare_chunk_offsets(cu_seqlens: Integer[Array, " n+1"], chunk_size: int) -
 def prepare_chunk_indices(
     cu_seqlens: Integer[Array, " n+1"], chunk_size: int, num_chunks: int | None = None
 ) -> Integer[Array, "chunks 2"]:
-    """Sequence, and number within it, of every chunk, [num_chunks, 2] int32; rows behind the last chunk are (-1, 0).
+    """Sequence, and number within it, of every chunk, [num_chunks, 2] int32; rows after the last chunk are (-1, 0).
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.

@@ -62,7 +62,7 @@ def reorder_sequence(tensor: jax.Array, cp_size: int, seq_dim: int = 1, to_conti
 
     The sequence is cut into `2 * cp_size` pieces; device i gets the pieces i and `2 * cp_size - 1 - i`, the first of
     which has few keys before it, and the second many (Llama 3 team 2024, arXiv:2407.21783, section 3.3.2). Positions
-    do not follow by themselves: reorder `jnp.arange(T)` likewise and give it as `MaskInfo.q_positions`.
+    do not follow by themselves: reorder `jnp.arange(T)` in the same way and give it as `MaskInfo.q_positions`.
 
     Args:
         tensor: Array; its size along `seq_dim` is a multiple of `2 * cp_size`.

@@ -1,4 +1,4 @@
-"""What implementations of the causal convolution share: the states behind sequences and their part in gradients."""
+"""What implementations of the causal convolution share: the states after sequences and their part in gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def add_state_gradients(
     Args:
         record: The canonical arguments.
         dx: [B, T, C], gradient of x by way of the output.
-        dbefore: [B, C, W - 1] or [N, C, W - 1], gradient of the states before, likewise.
+        dbefore: [B, C, W - 1] or [N, C, W - 1], gradient of the states before, as above.
         cotangent: Cotangent of the final states, same shape.
 
     Returns:

@@ -5,8 +5,8 @@ Every channel c is convolved along time with W weights of its own, the last of w
     p_tc = bias_c + sum over k < W of weight_{c, W - 1 - k} * x_{t - k, c}        y = activation(p)
 
 Tokens before the first of a sequence are those of its state, W - 1 tokens, the oldest first; zeros without one. The
-state behind a sequence is its last W - 1 tokens, those of the state before among them. Sums are in float32 (float64 for
-float64 x). Tokens of no sequence have output 0.
+state after a sequence is its last W - 1 tokens, those of the state before among them. Sums are in float32 (float64 for
+float64 x). Padding tokens have output 0.
 
 Source: the short convolution of H3 (Fu et al. 2022, arXiv:2212.14052) and of Mamba (Gu & Dao 2023, arXiv:2312.00752).
 """

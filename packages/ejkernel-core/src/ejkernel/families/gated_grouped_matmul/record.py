@@ -23,7 +23,7 @@ class GatedGroupedMatmul:
         indices: [M] int32, the token of every row; outside of 0..T-1 for none. None for row m of token m.
         activation: Of the gate: `"silu"`, or `"gelu"` by its tanh formula.
         precision: Of the product, as `GroupedMatmul` has it.
-        left_over: Likewise.
+        left_over: The same.
     """
 
     lhs: jax.Array

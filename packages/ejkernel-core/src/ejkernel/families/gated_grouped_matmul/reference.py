@@ -5,7 +5,7 @@ Every row names a token and is multiplied with the matrix of its group; the firs
     y = x_t W_e          t = i_m, e the group of row m          o_m = act(y[:F]) y[F:]
 
 The product is taken as `grouped_matmul` takes it, and gated before it is rounded. A row that names no token, and one of
-no group, is 0; with `left_over="undefined"`, rows of no group are any numbers.
+no group, is 0; with `left_over="undefined"`, unassigned rows are any numbers.
 
 Source: the gated linear units of Shazeer 2020, arXiv:2002.05202, in the experts of Gale et al. 2022, arXiv:2211.15841.
 """

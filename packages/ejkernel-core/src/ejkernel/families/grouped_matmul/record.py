@@ -9,7 +9,7 @@ from jax import lax
 from ejkernel.types.arguments import arguments, static
 
 LEFT_OVER = ("zero", "undefined")
-"""What rows of no group may be: with `"undefined"`, any numbers, infinities and NaN too."""
+"""What unassigned rows may be: with `"undefined"`, any numbers, infinities and NaN too."""
 
 
 @arguments

@@ -4,10 +4,10 @@ It is made on the device from group sizes that may be traced, and has a fixed le
 before and after them, have at most `m // block + e + 2` tiles of `block` rows that are not empty. So nothing is
 recompiled when sizes change, and no row is copied or padded:
 
-    groups      |   0   | 1 |      2         |  rows of no group  |
+    groups      |   0   | 1 |      2         |  unassigned rows  |
     tiles of 4  |0000|00|1|2222|2222|22      |----|----|---       |     a tile begins with its group's first row
 
-Rows of no group have tiles unless the record leaves them undefined.
+Unassigned rows have tiles unless the record leaves them undefined.
 
 The list takes a few small kernels that compare and sum, one after the other; calls of few rows would feel more of them.
 """
@@ -31,7 +31,7 @@ many have one and follow, and how many are real.
 
 
 class Segments(NamedTuple):
-    """Rows of no group, the groups of all matrices, and rows of no group again: together all rows. int32 [E + 2].
+    """Unassigned rows, the groups of all matrices, and unassigned rows again: together all rows. int32 [E + 2].
 
     Attributes:
         first: First row.
@@ -72,7 +72,7 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
 
 
 def most_tiles(rows: int, matrices: int, block: int) -> int:
-    """W, the most tiles there can be: those that are whole, and one of every group and of the rows beside them."""
+    """W, the most tiles there can be: those that are whole, and one of every group and of the rows outside of them."""
     return rows // block + matrices + 2
 
 

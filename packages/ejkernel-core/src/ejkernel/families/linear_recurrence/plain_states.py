@@ -3,7 +3,7 @@
     @with_plain_states
     def forward(record, config): ...             # never sees slots nor transposed states
 
-Around such a kernel, states are read out of the slots before it and stored into them behind it: a state moves three
+Around such a kernel, states are read out of the slots before it and stored into them after it: a state moves three
 times, where a kernel that reads and writes slots itself moves it once.
 """
 

@@ -19,7 +19,7 @@ WIDEST = 512
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Where the key columns beside those of the latent vector are.
+    """Where the key columns other than those of the latent vector are.
 
     Attributes:
         rows: [P, S, L], the latent cache itself or another.

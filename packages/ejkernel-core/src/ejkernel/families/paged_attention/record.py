@@ -21,7 +21,7 @@ class PagedAttention:
         key_pages: The cache's keys, axes in the order of `kv_layout`; with `"pshcd"` [P, S, G, 2, L], keys (0) and
             values (1) of G >= Hk heads in the first D of L lanes; with `"psd"` [P, S, L], latent vectors.
         value_pages: The cache's values, [..., Dv]; None with `"pshcd"` and `"psd"`.
-        block_tables: [N, pages a sequence] int; None for one page a sequence, its own.
+        block_tables: [N, pages per sequence] int; None for one page a sequence, its own.
         kv_lens: [N] int, tokens of each sequence, its queries included.
         query_start: [N + 1] int, first query row of each sequence; None for one row each.
         softmax_scale: Factor on the raw scores.
@@ -34,7 +34,7 @@ class PagedAttention:
         alibi_slopes: [H] float32.
         qq_bias: [Q, Q] floating; pairs outside have none.
         new_keys: [T, Hk, D] tokens of the query rows, to be written first.
-        new_values: [T, Hk, Dv], likewise; None where the cache is latent, and `new_keys` [T, 1, D] has them.
+        new_values: [T, Hk, Dv], as above; None where the cache is latent, and `new_keys` [T, 1, D] has them.
         causal: Key position at most query position.
         sliding_window: (left, right), inclusive; None on a side leaves it open.
         logits_soft_cap: Cap c of `c * tanh(s / c)`.
@@ -42,7 +42,7 @@ class PagedAttention:
         value_scale: Factor on the output.
         latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
         shared_prefix: int scalar, tokens that all sequences begin with: they lie in the pages of sequence 0, whatever
-            the other tables say, and behind them all queries.
+            the other tables say, and after them all queries.
     """
 
     query: jax.Array

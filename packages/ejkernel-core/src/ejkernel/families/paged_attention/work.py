@@ -71,7 +71,7 @@ class Deal(NamedTuple):
         tiles: [W], key tiles of one head of an entry; at least 1 where the entry is real, 0 elsewhere.
         entry: [P], the entry in which a program begins.
         begin: [P].
-        share: [], tiles a program.
+        share: [], tiles per program.
         total: [].
     """
 
@@ -88,7 +88,7 @@ def deal(work: Work, block_kv: int, kv_heads: int, programs: int) -> Deal:
 
     Args:
         work: The list. Key tiles begin at multiples of `block_kv`.
-        block_kv: Keys a tile.
+        block_kv: Keys per tile.
         kv_heads: KV heads, whose tiles are apart.
         programs: P.
     """

@@ -46,7 +46,7 @@ class NetworkResiduals:
     Attributes:
         gates: [L * R, B, T, ...], `combined` inputs and states of every token; 0 in padding.
         hidden: [L * R, B, T, H], the states after every token.
-        cell: [L * R, B, T, H] likewise, for lstm.
+        cell: [L * R, B, T, H] in the same way, for lstm.
     """
 
     gates: jax.Array
@@ -99,7 +99,7 @@ def real_tokens(record: RecurrentNetwork) -> jax.Array | None:
 
 
 def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
-    """Returns what decides about the state after a token, beside the state before it.
+    """Returns what decides about the state after a token, in addition to the state before it.
 
     Args:
         cell: A key of `GATES`.

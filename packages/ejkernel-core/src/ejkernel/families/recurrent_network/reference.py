@@ -11,10 +11,10 @@ r_t = W_hh h_{t-1} + b_hh, whose G x H entries are the gates in the order given,
             c_t = f * c_{t-1} + i * g,  h_t = o * tanh(c_t)
 
 These are the orders and formulas of cuDNN and of PyTorch. The next layer reads h_t, of both directions side by side.
-Tokens behind a sequence's length leave the states alone and have output 0; the other direction starts at the last
+Tokens after a sequence's length leave the states alone and have output 0; the other direction starts at the last
 token of each sequence. States and sums are in float32 (float64 for float64 x).
 
-Sources: Elman 1990; Cho et al. 2014, arXiv:1406.1078, with the reset gate behind the product as in cuDNN; Hochreiter &
+Sources: Elman 1990; Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product as in cuDNN; Hochreiter &
 Schmidhuber 1997 with the forget gate of Gers et al. 2000.
 """
 

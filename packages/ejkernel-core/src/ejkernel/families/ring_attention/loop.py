@@ -7,7 +7,7 @@
 
 A transfer depends on no kernel of its own step and is issued before it, so that XLA may start it, work on the step, and
 wait for it only then; on GPUs it does with `--xla_gpu_enable_latency_hiding_scheduler=true`. In the backward pass,
-float32 gradients of keys and values travel one step behind their keys: what earlier devices have added arrives while
+float32 gradients of keys and values travel one step after their keys: what earlier devices have added arrives while
 this one's kernel runs.
 
 With lse and delta of the whole row, the backward pass of one step is that of tiled attention, and depends on no other
@@ -173,7 +173,7 @@ def _leg(
     *,
     unrolled: bool,
 ) -> tuple[Gradients, Any]:
-    """Ring steps 1 to `last` in one direction; the load is the first one's, the cargo one step behind."""
+    """Ring steps 1 to `last` in one direction; the load is the first one's, the cargo one step after."""
 
     def meet(distance: Distance, load: Load, cargo: Gradients, state: Any) -> tuple[Gradients, Any]:
         arriving = ring.shift(cargo, hop)

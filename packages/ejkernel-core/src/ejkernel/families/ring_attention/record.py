@@ -26,7 +26,7 @@ class RingAttention:
         q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
         kv_segment_ids: [B, S] int32.
         q_positions: [B|1, T] int32 that causal and window compare instead of the query's index in the whole.
-        kv_positions: [B|1, S] int32, likewise for keys.
+        kv_positions: [B|1, S] int32, the same for keys.
         softmax_aux: [H] float32, one sink logit a head.
         causal: Key position at most query position.
         sliding_window: (left, right), inclusive; None on a side leaves it open.

@@ -47,7 +47,7 @@ def chunk_ranges(cum_seqlens: jax.Array, chunk_size: int, total: int) -> jax.Arr
 
     Args:
         cum_seqlens: [N + 1] int, may be traced; sequence n owns tokens `cum_seqlens[n] : cum_seqlens[n + 1]`.
-        chunk_size: Tokens a chunk; the last one of a sequence may have fewer.
+        chunk_size: Tokens per chunk; the last one of a sequence may have fewer.
         total: Tokens in the row.
 
     Returns:

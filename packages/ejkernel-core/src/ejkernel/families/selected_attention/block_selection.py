@@ -17,7 +17,7 @@ class BlockPlaces(NamedTuple):
 
     Attributes:
         starts: [M] int32, the first key of every block.
-        size: Keys a block.
+        size: Keys per block.
         query_positions: [B|1, T] int32, index of the key at each query's position.
         q_ids: [B, T] int32, < 0 for padding; with block_ids: a query reads blocks of its own id.
         block_ids: [B, M] int32.
@@ -42,14 +42,14 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
     """Returns the blocks with the largest softmax weight, summed over the query heads of a KV head, [B, T, Hk, N]
     int32.
 
-    A query's own block comes first; blocks behind it are never taken, and of two with equal weight the later one is.
+    A query's own block comes first; blocks after it are never taken, and of two with equal weight the later one is.
     N is `count`; -1 fills up what is left. Holds `SCORES` scores at once, but for a query that has more.
 
     Args:
         query: [B, T, H, D].
         keys: [B, M, Hk, D], what stands for the keys of a block.
         scale: Factor on the scores.
-        count: Blocks a query, at least its own.
+        count: Blocks per query, at least its own.
         places: Where the blocks lie.
     """
     query, keys = lax.stop_gradient((query, keys))

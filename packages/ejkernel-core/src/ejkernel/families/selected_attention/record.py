@@ -23,13 +23,13 @@ class SelectedAttention:
         block_indices: [B, T, Hk, N] int32, the blocks that a query reads; -1 is none. No row lists a block twice. None
             where they are selected, which takes the compressed branch.
         softmax_scale: Factor on the raw scores.
-        block_size: Keys a block.
+        block_size: Keys per block.
         selected_blocks: Blocks that are selected for a query, its own among them, where block_indices is None.
         block_starts: [M] int32 in ascending order, the first key of every block; None where block c starts at
             `c * block_size`. Of a block that reaches beyond the next one's start, the keys there are no query's that
             lists it: they belong to another sequence.
         compressed_key: [B, M, Hk, D], same dtype as query; with compressed_value: the compressed branch.
-        compressed_value: [B, M, Hk, Dv], likewise.
+        compressed_value: [B, M, Hk, Dv], as above.
         compressed_segment_ids: [B, M] int32, of the compressed keys.
         q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
         kv_segment_ids: [B, S] int32.
@@ -80,7 +80,7 @@ class SelectedResiduals:
     Attributes:
         selected: The selected branch.
         compressed: The compressed branch; None where it was left out.
-        window: Likewise.
+        window: The same.
         block_indices: [B, T, Hk, N] int32, the blocks that were selected; None where they were given.
     """
 

@@ -3,7 +3,7 @@
 Three branches share the query, each of them softmax attention as `ejkernel.families.tiled_attention` defines it:
 
     selected     the keys of the blocks that the query lists, or that are selected for it, up to its own
-    compressed   one key and one value a block, for the blocks that end no later than the query's own key
+    compressed   one key and one value per block, for the blocks that end no later than the query's own key
     window       the newest `window_size` keys, the query's own among them
 
     o_i = g_slc_i * selected_i + g_cmp_i * compressed_i + g_swa_i * window_i

@@ -14,7 +14,7 @@ INTERVAL = packed_scan.INTERVAL
 
 @arguments
 class SelectiveScan:
-    """Canonical input of one scan. B rows, T tokens, I channels, E numbers a state, N packed sequences, S slots.
+    """Canonical input of one scan. B rows, T tokens, I channels, E numbers per state, N packed sequences, S slots.
 
     Attributes:
         x: [B, T, I] floating.
@@ -26,7 +26,7 @@ class SelectiveScan:
         initial_state: [B, I, E] floating, the state before the first token; None is zeros. [N, I, E] of packed
             sequences; with `state_slots` the slots [S, I, E] that hold them.
         cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and each has a
-            state of its own. Tokens of none have output 0.
+            state of its own. Padding tokens have output 0.
         state_slots: [N] int, the slot in which each packed sequence has its state; those of sequences with tokens
             differ. Outside of 0 to S - 1: the sequence starts from zeros, and its state is not kept. The final states
             are then the slots, in their dtype, of which only those of sequences with tokens have changed.

@@ -36,8 +36,8 @@ class PatternTiles:
 
     Attributes:
         some: Whether a pair attends, bool [H|1, query tiles, key tiles].
-        every: Whether all pairs do, likewise.
-        mask_ids: Which tile mask a tile has, int32, likewise.
+        every: Whether all pairs do, as above.
+        mask_ids: Which tile mask a tile has, int32, as above.
         tile_masks: int8 [n, q_block, kv_block], 0 beyond the call's last query and key.
         reachable: As `some`, for any part and head the record may turn out to have; NumPy, [n, query tiles, key tiles].
     """
@@ -55,7 +55,7 @@ class BlockMap:
 
     Attributes:
         some: Whether a pair may attend, bool [B|1, H|1, query tiles, key tiles].
-        every: Whether all pairs do, likewise; never in a tile that ends behind its array.
+        every: Whether all pairs do, as above; never in a tile that ends past its array.
         mask_ids: Which tile mask a tile has, int32 [1, H|1, query tiles, key tiles]; None without a pattern.
         tile_masks: int8 [n, q_block, kv_block]; None without a pattern.
         reachable: As `some`, where that is traced: all that it may turn out to be; NumPy, [n, query tiles, key tiles].

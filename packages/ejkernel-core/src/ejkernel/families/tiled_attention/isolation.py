@@ -5,7 +5,7 @@ the other's rows: 0 x NaN is NaN. So the rows that are multiplied are made finit
 pairs that attend are read:
 
     forward     value   0 instead of what is not finite       key     NaN where the value was not
-    backward    q, k, v, do, o   likewise                     lse     NaN in rows where q, do, o or lse were not
+    backward    q, k, v, do, o   in the same way                     lse     NaN in rows where q, do, o or lse were not
 
 "Finite" means so in a product too: the largest float32 numbers are brought down to the largest of TF32, because a
 tensor core rounds them to infinity. Each is off by at most a part in 2,048.

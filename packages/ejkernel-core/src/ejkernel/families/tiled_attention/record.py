@@ -30,7 +30,7 @@ class TiledAttention:
         kv_segment_ids: [B, S] int32.
         q_positions: [B|1, T] int32 that causal and window compare instead of the query index; at most
             `ejkernel.types.integers.POSITION_LIMIT` from 0, so that differences and sums with a window stay in int32.
-        kv_positions: [B|1, S] int32, likewise for keys.
+        kv_positions: [B|1, S] int32, the same for keys.
         softmax_aux: [H] float32, one sink logit a head.
         dropout_seed: uint32 scalar.
         dropout_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
@@ -70,7 +70,7 @@ class TiledAttention:
 
 @arguments
 class SoftmaxResiduals:
-    """What a forward pass leaves for the backward pass, beside the output.
+    """What a forward pass leaves for the backward pass, in addition to the output.
 
     Attributes:
         lse: [B, H, T] float32, log of the softmax denominator, sink included; -inf for empty rows.

@@ -5,9 +5,9 @@ key, and *full* when every query sees every key. Without explicit positions and 
 
 A length that is no multiple of the tile leaves a last tile which kernels cut in one of two ways (`Cut`):
 
-    length 10, tiles of 4       0 1 2 3 | 4 5 6 7 | 8 9 - -     ends behind its array; GPU and TPU kernels mask the rest
+    length 10, tiles of 4       0 1 2 3 | 4 5 6 7 | 8 9 - -     ends past its array; GPU and TPU kernels mask the rest
     moved back                  0 1 2 3 | 4 5 6 7 |
-                                            6 7 8 9             ends with its array; XLA slices arrays as they lie
+                                            6 7 8 9             ends with its array; XLA slices arrays in their layout
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Cut:
     Attributes:
         length: Indices of the axis.
         block: Indices of a tile.
-        moved_back: Whether a last tile that would end behind the axis is moved back to end with it.
+        moved_back: Whether a last tile that would end past the axis is moved back to end with it.
     """
 
     length: int
@@ -56,7 +56,7 @@ class Cut:
         return np.minimum(self.low + self.block, self.length) - 1
 
     def rows(self, values: jax.Array) -> jax.Array:
-        """Returns [B, length] by tiles: [B, tiles, block]. What is behind the axis repeats its last value."""
+        """Returns [B, length] by tiles: [B, tiles, block]. What is after the axis repeats its last value."""
         missing = self.tiles * self.block - self.length
         if self.moved_back and missing:
             return values[:, self.low[:, None] + np.arange(self.block, dtype=np.int32)]
@@ -64,7 +64,7 @@ class Cut:
 
 
 def cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[Cut, Cut]:
-    """Returns how queries and keys are cut into tiles that may end behind them."""
+    """Returns how queries and keys are cut into tiles that may end past them."""
     return Cut(record.query.shape[1], q_block), Cut(record.key.shape[1], kv_block)
 
 
@@ -99,7 +99,7 @@ def sorted_pairs(record: TiledAttention, q_cut: Cut, kv_cut: Cut) -> tuple[Any, 
 
     Returns:
         Two bool arrays [B|1, query tiles, key tiles], and the module that they are of: `numpy`, or `jax.numpy` where
-        positions or segment ids are given. A tile that ends behind its array is never full.
+        positions or segment ids are given. A tile that ends past its array is never full.
     """
     ids = (record.q_segment_ids, record.kv_segment_ids)
     traced = record.q_positions is not None or record.kv_positions is not None or ids[0] is not None

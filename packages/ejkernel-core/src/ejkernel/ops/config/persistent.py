@@ -53,7 +53,7 @@ class PersistentCache:
             of the user's store. Anything else is `path`.
         path: A `.json` file, or a directory that holds `configs.json`; None for the user's store.
         loader: None: the files have one format.
-        dumper: None, likewise.
+        dumper: None, as above.
         cfg_type: Changes nothing: entries are read as the types of the kernels that they are of.
 
     Raises:
@@ -78,7 +78,7 @@ class PersistentCache:
 
     @property
     def predicted(self) -> "PersistentCache":
-        """The store beside this one that holds what was predicted and not measured."""
+        """The store next to this one that holds what was predicted and not measured."""
         return PersistentCache(path=self.path.with_suffix(PREDICTED))
 
     @property

@@ -63,7 +63,7 @@ def decode(data: bytes) -> Mapping[str, Entry]:
     """Returns the entries of a table; those that are damaged are left out with a warning.
 
     Raises:
-        ValueError: The data is not a table. Likewise RecursionError.
+        ValueError: The data is not a table. The same RecursionError.
         OtherFormatError: It is one of another version.
     """
     table = msgspec.json.decode(data, type=_Loose)

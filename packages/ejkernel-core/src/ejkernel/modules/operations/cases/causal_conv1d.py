@@ -9,7 +9,7 @@ from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_l
 from ejkernel.ops.model import Case
 
 BOUNDS = (0, 1, 1, 30, 33, 60)
-"""Cumulative lengths of a packed case: one token, none, fewer than a state has, and tokens of no sequence behind."""
+"""Cumulative lengths of a packed case: one token, none, fewer than a state has, and padding tokens after."""
 
 # name, (rows, tokens, channels, width), optional arrays, further arguments, dtype, record fields it is about, tags
 _Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], dict[str, Any], Any, tuple[str, ...], tuple[str, ...]]

@@ -13,7 +13,7 @@ from ejkernel.ops.model import Case
 
 @dataclasses.dataclass(frozen=True)
 class NativeSparseSizes:
-    """Shape of a call: batch, tokens, query heads, KV heads, head size, value size, tokens a block; which gates."""
+    """Shape of a call: batch, tokens, query heads, KV heads, head size, value size, tokens per block; which gates."""
 
     b: int = 1
     t: int = 40
@@ -37,7 +37,7 @@ def arrays(key: jax.Array, sizes: NativeSparseSizes) -> dict[str, Any]:
 
 
 def _listed(key: jax.Array, z: NativeSparseSizes, slots: int) -> jax.Array:
-    """Returns blocks from one before the first to one behind the last, some of them twice."""
+    """Returns blocks from one before the first to one after the last, some of them twice."""
     return jax.random.randint(key, (z.b, z.t, z.g, slots), -1, z.t // z.block + 1)
 
 

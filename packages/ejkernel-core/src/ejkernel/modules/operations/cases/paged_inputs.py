@@ -197,7 +197,7 @@ def prefill_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def dense_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Returns arguments of `ragged_decode_attention`, with `sizes.s` keys a row."""
+    """Returns arguments of `ragged_decode_attention`, with `sizes.s` keys per row."""
     z, b = sizes, len(sizes.lens)
     shapes = {"query": (b, z.h, z.d), "key": (b, z.s, z.g, z.d), "value": (b, z.s, z.g, z.v)}
     ends = jnp.array(z.lens, jnp.int32)

@@ -14,7 +14,7 @@ from ejkernel.ops.model import Case
 
 @dataclasses.dataclass(frozen=True)
 class StateSpaceSizes:
-    """Shape of a call: rows, tokens, heads, groups, channels a head, channels of the state."""
+    """Shape of a call: rows, tokens, heads, groups, channels per head, channels of the state."""
 
     b: int = 2
     t: int = 11

@@ -10,7 +10,7 @@ from ejkernel.modules.operations.cases.recurrence import in_slots
 from ejkernel.modules.operations.cases.tables import even_bounds, fill, tagged
 from ejkernel.ops.model import Case
 
-# name, (rows, tokens, channels, numbers a state), optional arguments, dtype, record fields it is about, further tags
+# name, (rows, tokens, channels, numbers per state), optional arguments, dtype, record fields it is about, further tags
 Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], Any, tuple[str, ...], tuple[str, ...]]
 _TABLE: tuple[Row, ...] = (
     ("plain", (2, 63, 24, 16), (), jnp.float32, (), ()),

@@ -14,7 +14,7 @@ class TiledAttentionConfig(BaseOperationConfig):
 
     Attributes:
         fwd_params: Forward tiles; `None` for the heuristics. A dictionary is converted.
-        bwd_params: Backward tiles; likewise.
+        bwd_params: Backward tiles; as above.
     """
 
     part_types: ClassVar[dict[str, type]] = {"forward": FwdParams, "backward": BwdParams}
@@ -45,10 +45,10 @@ class ScaledDotProductAttentionConfig(TiledAttentionConfig):
     """Tiles of `scaled_dot_product_attention`: for both passes at once, or for each.
 
     Attributes:
-        block_q: Queries a tile, in each pass that has no parameters of its own; `None` for the heuristics.
-        block_k: Keys a tile, likewise.
-        num_warps: Warps a program, likewise.
-        num_stages: Software pipeline depth, likewise.
+        block_q: Queries per tile, in each pass that has no parameters of its own; `None` for the heuristics.
+        block_k: Keys per tile, as above.
+        num_warps: Warps per program, as above.
+        num_stages: Software pipeline depth, as above.
     """
 
     block_q: int | None = None
@@ -81,11 +81,11 @@ class AttentionConfig(BaseOperationConfig):
     """Tiles of `attention`. `None` lets the heuristics decide.
 
     Attributes:
-        block_q: Queries a tile of kernels that compute the output apart from the weights.
-        block_k: Keys a tile of such kernels.
-        weights_block_q: Queries a tile where the weights are computed.
-        weights_block_k: Keys a tile where the weights are computed.
-        num_warps: Warps a program.
+        block_q: Queries per tile of kernels that compute the output apart from the weights.
+        block_k: Keys per tile of such kernels.
+        weights_block_q: Queries per tile where the weights are computed.
+        weights_block_k: Keys per tile where the weights are computed.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
     """
 

@@ -22,10 +22,10 @@ class NativeSparseAttentionConfig(BaseOperationConfig):
     """Tiles of `native_sparse_attention`. `None` lets the heuristics decide.
 
     Attributes:
-        block_q: Queries a tile.
-        block_k: Keys a tile.
-        block_d: Channels a tile.
-        num_warps: Warps a program.
+        block_q: Queries per tile.
+        block_k: Keys per tile.
+        block_d: Channels per tile.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
         block_size: The argument of that name; a call whose argument says otherwise is refused.
     """

@@ -14,7 +14,7 @@ class PagedAttentionConfig(BaseOperationConfig):
 
     Attributes:
         q_blocksize: Query rows of one sequence a tile.
-        kv_blocksize: Keys a tile.
+        kv_blocksize: Keys per tile.
         seq_blocksize: Tiles worked on at once.
     """
 
@@ -29,8 +29,8 @@ class PageAttentionConfig(PagedAttentionConfig):
 
     Attributes:
         num_splits: Independent partial softmaxes over the keys of a sequence; 0 is `None`.
-        pages_per_compute_block: Pages a tile, for kernels that read whole pages.
-        num_warps: Warps a program.
+        pages_per_compute_block: Pages per tile, for kernels that read whole pages.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
         megacore_mode: What is split over the two cores of a TPU.
         inline_seq_dim: Whether a TPU kernel walks the sequences itself or leaves them to its grid.
@@ -53,8 +53,8 @@ class PrefillPageAttentionConfig(PagedAttentionConfig):
     """Tiles of `prefill_page_attention`.
 
     Attributes:
-        block_k: Keys a tile, for kernels that read whole pages.
-        num_warps: Warps a program.
+        block_k: Keys per tile, for kernels that read whole pages.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
     """
 
@@ -70,8 +70,8 @@ class UnifiedAttentionConfig(PagedAttentionConfig):
     Attributes:
         seq_threshold_3d: From how many sequences on the keys of a sequence are not split over programs.
         num_par_softmax_segments: Independent partial softmaxes over the keys of a sequence.
-        block_dim: Threads a block.
-        num_warps: Warps a program.
+        block_dim: Threads per block.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
     """
 
@@ -98,7 +98,7 @@ class DecodeAttentionConfig(PagedAttentionConfig):
 
     Attributes:
         num_kv_splits: Independent partial softmaxes over the keys of a sequence.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
     """
 
@@ -112,9 +112,9 @@ class RaggedPageAttentionv2Config(PagedAttentionConfig):
     """Tiles of `ragged_page_attention_v2`.
 
     Attributes:
-        num_kv_pages_per_block: Pages a tile, for kernels that read whole pages.
-        num_queries_per_block: Query rows a tile, for kernels whose tiles span sequences.
-        num_warps: Warps a program.
+        num_kv_pages_per_block: Pages per tile, for kernels that read whole pages.
+        num_queries_per_block: Query rows per tile, for kernels whose tiles span sequences.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
         vmem_limit_bytes: Memory of a TPU core that a kernel may use.
     """

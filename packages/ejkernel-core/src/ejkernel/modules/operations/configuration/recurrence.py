@@ -11,10 +11,10 @@ class _BlockConfig(BaseOperationConfig):
     """Blocks of a recurrence. `None` lets the heuristics decide.
 
     Attributes:
-        block_q: Tokens a chunk.
-        block_k: Key channels a block.
-        block_d: Value channels a block.
-        num_warps: Warps a program.
+        block_q: Tokens per chunk.
+        block_k: Key channels per block.
+        block_d: Value channels per block.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
     """
 
@@ -48,7 +48,7 @@ class _ChunkConfig(BaseOperationConfig):
     """Chunks of a recurrence. `None` lets the heuristics decide.
 
     Attributes:
-        chunk_size: Tokens a chunk.
+        chunk_size: Tokens per chunk.
     """
 
     chunk_size: int | None = None
@@ -82,8 +82,8 @@ class StateSpaceV2Config(BaseOperationConfig):
         n_groups: The groups of B.
         use_gated_rmsnorm: As the argument.
         rmsnorm_eps: As the argument.
-        block_e: State channels a block.
-        chunk_size: Tokens a chunk.
+        block_e: State channels per block.
+        chunk_size: Tokens per chunk.
     """
 
     about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {

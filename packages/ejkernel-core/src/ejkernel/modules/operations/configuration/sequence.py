@@ -25,9 +25,9 @@ class MeanPoolingConfig(_SequenceConfig):
     """Tiles of `mean_pooling`. `None` lets the heuristics decide.
 
     Attributes:
-        block_size: Tokens a tile.
-        block_dim: Channels a tile.
-        num_warps: Warps a program.
+        block_size: Tokens per tile.
+        block_dim: Channels per tile.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
     """
 
@@ -42,10 +42,10 @@ class GroupedMatmulConfig(_SequenceConfig):
     """Tiles of `grouped_matmul`. `None` lets the heuristics decide.
 
     Attributes:
-        block_m: Rows a tile.
-        block_n: Columns a tile.
-        block_k: Contracted elements a step.
-        num_warps: Warps a program.
+        block_m: Rows per tile.
+        block_n: Columns per tile.
+        block_k: Contracted elements per step.
+        num_warps: Warps per program.
         num_stages: Software pipeline depth.
         bypass_xla_tiling: Changes nothing: rows are never padded, and XLA gets no hint about tiles.
     """
@@ -103,9 +103,9 @@ class GatherReduceConfig(_SequenceConfig):
     """Tiles of `gather_reduce`. `None` lets the heuristics decide.
 
     Attributes:
-        block_t: Tokens a tile; backward, rows.
-        block_d: Channels a tile.
-        num_warps: Warps a program.
+        block_t: Tokens per tile; backward, rows.
+        block_d: Channels per tile.
+        num_warps: Warps per program.
     """
 
     block_t: int | None = None
@@ -118,10 +118,10 @@ class GatedGroupedMatmulConfig(_SequenceConfig):
     """Tiles of `gated_grouped_matmul`. `None` lets the heuristics decide.
 
     Attributes:
-        block_m: Rows a tile.
+        block_m: Rows per tile.
         block_n: Columns of the output a tile.
-        block_k: Contracted elements a step.
-        num_warps: Warps a program.
+        block_k: Contracted elements per step.
+        num_warps: Warps per program.
         num_stages: Pipeline stages.
     """
 
@@ -137,8 +137,8 @@ class ExpertRoutingConfig(_SequenceConfig):
     """Tiles of `expert_routing`. `None` lets the heuristics decide.
 
     Attributes:
-        block_t: Tokens a block.
-        num_warps: Warps a program.
+        block_t: Tokens per block.
+        num_warps: Warps per program.
     """
 
     block_t: int | None = None
@@ -150,8 +150,8 @@ class CausalConv1dConfig(_SequenceConfig):
     """Blocks of `causal_conv1d`. `None` lets the heuristics decide.
 
     Attributes:
-        block_t: Tokens a block.
-        block_c: Channels a block.
+        block_t: Tokens per block.
+        block_c: Channels per block.
     """
 
     block_t: int | None = None
@@ -163,7 +163,7 @@ class StateSpaceV1Config(_SequenceConfig):
     """Blocks of `state_space_v1`. `None` lets the heuristics decide.
 
     Attributes:
-        block_d: Channels a block.
+        block_d: Channels per block.
         block_e: Numbers of a state a block.
         associative: Whether the tokens of a chunk are combined as a tree: more work in fewer steps.
     """

@@ -43,7 +43,7 @@ def check_latent_sizes(args: Any, required: Mapping[str, str], optional: Mapping
     Args:
         args: The argument record.
         required: Name -> axes of the arrays that are always there; the query first.
-        optional: Likewise for those that may be None.
+        optional: The same for those that may be None.
 
     Returns:
         The sizes of all axes.

@@ -13,7 +13,7 @@ class Blocks(NamedTuple):
     """Blocks of `size` tokens, cut from the first token of every sequence on. B rows, T tokens, M blocks.
 
     Attributes:
-        size: Tokens a block; the last one of a sequence may have fewer.
+        size: Tokens per block; the last one of a sequence may have fewer.
         ids: [B, T] int32, sequence of every token, < 0 for padding; None where every row is one sequence.
         position: [B|1, T] int32, of every token in its sequence.
         base: [B|1, T] int32, the first block of every token's sequence.
@@ -37,8 +37,8 @@ def find_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None)
     """Returns the blocks of rows of tokens.
 
     Args:
-        shape: B and T, and anything behind them.
-        size: Tokens a block.
+        shape: B and T, and anything after them.
+        size: Tokens per block.
         cu_seqlens: None, [N + 1] with B = 1, or [B + 1]; as in `native_sparse_attention`.
     """
     rows, tokens = shape[:2]

@@ -241,7 +241,7 @@ def check_packed(lengths: str, tables: str, starts: str, args: Any, sizes: dict[
 
 
 def check_per_head(name: str, array: Any, sizes: dict[str, int]) -> None:
-    """Checks an optional array with one number a query head.
+    """Checks an optional array with one number per query head.
 
     Raises:
         ValueError: It is another.

@@ -14,7 +14,7 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
 
     Args:
         args: The argument record.
-        mesh: As the caller gave it; likewise the specs. With `axis_name` alone beside it, the specs follow.
+        mesh: As the caller gave it; as above the specs. With `axis_name` alone with it, the specs follow.
         in_specs: Partition specs of the first arguments.
         out_specs: Partition spec of the output.
 
