@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.modules import gated_delta_rule, gated_linear_attention, lightning_attention, state_space_v2
-from ejkernel.modules.operations.lightning_attention import slopes
+from ejkernel.modules.operations.lightning_attention import default_decay
 
 
 def scan(query, key, value, decay, beta=None):
@@ -29,7 +29,7 @@ def scan(query, key, value, decay, beta=None):
 
 
 def scanned_lightning(query, key, value):
-    return scan(query, key, value, slopes(query.shape[2], 1, 12)[:, None])
+    return scan(query, key, value, default_decay(query.shape[2], 1, 12)[:, None])
 
 
 def scanned_delta(query, key, value, beta, decay):

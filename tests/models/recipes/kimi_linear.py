@@ -10,19 +10,20 @@ SOURCE = "kimi_linear.KimiLinearDeltaAttention"
 HEADS, DIM, TAPS = 2, 8, 4
 
 
-def mix(w, x, conv_state=None, state=None):
+def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
     shape = (*x.shape[:2], HEADS, DIM)
     hidden = jnp.concatenate([x @ w[f"{name}_proj.weight"].T for name in ("q", "k", "v")], axis=-1)
-    hidden, conv_state = causal_conv1d(
-        hidden, w["conv1d.weight"][:, 0], None, conv_state, activation="silu", return_state=True
-    )
+    taps = w["conv1d.weight"][:, 0]
+    hidden, conv_state = causal_conv1d(hidden, taps, None, conv_state, cu_seqlens, activation="silu", return_state=True)
     query, key, value = (part.reshape(shape) for part in jnp.split(hidden, 3, axis=-1))
     gate = (x @ w["forget_gate.f_a_proj.weight"].T @ w["forget_gate.f_b_proj.weight"].T).reshape(shape)
     # The checkpoint stores A_log as [1, 1, H, 1] and dt_bias as [H * K].
     decay = kda_decay(gate, w["forget_gate.A_log"].reshape(HEADS), w["forget_gate.dt_bias"].reshape(HEADS, DIM))
     beta = jax.nn.sigmoid(x @ w["b_proj.weight"].T)
-    output, state = kernel_delta_attention(query, key, value, beta, decay, state, return_state=True)
+    output, state = kernel_delta_attention(
+        query, key, value, beta, decay, state, cu_seqlens=cu_seqlens, return_state=True
+    )
     gate = (x @ w["g_a_proj.weight"].T @ w["g_b_proj.weight"].T).reshape(shape)
     output = rms_norm(output, w["o_norm.weight"], 1e-5) * jax.nn.sigmoid(gate)
     return output.reshape(*x.shape[:2], -1) @ w["o_proj.weight"].T, conv_state, state
@@ -30,6 +31,10 @@ def mix(w, x, conv_state=None, state=None):
 
 def prefill(w, x):
     return mix(w, x)[0]
+
+
+def packed(w, x, cu_seqlens):
+    return mix(w, x, cu_seqlens=cu_seqlens)[0]
 
 
 def empty_cache(batch, tokens):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from tests.models.recipes.common import rms_norm
 
-from ejkernel.modules import gla_attention
+from ejkernel.modules import lightning_attention
 
 SOURCE = "minimax.MiniMaxLightningAttention"
 HEADS, DIM, LAYER, LAYERS = 4, 8, 1, 4
@@ -17,13 +17,13 @@ def mix(w, x, state=None, cu_seqlens=None):
     """The layer over tokens that follow the given state: (output, new state)."""
     fused = jax.nn.silu(x @ w["qkv_proj.weight"].T).reshape(*x.shape[:2], HEADS, 3 * DIM)
     query, key, value = jnp.split(fused, 3, axis=-1)
-    output, state = gla_attention(
+    output, state = lightning_attention(
         query,
         key,
         value,
-        g_gamma=-jnp.asarray(SLOPES, x.dtype),
-        initial_state=state,
-        cu_seqlens=cu_seqlens,
+        state,
+        cu_seqlens,
+        slopes=jnp.asarray(SLOPES, x.dtype),
         softmax_scale=1.0,
         return_state=True,
     )

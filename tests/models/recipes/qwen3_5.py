@@ -10,17 +10,18 @@ SOURCE = "qwen3_5.Qwen3_5GatedDeltaNet"
 KEY_HEADS, VALUE_HEADS, DIM, TAPS = 2, 4, 8, 4
 
 
-def mix(w, x, conv_state=None, state=None, seg_ids=None, cu_seqlens=None):
+def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
     lead = x.shape[:2]
     hidden, taps = x @ w["in_proj_qkv.weight"].T, w["conv1d.weight"][:, 0]
     hidden, conv_state = causal_conv1d(hidden, taps, None, conv_state, cu_seqlens, activation="silu", return_state=True)
     split = jnp.split(hidden, [KEY_HEADS * DIM, 2 * KEY_HEADS * DIM], axis=-1)
     query, key, value = (piece.reshape(*lead, -1, DIM) for piece in split)
-    query, key = (jnp.repeat(piece, VALUE_HEADS // KEY_HEADS, axis=2) for piece in (query, key))
     beta = jax.nn.sigmoid(x @ w["in_proj_b.weight"].T)
     decay = kda_decay(x @ w["in_proj_a.weight"].T, w["A_log"], w["dt_bias"])
-    output, state = gated_delta_rule(query, key, value, beta, decay, seg_ids, state, return_state=True)
+    output, state = gated_delta_rule(
+        query, key, value, beta, decay, None, state, cu_seqlens=cu_seqlens, return_state=True
+    )
     gate = (x @ w["in_proj_z.weight"].T).reshape(output.shape)
     output = rms_norm(output, w["norm.weight"]) * jax.nn.silu(gate)
     return output.reshape(*lead, -1) @ w["out_proj.weight"].T, conv_state, state
@@ -31,8 +32,7 @@ def prefill(w, x):
 
 
 def packed(w, x, cu_seqlens):
-    ids = jnp.searchsorted(cu_seqlens, jnp.arange(x.shape[1]), side="right")[None]
-    return mix(w, x, seg_ids=ids, cu_seqlens=cu_seqlens)[0]
+    return mix(w, x, cu_seqlens=cu_seqlens)[0]
 
 
 def empty_cache(batch, tokens):

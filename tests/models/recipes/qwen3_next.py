@@ -11,7 +11,7 @@ KEY_HEADS, VALUE_HEADS, DIM, TAPS = 2, 4, 8, 4
 PER_KEY = VALUE_HEADS // KEY_HEADS
 
 
-def mix(w, x, conv_state=None, state=None, seg_ids=None, cu_seqlens=None):
+def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
     lead = x.shape[:2]
     fused = (x @ w["in_proj_qkvz.weight"].T).reshape(*lead, KEY_HEADS, -1)  # of each key head: q, k, its values, z
@@ -22,15 +22,15 @@ def mix(w, x, conv_state=None, state=None, seg_ids=None, cu_seqlens=None):
     hidden, conv_state = causal_conv1d(hidden, taps, None, conv_state, cu_seqlens, activation="silu", return_state=True)
     split = jnp.split(hidden, [KEY_HEADS * DIM, 2 * KEY_HEADS * DIM], axis=-1)
     query, key, value = (part.reshape(*lead, -1, DIM) for part in split)
-    query, key = (jnp.repeat(part, PER_KEY, axis=2) for part in (query, key))
     output, state = gated_delta_rule(
         query,
         key,
         value,
         jax.nn.sigmoid(b).reshape(*lead, VALUE_HEADS),
         kda_decay(a.reshape(*lead, VALUE_HEADS), w["A_log"], w["dt_bias"]),
-        seg_ids,
+        None,
         state,
+        cu_seqlens=cu_seqlens,
         return_state=True,
     )
     output = rms_norm(output, w["norm.weight"]) * jax.nn.silu(z.reshape(*lead, VALUE_HEADS, DIM))
@@ -42,8 +42,7 @@ def prefill(w, x):
 
 
 def packed(w, x, cu_seqlens):
-    ids = jnp.searchsorted(cu_seqlens, jnp.arange(x.shape[1]), side="right")[None]
-    return mix(w, x, seg_ids=ids, cu_seqlens=cu_seqlens)[0]
+    return mix(w, x, cu_seqlens=cu_seqlens)[0]
 
 
 def empty_cache(batch, tokens):

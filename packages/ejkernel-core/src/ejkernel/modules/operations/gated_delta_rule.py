@@ -3,8 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
@@ -13,14 +11,14 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
+from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
-from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_dtype, check_shape, got
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, settle_packing
+from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, got
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
 from ejkernel.types.arguments import arguments, static
-from ejkernel.types.integers import exact_ids
 
 
 @arguments
@@ -34,6 +32,8 @@ class GatedDeltaRuleArguments:
     decay: jax.Array | None = None
     seg_ids: jax.Array | None = None
     initial_state: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
+    softmax_scale: float | None = static(None)
     use_qk_l2norm: bool = static(True)
     use_chunked: bool = static(True)
     return_state: bool = static(False)
@@ -55,8 +55,9 @@ class GatedDeltaRuleArguments:
                 raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
             object.__setattr__(self, "initial_state", self.seg_ids)
             object.__setattr__(self, "seg_ids", None)
-        if isinstance(self.seg_ids, np.ndarray) and np.issubdtype(self.seg_ids.dtype, np.integer):
-            settle(self, seg_ids=exact_ids("seg_ids", self.seg_ids))  # JAX would wrap 64 bits around
+        settle_packing(self)
+        scale = self.softmax_scale
+        settle(self, softmax_scale=None if scale is None else as_number("softmax_scale", scale))
 
 
 @operation(lambda: OP)
@@ -69,6 +70,8 @@ def gated_delta_rule(
     seg_ids: Integer[Array, "b t"] | Float[Array, "b h k v"] | None = None,
     initial_state: Float[Array, "b h k v"] | None = None,
     *,
+    cu_seqlens: Integer[Array, " n+1"] | None = None,
+    softmax_scale: float | None = None,
     use_qk_l2norm: bool = True,
     use_chunked: bool = True,
     return_state: bool = False,
@@ -82,7 +85,7 @@ def gated_delta_rule(
     """The gated delta rule, computed chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
 
     Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it
-    holds for its key, `S += key (beta (value - S^T key))^T`, then reads `K ** -0.5 * S^T query`. Query head h reads
+    holds for its key, `S += key (beta (value - S^T key))^T`, then reads `softmax_scale * S^T query`. Query head h reads
     KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 
     Over devices, batch and heads can be split.
@@ -90,7 +93,8 @@ def gated_delta_rule(
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
-        value: [B, T, Hk, V], dtype of query.
+        value: [B, T, Hk, V], dtype of query. With more value heads than key heads it is [B, T, H, V], and queries have
+            the heads of keys, [B, T, Hk, K]: value head h reads query and key head `h // (H // Hk)`.
         beta: [B, T, H] floating, strength of the correction, 0 to 1 (2 with negative eigenvalues). Differentiable.
         decay: [B, T, H] or [B, T, H, K] floating, log of the decay of a head or of each of its key channels, at most 0;
             -inf forgets. Differentiable.
@@ -98,6 +102,10 @@ def gated_delta_rule(
             from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
             leaves the state alone and has output 0. A floating [B, H, K, V] in its place is `initial_state`.
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
+        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own,
+            [N, H, K, V]. May be traced; values that are not are checked, for which an eager call waits. Sequences may
+            be empty; tokens of none have output 0. Not with seg_ids.
+        softmax_scale: Factor on the output; None means `K ** -0.5`.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
         return_state: Also return the states after the last token.
@@ -132,16 +140,12 @@ gdr_attention = gated_delta_rule
 def validate(args: GatedDeltaRuleArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     sizes = delta_rule.check_delta(args)
-    if args.seg_ids is not None:
-        check_shape("seg_ids", args.seg_ids, "B T", sizes)
-        check_dtype("seg_ids", args.seg_ids, jnp.integer, "an integer dtype")
-    check_floating("initial_state", args.initial_state, "B H K V", sizes)
+    delta_rule.check_packed(args, sizes)
 
 
 def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
     """The family's record of a call."""
-    ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
-    return delta_rule.delta_record(args, segment_ids=ids, initial_state=args.initial_state)
+    return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
 
 
 def reference(args: GatedDeltaRuleArguments) -> Any:
@@ -175,7 +179,9 @@ OP = Op(
     config=GatedDeltaRuleConfig,
     validate=validate,
     lower=lower,
+    conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
+    axes_of=delta_rule.axes_of,
     cases=delta_cases.gated_delta(GatedDeltaRuleArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,

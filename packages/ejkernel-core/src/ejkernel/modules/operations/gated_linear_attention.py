@@ -31,6 +31,7 @@ class GLAttentionArguments:
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     state_indices: jax.Array | None = None
+    seg_ids: jax.Array | None = None
     softmax_scale: float | None = static(None)
     reverse: bool = static(False)
     return_state: bool = static(False)
@@ -50,6 +51,7 @@ def gated_linear_attention(
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
     state_indices: Integer[Array, " n"] | None = None,
+    seg_ids: Integer[Array, "b t"] | None = None,
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
@@ -82,6 +84,9 @@ def gated_linear_attention(
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
             states that are returned are the slots, in their dtype; donate them under `jax.jit`.
+        seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts
+            from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
+            leaves the state alone and has output 0. Not with cu_seqlens.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         reverse: Go from the last token of each sequence to the first.
         return_state: Also return the states after the last token taken.

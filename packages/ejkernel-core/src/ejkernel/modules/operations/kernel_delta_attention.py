@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
@@ -12,7 +12,8 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating
+from ejkernel.modules.operations.shared.conditions import of_bounds
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, settle_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -31,6 +32,8 @@ class KernelDeltaAttentionArguments:
     beta: jax.Array
     decay: jax.Array | None = None
     initial_state: jax.Array | None = None
+    seg_ids: jax.Array | None = None
+    cu_seqlens: jax.Array | None = None
     softmax_scale: float | None = static(None)
     chunk_size: int | None = static(None)
     use_qk_l2norm: bool = static(True)
@@ -43,6 +46,7 @@ class KernelDeltaAttentionArguments:
         object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
         for name in ("use_qk_l2norm", "use_chunked", "return_state"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+        settle_packing(self)
 
 
 @operation(lambda: OP)
@@ -54,6 +58,8 @@ def kernel_delta_attention(
     decay: Float[Array, "b t h"] | Float[Array, "b t h k"] | None = None,
     initial_state: Float[Array, "b h k v"] | None = None,
     *,
+    seg_ids: Integer[Array, "b t"] | None = None,
+    cu_seqlens: Integer[Array, " n+1"] | None = None,
     softmax_scale: float | None = None,
     chunk_size: int | None = None,
     use_qk_l2norm: bool = True,
@@ -77,11 +83,18 @@ def kernel_delta_attention(
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.
         key: [B, T, Hk, K], dtype of query; H is a multiple of Hk.
-        value: [B, T, Hk, V], dtype of query.
+        value: [B, T, Hk, V], dtype of query. With more value heads than key heads it is [B, T, H, V], and queries have
+            the heads of keys, [B, T, Hk, K]: value head h reads query and key head `h // (H // Hk)`.
         beta: [B, T, H] floating, strength of the correction, 0 to 1 (2 with negative eigenvalues). Differentiable.
         decay: [B, T, H] or [B, T, H, K] floating, log of the decay of a head or of each of its key channels, at most 0;
             -inf forgets. `kda_decay` makes it. Differentiable.
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
+        seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts
+            from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
+            leaves the state alone and has output 0.
+        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own,
+            [N, H, K, V]. May be traced; values that are not are checked, for which an eager call waits. Sequences may
+            be empty; tokens of none have output 0. Not with seg_ids.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         chunk_size: Tokens a chunk, in place of the configuration's; changes speed, not results.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
@@ -176,12 +189,12 @@ def _channels(gate: Any, A_log: Any, dt_bias: Any) -> bool:
 def validate(args: KernelDeltaAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     sizes = delta_rule.check_delta(args)
-    check_floating("initial_state", args.initial_state, "B H K V", sizes)
+    delta_rule.check_packed(args, sizes)
 
 
 def lower(args: KernelDeltaAttentionArguments) -> LinearRecurrence:
     """The family's record of a call."""
-    return delta_rule.delta_record(args, args.softmax_scale, initial_state=args.initial_state)
+    return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
 
 
 def reference(args: KernelDeltaAttentionArguments) -> Any:
@@ -205,7 +218,9 @@ OP = Op(
     config=KernelDeltaAttentionConfig,
     validate=validate,
     lower=lower,
+    conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
+    axes_of=delta_rule.axes_of,
     cases=delta_cases.kernel_delta(KernelDeltaAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,

@@ -14,7 +14,7 @@ from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, with_state
-from ejkernel.modules.operations.shared.shapes import as_count
+from ejkernel.modules.operations.shared.shapes import as_count, check_dtype, check_shape
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import operation
@@ -31,15 +31,22 @@ class LightningAttentionArguments:
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     state_indices: jax.Array | None = None
-    layer_idx: int = static()
-    num_layers: int = static()
+    seg_ids: jax.Array | None = None
+    slopes: jax.Array | None = None
+    layer_idx: int | None = static(None)
+    num_layers: int | None = static(None)
     softmax_scale: float | None = static(None)
     reverse: bool = static(False)
     return_state: bool = static(False)
 
     def __post_init__(self) -> None:
         for name, least in (("layer_idx", 0), ("num_layers", 1)):
-            object.__setattr__(self, name, as_count(name, getattr(self, name), least))
+            number = getattr(self, name)
+            if self.slopes is None:
+                number = as_count(name, number, least)
+            elif number is not None:
+                raise ValueError(f"{name}: got {number} with slopes, wants slopes alone or layer_idx and num_layers")
+            object.__setattr__(self, name, number)
         canonicalise(self)
 
 
@@ -52,8 +59,10 @@ def lightning_attention(
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
     state_indices: Integer[Array, " n"] | None = None,
-    layer_idx: int,
-    num_layers: int,
+    seg_ids: Integer[Array, "b t"] | None = None,
+    slopes: Float[Array, " h"] | None = None,
+    layer_idx: int | None = None,
+    num_layers: int | None = None,
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
@@ -84,8 +93,14 @@ def lightning_attention(
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
             states that are returned are the slots, in their dtype; donate them under `jax.jit`.
-        layer_idx: Index of the layer, an int >= 0.
-        num_layers: Number of layers, an int >= 1.
+        seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts
+            from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
+            leaves the state alone and has output 0. Not with cu_seqlens.
+        slopes: [H] floating, how much each head decays per token: its log decay is `-slope`. In place of layer_idx and
+            num_layers, for models with slopes of their own; MiniMax has `2 ** (-8 * (h + 1) / H)` times a factor of the
+            layer. Differentiable.
+        layer_idx: Index of the layer, an int >= 0; needed without slopes.
+        num_layers: Number of layers, an int >= 1; needed without slopes.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         reverse: Go from the last token of each sequence to the first.
         return_state: Also return the states after the last token taken.
@@ -111,21 +126,26 @@ def lightning_attention(
     ...
 
 
-def slopes(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
+def default_decay(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
     """Log decay of each head, [H]."""
     return -(8 / max(heads, 1)) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
 
 
 def _recurrent(args: LightningAttentionArguments) -> RecurrentAttentionArguments:
     """The same call with its decay spelt out; without decay where every slope is 0."""
-    if rank(args.query) < 3 or args.layer_idx == args.num_layers:
+    if args.slopes is not None:
+        return as_recurrent(args, g_gamma=-args.slopes)
+    if rank(args.query) < 3 or args.layer_idx is None or args.num_layers in (None, args.layer_idx):
         return as_recurrent(args)
     dtype = jnp.promote_types(args.query.dtype, jnp.float32)
-    return as_recurrent(args, g_gamma=slopes(args.query.shape[-2], args.layer_idx, args.num_layers, dtype))
+    return as_recurrent(args, g_gamma=default_decay(args.query.shape[-2], args.layer_idx, args.num_layers, dtype))
 
 
 def validate(args: LightningAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    if args.slopes is not None:
+        check_shape("slopes", args.slopes, "H", {"H": args.query.shape[-2]})
+        check_dtype("slopes", args.slopes, jnp.floating, "a floating dtype")
     plain_recurrence.validate(_recurrent(args))
 
 

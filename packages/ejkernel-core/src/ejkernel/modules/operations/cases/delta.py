@@ -37,6 +37,18 @@ def segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
     return {**made, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
 
 
+def _shared_keys(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Twice as many value heads as query and key heads."""
+    query, keys, value = (normal(k, sizes.shape("key")) for k in jax.random.split(key, 3))
+    given = gates("beta", "decay", "initial_state", return_state=True, softmax_scale=0.3)(key, sizes)
+    return {**given, "query": query, "key": keys, "value": jnp.concatenate([value, value[::-1]], axis=2)}
+
+
+def _packed(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Sequences with states of their own, one of them empty, and tokens of none."""
+    return gates("beta", "decay", "initial_state", return_state=True, cu_seqlens=jnp.array(BOUNDS))(key, sizes)
+
+
 def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """For keys that are not normalised: strong corrections for long keys make the recurrence itself grow."""
     made = gates("beta", "decay")(key, sizes)
@@ -44,6 +56,14 @@ def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 
 
 _GIVEN = ("beta", "decay", "initial_state")
+_SHARED_KEYS: Row = ("more value heads than key heads", RecurrenceSizes(g=2), _shared_keys, _GIVEN, ())
+_PACKED: Row = (
+    "packed, states",
+    RecurrenceSizes(b=1, g=2, n=len(BOUNDS) - 1),
+    _packed,
+    ("beta", "decay", "cu_seqlens", "sequence_state"),
+    ("awkward",),
+)
 _CHANNELS: Row = ("decay of channels, grouped", RecurrenceSizes(g=2, v=12), _decay_of_channels, _GIVEN, ())
 _MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
 _SMALL_MODEL: Row = (
@@ -58,6 +78,8 @@ _KERNEL: tuple[Row, ...] = (
     ("keys as they are", RecurrenceSizes(), _weak, ("beta",), ()),
     _CHANNELS,
     ("bfloat16", RecurrenceSizes(g=2, dtype=jnp.bfloat16), gates("beta", "decay"), ("beta", "decay"), ()),
+    ("segments with padding", RecurrenceSizes(), segments, ("segment_ids", "initial_state"), ()),
+    _PACKED,
     _MODEL,
     _SMALL_MODEL,
 )
@@ -78,6 +100,7 @@ _GATED: tuple[Row, ...] = (
     ),
     _CHANNELS,
     ("segments with padding", RecurrenceSizes(), segments, ("segment_ids", "initial_state"), ()),
+    _SHARED_KEYS,
     _MODEL,
     _SMALL_MODEL,
 )

@@ -60,7 +60,7 @@ def _case(arguments: type, name: str, sizes: RecurrenceSizes, extra: Extra, exer
             field: normal(k, sizes.shape(field), sizes.dtype)
             for field, k in zip(("query", "key", "value"), keys, strict=False)
         }
-        return arguments(**tokens, **extra(keys[3], sizes))
+        return arguments(**tokens | extra(keys[3], sizes))
 
     return tagged(name, make, exercises, tags)
 
@@ -122,6 +122,19 @@ def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {**made, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
 
+def _segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Two segments per row with padding in front and between, and a state for the first."""
+    token = jnp.arange(sizes.t)
+    ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
+    made = gates("g", "initial_state", return_state=True)(key, sizes)
+    return {**made, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
+
+
+def _slopes(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Slopes of the heads."""
+    return {"slopes": jax.random.uniform(key, sizes.shape("g_gamma"))}
+
+
 _SLOTS: tuple[str, ...] = ("decay", "cu_seqlens", "sequence_state", "state_slots")
 _MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
 _SMALL_MODEL: Row = ("small model", RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, v=64), gates("g"), (), ("bench_cpu",))
@@ -164,6 +177,7 @@ _GATED: tuple[Row, ...] = (
     ("gate of channels, grouped", RecurrenceSizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
     ("bfloat16", RecurrenceSizes(g=2, **_BF16), gates("g"), ("decay",), ()),
     _SPARSE,
+    ("segments with padding", RecurrenceSizes(g=2), _segments, ("segment_ids", "initial_state"), ()),
     ("slots in bfloat16", RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16), _in_slots, _SLOTS, ()),
     _MODEL,
     _SMALL_MODEL,
@@ -177,6 +191,7 @@ _CONSTANT: tuple[Row, ...] = (
         ("decay", "initial_state"),
         (),
     ),
+    ("slopes", RecurrenceSizes(t=7, g=2), _slopes, ("decay",), ()),
     ("last layer", RecurrenceSizes(t=7), gates(layer_idx=4, num_layers=4), (), ("awkward",)),
     (
         "packed",
@@ -223,6 +238,6 @@ def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
         return jnp.zeros(shape.shape, shape.dtype)
     if name in _LOGS:
         return -0.1 * jax.random.uniform(key, shape.shape).astype(shape.dtype)
-    if name in ("beta", "dt"):
+    if name in ("beta", "dt", "slopes"):
         return jax.random.uniform(key, shape.shape).astype(shape.dtype)
     return normal_like(key, shape, shape.shape[-1] ** -0.5 if name == "key" else 1.0)

@@ -9,11 +9,15 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_log_gate,
+    check_packing,
+    check_segments,
     check_tokens,
     l2_normalised,
     per_channel,
+    shares_queries,
 )
 from ejkernel.ops.model import Op
+from ejkernel.types.integers import exact_ids
 
 
 def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
@@ -26,12 +30,38 @@ def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
     Raises:
         ValueError: One of them is wrong.
     """
-    sizes = check_tokens(args, rows)
+    sizes = check_tokens(args, rows, value_heads=True)
     if args.beta is None:
         raise ValueError(f"beta: got None, wants [{', '.join(f'{rows}T H'.split())}]")
     check_floating("beta", args.beta, f"{rows}T H", sizes)
     check_log_gate("decay", args.decay, f"{rows}T H", sizes)
     return sizes
+
+
+def packed_fields(args: Any) -> dict[str, Any]:
+    """The record's fields of segments and states: of rows, of segments of rows, or of packed sequences."""
+    if args.cu_seqlens is not None:
+        return {"cu_seqlens": args.cu_seqlens, "sequence_state": args.initial_state}
+    ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
+    return {"segment_ids": ids, "initial_state": args.initial_state}
+
+
+def check_packed(args: Any, sizes: dict[str, int]) -> None:
+    """Checks seg_ids, cu_seqlens and initial_state.
+
+    Raises:
+        ValueError: One of them is wrong.
+    """
+    check_segments(args, sizes)
+    if args.cu_seqlens is not None:
+        check_packing(args.cu_seqlens, sizes)
+    rows = "B" if args.cu_seqlens is None else "N"
+    check_floating("initial_state", args.initial_state, f"{rows} H K V", sizes)
+
+
+def axes_of(args: Any) -> dict[str, str]:
+    """The axis letters of a call whose value heads share queries and keys."""
+    return {"query": "b t g k", "value": "b t h v"} if shares_queries(args) else {}
 
 
 def delta_record(args: Any, softmax_scale: float | None = None, **fields: Any) -> LinearRecurrence:

@@ -14,13 +14,16 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_log_gate,
     check_packing,
+    check_segments,
     check_states,
     check_tokens,
     rank,
+    settle_packing,
     wide,
 )
-from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative
+from ejkernel.modules.operations.shared.shapes import as_flag, as_number
 from ejkernel.types.arguments import arguments, static
+from ejkernel.types.integers import exact_ids
 
 
 @arguments
@@ -37,6 +40,7 @@ class RecurrentAttentionArguments:
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     state_indices: jax.Array | None = None
+    seg_ids: jax.Array | None = None
     softmax_scale: float | None = static(None)
     reverse: bool = static(False)
     return_state: bool = static(False)
@@ -51,8 +55,7 @@ def canonicalise(args: Any) -> None:
     object.__setattr__(args, "softmax_scale", None if scale is None else as_number("softmax_scale", scale))
     for name in ("reverse", "return_state"):
         object.__setattr__(args, name, as_flag(name, getattr(args, name)))
-    if args.cu_seqlens is not None and rank(args.query) in (3, 4):
-        check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.query.shape[-3])
+    settle_packing(args)
 
 
 def validate(args: RecurrentAttentionArguments) -> None:
@@ -66,6 +69,7 @@ def validate(args: RecurrentAttentionArguments) -> None:
     check_floating("g_gamma", args.g_gamma, "B H" if rank(args.g_gamma) == 2 else "H", sizes, broadcast="B")
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
+    check_segments(args, sizes)
     check_states(args, "H K V", sizes)
 
 
@@ -74,8 +78,10 @@ def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
     tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
     tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
     state, bounds, slots = args.initial_state, args.cu_seqlens, args.state_indices
+    ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
     if args.reverse:
         tokens = {name: x if x is None else jnp.flip(x, axis=1) for name, x in tokens.items()}
+        ids = None if ids is None else jnp.flip(ids, axis=1)
         if bounds is not None:
             bounds = tokens["query"].shape[1] - jnp.flip(bounds)
             slots = None if slots is None else jnp.flip(slots)
@@ -90,6 +96,7 @@ def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
         initial_state=state if bounds is None else None,
         cu_seqlens=bounds,
         sequence_state=None if bounds is None else state,
+        segment_ids=ids,
         state_slots=slots,
     )
 

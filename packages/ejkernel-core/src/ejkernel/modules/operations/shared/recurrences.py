@@ -6,10 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_same_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import (
+    check_cumulative,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+)
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.promotion import promoting
+from ejkernel.types.integers import exact_ids
 
 TOLERANCE = {
     "float64": Tolerance(rtol=1e-9, atol=1e-9),
@@ -22,28 +30,39 @@ TOLERANCE = {
 NORM_EPSILON = 1e-6
 
 
-def check_tokens(args: Any, rows: str = "B ") -> dict[str, int]:
+def check_tokens(args: Any, rows: str = "B ", value_heads: bool = False) -> dict[str, int]:
     """Checks query, key and value, and returns the sizes of their axes.
 
     Args:
         args: Record with the three.
         rows: The axes in front of T.
+        value_heads: Whether values may have more heads than keys, H then, where queries have as many as keys.
 
     Raises:
         ValueError: One of them is wrong.
     """
     sizes: dict[str, int] = {}
-    for name, axes in (("query", "T H K"), ("key", "T Hk K"), ("value", "T Hk V")):
-        array = getattr(args, name)
+    grouped = value_heads and shares_queries(args)
+    heads = ("Hk", "Hk", "H") if grouped else ("H", "Hk", "Hk")
+    for name, own, channels in zip(("query", "key", "value"), heads, "KKV", strict=True):
+        array, axes = getattr(args, name), f"T {own} {channels}"
         check_shape(name, array, rows + axes, sizes)
         check_not_empty(name, array, rows + axes, axes)
         check_dtype(name, array, jnp.floating, "a floating dtype")
     check_same_dtype({name: getattr(args, name) for name in ("query", "key", "value")})
     if sizes["H"] % sizes["Hk"]:
+        most = "value" if grouped else "query"
         raise ValueError(
-            f"key: got shape {args.key.shape} with {sizes['Hk']} heads, wants a divisor of query's {sizes['H']}"
+            f"key: got shape {args.key.shape} with {sizes['Hk']} heads, wants a divisor of {most}'s {sizes['H']}"
         )
     return sizes
+
+
+def shares_queries(args: Any) -> bool:
+    """Whether values have more heads than queries and keys, which are shared by groups of value heads."""
+    if min(rank(args.query), rank(args.value)) < 3:
+        return False
+    return args.value.shape[-2] > args.query.shape[-2]
 
 
 def check_floating(name: str, array: Any, axes: str, sizes: dict[str, int], broadcast: str = "") -> None:
@@ -82,6 +101,32 @@ def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> No
     except ValueError as error:
         other = axes if per_channel else f"{axes} K"
         raise ValueError(f"{error}, or [{', '.join(other.split())}]") from None
+
+
+def settle_packing(args: Any) -> None:
+    """Checks the lengths of a record under construction while they can be seen, and keeps ids of 64 bits exact.
+
+    Raises:
+        ValueError: The lengths are wrong, or there are segments too.
+    """
+    if args.cu_seqlens is not None:
+        if args.seg_ids is not None:
+            raise ValueError("seg_ids: got it with cu_seqlens, wants one of the two")
+        if rank(args.query) in (3, 4):
+            check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.query.shape[-3])
+    if isinstance(args.seg_ids, np.ndarray) and np.issubdtype(args.seg_ids.dtype, np.integer):
+        object.__setattr__(args, "seg_ids", exact_ids("seg_ids", args.seg_ids))  # JAX would wrap 64 bits around
+
+
+def check_segments(args: Any, sizes: dict[str, int]) -> None:
+    """Checks seg_ids.
+
+    Raises:
+        ValueError: They are no [B, T] ints.
+    """
+    if args.seg_ids is not None:
+        check_shape("seg_ids", args.seg_ids, "B T", sizes)
+        check_dtype("seg_ids", args.seg_ids, jnp.integer, "an integer dtype")
 
 
 def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
