@@ -43,9 +43,9 @@ def check_tokens(args: Any, rows: str = "B ", value_heads: bool = False) -> dict
     """
     sizes: dict[str, int] = {}
     grouped = value_heads and shares_queries(args)
-    heads = ("Hk", "Hk", "H") if grouped else ("H", "Hk", "Hk")
-    for name, own, channels in zip(("query", "key", "value"), heads, "KKV", strict=True):
-        array, axes = getattr(args, name), f"T {own} {channels}"
+    every = ("T Hk K", "T Hk K", "T H V") if grouped else ("T H K", "T Hk K", "T Hk V")
+    for name, axes in zip(("query", "key", "value"), every, strict=True):
+        array = getattr(args, name)
         check_shape(name, array, rows + axes, sizes)
         check_not_empty(name, array, rows + axes, axes)
         check_dtype(name, array, jnp.floating, "a floating dtype")
