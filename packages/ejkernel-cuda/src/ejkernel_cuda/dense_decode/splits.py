@@ -4,14 +4,12 @@ import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 
 HEADS_PER_BLOCK = 16
 """Query heads of one KV head in a block: the rows of an MMA tile."""
-
-CHIPS = {8.0: (108, 164), 8.6: (84, 100), 8.9: (142, 100), 9.0: (132, 228), 10.0: (148, 228), 12.0: (170, 100)}
-"""Multiprocessors of the largest chip of a compute capability, and the KiB of shared memory of each of them."""
 
 MIN_SPLIT_KEYS = 256
 """Fewest keys of a split, so that the cost of starting and merging a block stays small."""
@@ -47,10 +45,9 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     Wave quantisation: blocks run in waves of as many as the chip holds, and a partly empty tail wave wastes its rest.
     Rows differ in length, which several waves balance; for rows of one length those cost little.
     """
-    multiprocessors, shared = CHIPS.get(device.compute_capability or 9.0, CHIPS[9.0])
-    wave_blocks = multiprocessors * (
-        shared // (_shared(record) + 1)
-    )  # of each block's, the driver keeps one for itself
+    chip = gpu_of(device)
+    # The driver keeps 1 KiB for each block.
+    wave_blocks = chip.multiprocessors * (chip.total_shared_memory // KIBI // (_shared(record) + 1))
     blocks, limit = _blocks(record), max_splits(record)
     # Rows of different lengths leave parts of a wave idle. Several waves of shorter blocks balance that, as long as a
     # split keeps enough keys; a single row has nothing to balance.

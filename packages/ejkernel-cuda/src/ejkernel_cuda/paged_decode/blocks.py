@@ -4,9 +4,10 @@ import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_cuda.dense_decode.splits import CHIPS, HEADS_PER_BLOCK
+from ejkernel_cuda.dense_decode.splits import HEADS_PER_BLOCK
 
 ENOUGH_BLOCKS = 0.95
 """Part of the blocks that the chip can run below which lines of heads are joined."""
@@ -60,10 +61,10 @@ def _items(record: PagedAttention) -> int:
 
 def _resident(record: PagedAttention, device: DeviceInfo) -> int:
     """Blocks that the chip runs at a time."""
-    multiprocessors, shared = CHIPS.get(device.compute_capability or 9.0, CHIPS[9.0])
+    chip = gpu_of(device)
     # As `Shape` in csrc/decode.cuh; of each block's shared memory, the driver keeps 1 KiB.
     block = 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
-    return multiprocessors * max(1, shared // (block + 1))
+    return chip.multiprocessors * max(1, chip.total_shared_memory // KIBI // (block + 1))
 
 
 def _divisors(number: int) -> list[int]:
