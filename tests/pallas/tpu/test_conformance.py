@@ -9,8 +9,8 @@ import pytest
 from ejkernel.ops.plugins import registry
 from ejkernel_pallas.tpu.interpret import VARIABLE
 
-# The numbers of every field are in `test_tpu_attention.py`; here is what only the suite asks, on few cases. All of it
-# runs with the same variable: `pytest --pyargs ejkernel_conformance --ejk-impl pallas_tpu`.
+# The numbers of every field are in `tiled_attention/test_values.py`; here is what only the suite asks, on few cases.
+# All of it runs with the same variable: `pytest --pyargs ejkernel_conformance --ejk-impl pallas_tpu`.
 TILED = ("flash_attention", "blocksparse_attention", "scaled_dot_product_attention")
 PAGED = ("ragged_page_attention_v3", "page_attention")
 PARTS = {

@@ -7,7 +7,7 @@ import tpu_paged_records
 
 from ejkernel.modules import flash_attention
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel_pallas.tpu.paged_attention import tiles
+from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 
 CHIP = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
@@ -43,7 +43,7 @@ def test_an_artefact_of_paged_attention_is_loaded_and_lowered_again(version, nam
 
     def attend(*leaves):
         record = jax.tree.unflatten(structure, leaves)
-        return forward(record, tiles.heuristic(record, CHIP, "forward"))[0]
+        return forward(record, config.heuristic(record, CHIP, "forward"))[0]
 
     with target_device(CHIP):
         made = jax.export.export(jax.jit(attend), platforms=["tpu"])(*shapes)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, reference
-from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
+from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 
 FIELDS = ("lhs", "rhs", "existing_out", "rhs_scale", "rhs_bias")
 TILES = TpuMatmul(block_m=128, block_k=128, block_n=128)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
 from ejkernel.families.tiled_attention import TiledAttention, reference
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, MultiHeadMask, NumpyMask
 from ejkernel_pallas.tpu.interpret import VARIABLE
-from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
+from ejkernel_pallas.tpu.tiled_attention.config import GradientTile, TpuBackward, TpuForward
 
 FORWARD = TpuForward(block_q=128, block_kv=128, chunk_q=128, chunk_kv=128)
 BACKWARD = TpuBackward(

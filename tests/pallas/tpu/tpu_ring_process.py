@@ -4,8 +4,8 @@ from tpu_races import found
 from tpu_records import simulated
 from tpu_rings import alike, answers, arrays, both
 
-from ejkernel_pallas.tpu.ring_attention.remote import forward
-from ejkernel_pallas.tpu.ring_attention.remote_backward import backward
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_backward import backward
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_forward import forward
 
 if __name__ == "__main__":
     given = arrays((1, 768, 1, 1, 32, 32))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.families.ring_attention import RingAttention, reference
 from ejkernel.types.pullback import Pullback
-from ejkernel_pallas.tpu.tiled_attention.tiles import GradientTile, TpuBackward, TpuForward
+from ejkernel_pallas.tpu.tiled_attention.config import GradientTile, TpuBackward, TpuForward
 
 FORWARD = TpuForward(block_q=128, block_kv=128, chunk_q=128, chunk_kv=128)
 BACKWARD = TpuBackward(

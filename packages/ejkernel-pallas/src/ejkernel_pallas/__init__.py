@@ -6,30 +6,32 @@ without the device gets a refusal that says so, not an import error.
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
-from ejkernel_pallas.gpu import grouped_matmul as grouped_matmul_of_gpus
-from ejkernel_pallas.gpu import latent_attention as latent_attention_of_gpus
-from ejkernel_pallas.gpu import paged_attention as paged_attention_of_gpus
-from ejkernel_pallas.gpu import ring_attention as ring_attention_of_gpus
-from ejkernel_pallas.gpu import tiled_attention as tiled_attention_of_gpus
-from ejkernel_pallas.tpu import grouped_matmul as grouped_matmul_of_tpus
-from ejkernel_pallas.tpu import paged_attention as paged_attention_of_tpus
-from ejkernel_pallas.tpu import quantized_matmul as quantized_matmul_of_tpus
-from ejkernel_pallas.tpu import ring_attention as ring_attention_of_tpus
-from ejkernel_pallas.tpu import tiled_attention as tiled_attention_of_tpus
+from ejkernel_pallas.gpu import grouped_matmul as gpu_grouped_matmul
+from ejkernel_pallas.gpu import latent_attention as gpu_latent_attention
+from ejkernel_pallas.gpu import paged_attention as gpu_paged_attention
+from ejkernel_pallas.gpu import ring_attention as gpu_ring_attention
+from ejkernel_pallas.gpu import tiled_attention as gpu_tiled_attention
+from ejkernel_pallas.tpu import grouped_matmul as tpu_grouped_matmul
+from ejkernel_pallas.tpu import latent_attention as tpu_latent_attention
+from ejkernel_pallas.tpu import paged_attention as tpu_paged_attention
+from ejkernel_pallas.tpu import quantized_matmul as tpu_quantized_matmul
+from ejkernel_pallas.tpu import ring_attention as tpu_ring_attention
+from ejkernel_pallas.tpu import tiled_attention as tpu_tiled_attention
 
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations this package registers; an operation it does not serve is simply absent."""
     return (
-        *tiled_attention_of_gpus.implementations(),
-        *ring_attention_of_gpus.implementations(),
-        *grouped_matmul_of_gpus.implementations(),
-        *latent_attention_of_gpus.implementations(),
-        *paged_attention_of_gpus.implementations(),
-        *tiled_attention_of_tpus.implementations(),
-        *grouped_matmul_of_tpus.implementations(),
-        *quantized_matmul_of_tpus.implementations(),
-        *ring_attention_of_tpus.implementations(),
-        *paged_attention_of_tpus.implementations(),
+        *gpu_tiled_attention.implementations(),
+        *gpu_ring_attention.implementations(),
+        *gpu_grouped_matmul.implementations(),
+        *gpu_latent_attention.implementations(),
+        *gpu_paged_attention.implementations(),
+        *tpu_tiled_attention.implementations(),
+        *tpu_grouped_matmul.implementations(),
+        *tpu_quantized_matmul.implementations(),
+        *tpu_ring_attention.implementations(),
+        *tpu_paged_attention.implementations(),
+        *tpu_latent_attention.implementations(),
     )

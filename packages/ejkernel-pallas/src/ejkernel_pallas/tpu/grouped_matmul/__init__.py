@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.grouped_matmul import tiles
+from ejkernel_pallas.tpu.grouped_matmul import config
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
 OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
@@ -48,11 +48,11 @@ def implementations() -> tuple[Implementation, ...]:
                 extra=_reasons,
             ),
             config=ConfigSpace(
-                heuristic=tiles.heuristic,
-                candidates=tiles.candidates,
-                kind=tiles.kind,
-                forward=tiles.TpuMatmul,
-                faces=tiles.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+                kind=config.kind,
+                forward=config.TpuMatmul,
+                faces=config.PUBLIC_FIELDS,
             ),
             priority=10,
         ),

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel_pallas.tpu.grouped_matmul.rows import multiply
+from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
+from ejkernel_pallas.tpu.grouped_matmul.kernels.grouped_matmul import multiply
 from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, forward_spec
-from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
 
 
 def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[()]]:

@@ -12,7 +12,7 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
-from ejkernel_pallas.tpu.grouped_matmul.tiles import TpuMatmul
+from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product
 
 CHUNK = 256
@@ -84,7 +84,7 @@ class GroupedSpec:
         )
 
     @property
-    def part_rows(self) -> int:
+    def subtile_rows(self) -> int:
         """Rows that are computed at once of a tile that groups share: no more than matrix units are wide."""
         return math.gcd(self.blocks.rows, CHUNK if self.wide else LANES)
 
@@ -110,10 +110,10 @@ class GroupedSpec:
     def stages_last_product(self) -> bool:
         """Whether a sum's last product is written down before it is added: the next begins before, and needs registers.
 
-        Not where operands are made of what is loaded, which takes more of them than products do.
+        Not where operands are converted from what is loaded, which takes more of them than products do.
         """
-        made = jnp.dtype(self.operand).itemsize > 2 or (self.scales > 0 and not self.scales_products)
-        return self.wide and not (self.accumulates or made)
+        converted = jnp.dtype(self.operand).itemsize > 2 or (self.scales > 0 and not self.scales_products)
+        return self.wide and not (self.accumulates or converted)
 
     @property
     def stages_row_mask(self) -> bool:
@@ -162,13 +162,13 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
 
 def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """The constants of the kernel of lhs's gradient, which multiplies with the matrices the other way around."""
-    made = forward_spec(record, blocks)
+    forward = forward_spec(record, blocks)
     operand, precision = operands(record, spread=True)
     return dataclasses.replace(
-        made,
-        contracted=made.columns,
-        columns=made.contracted,
-        blocks=fitting(blocks, made.columns, made.contracted),
+        forward,
+        contracted=forward.columns,
+        columns=forward.contracted,
+        blocks=fitting(blocks, forward.columns, forward.contracted),
         transposed=not record.transpose_rhs,
         operand=operand,
         precision=precision,

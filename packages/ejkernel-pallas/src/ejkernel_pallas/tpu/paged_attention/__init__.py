@@ -3,13 +3,19 @@
 What the kernel needs, and what it does not do, is data here; nothing of Pallas is imported before a call.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Generator
 from typing import Any
 
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import Direction
-from ejkernel_pallas.tpu.paged_attention import limits, tiles
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention import config
+from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
+from ejkernel_pallas.tpu.paged_attention.spec import token_rows
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
 HANDLES = frozenset(
@@ -44,38 +50,87 @@ OPS = frozenset(
 """The operations over pages; others have none."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
-    return limits.reasons(record)
+DENSE_ROWS = (1, 2, 4)
+"""How many rows memory takes as they are, in addition to multiples of 8."""
+
+CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
+"""The largest head size, and that of latent vectors with their rotary part."""
+WORDS = 2**18 - 2**13
+"""Words of scalar memory for tables and the work list: all of it, less what the kernel keeps there."""
+
+BLOCK = 2**12
+"""Most keys that whole pages and whole lanes may have in common."""
 
 
-LATENT_HANDLES = frozenset(
-    {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
-)
-"""Optional fields that the records of `mla_decode` can have."""
+def reasons(record: PagedAttention) -> Generator[str]:
+    """Why a record cannot be served; nothing if it can."""
+    pages = record.key_pages
+    most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
+    if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
+        yield f"head size {record.query.shape[-1]}, {paged_cache.value_size(record)} is more than {most}"
+    if not (record.query.size and record.kv_lens.size and pages.size and paged_cache.capacity(record)):
+        yield "an array is empty"
+        return
+    if pages.dtype.name not in CACHES:
+        yield f"key_pages: caches of {pages.dtype.name} are not read, those of {', '.join(CACHES)} are"
+        return
+    if record.block_tables is None:
+        yield "block_tables: a cache without pages is not read"
+        return
+    tiles, entries = _tiles(record), record.block_tables.size
+    if entries + tiles * len(FIELDS) > WORDS:
+        yield (
+            f"block_tables: {entries} entries and {tiles} tiles of query rows do not fit into scalar memory; "
+            f"wants entries + {len(FIELDS)} * tiles <= {WORDS}"
+        )
+    narrower = record.compute_dtype is not None and jnp.dtype(record.compute_dtype).itemsize < pages.dtype.itemsize
+    if narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
+        yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
+    yield from _pages(record)
 
 
-def _latent_reasons(record: Any) -> Iterable[str]:
-    # Imported with the first call: listing implementations imports nothing of Pallas.
-    from ejkernel_pallas.tpu.paged_attention import latent_decode
-
-    return latent_decode.reasons(record)
-
-
-def _latent_heuristic(record: Any, device: DeviceInfo, direction: Direction) -> tiles.TpuPaged:
-    from ejkernel_pallas.tpu.paged_attention import latent_decode
-
-    return latent_decode.heuristic(record, device, direction)
+def _tiles(record: PagedAttention) -> int:
+    """The most tiles of query rows by default; the kernel may cut tiles, but not to less than half."""
+    sequences, rows = record.kv_lens.shape[0], record.query.shape[0]
+    return sequences if record.query_start is None else rows // -(-config.tile_rows(record) // 2) + sequences
 
 
-def _latent_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[tiles.TpuPaged, ...]:
-    from ejkernel_pallas.tpu.paged_attention import latent_decode
+def _pages(record: PagedAttention) -> Generator[str]:
+    slots, letters, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
+    sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
+    if math.lcm(slots, LANES) > BLOCK:
+        yield f"key_pages: no block of at most {BLOCK} keys has whole pages of {slots} and whole lanes"
+    if letters == paged_cache.LATENT:
+        yield from _latent_pages(record)
+        return
+    if letters in ("phsd", "hpsd"):
+        multiple = 32 // dtype.itemsize
+        if slots % multiple:
+            yield f"key_pages: pages of {slots} slots where heads come first; wants a multiple of {multiple}"
+        return
+    if any(size > LANES and size % LANES for size in sizes) or len({-(-size // LANES) for size in sizes}) > 1:
+        yield f"key_pages: rows of {' and '.join(map(str, sizes))}; beyond {LANES} wants the same multiple of it"
+    rows, pack = token_rows(record), paged_cache.packing(dtype)
+    if record.new_keys is not None and letters == paged_cache.COMBINED:
+        if rows % pack:
+            yield f"key_pages: {rows} rows of {dtype.name} a token do not fill words; wants a multiple of {pack}"
+        return
+    if (rows not in DENSE_ROWS and rows % 8) or rows % pack:
+        yield f"key_pages: {rows} rows of {dtype.name} a token do not fill tiles of memory; wants 2, 4, or 8 times some"
 
-    return latent_decode.candidates(record, device, direction)
+
+def _latent_pages(record: PagedAttention) -> Generator[str]:
+    slots, pages, (_, start) = paged_cache.page_size(record), record.key_pages, record.latent or (0, 0)
+    pack = paged_cache.packing(pages.dtype)
+    if slots % pack:
+        yield f"kv_cache: pages of {slots} slots of {pages.dtype.name}; wants a multiple of {pack}"
+    if pages.shape[-1] % LANES or start % LANES:
+        yield f"kv_cache: rows of {pages.shape[-1]}, rotary part from {start} on; wants multiples of {LANES}"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """The family's, and one of the dense latent cache."""
+    """One implementation."""
     return (
         Implementation(
             family="paged_attention",
@@ -86,34 +141,15 @@ def implementations() -> tuple[Implementation, ...]:
             requires=tpu_requires(
                 head_dims=range(1, 1025),
                 handles=HANDLES,
-                extra=_reasons,
+                extra=reasons,
             ),
             config=ConfigSpace(
-                heuristic=tiles.heuristic,
-                candidates=tiles.candidates,
-                forward=tiles.TpuPaged,
-                faces=tiles.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+                forward=config.TpuPaged,
+                faces=config.PUBLIC_FIELDS,
             ),
             priority=10,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",
-        ),
-        Implementation(
-            family="tiled_attention",
-            only=frozenset({"mla_decode"}),
-            name="pallas_tpu_latent",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.paged_attention.latent_decode:forward",
-            requires=tpu_requires(
-                head_dims=range(1, 1025),
-                handles=LATENT_HANDLES,
-                extra=_latent_reasons,
-            ),
-            config=ConfigSpace(
-                heuristic=_latent_heuristic,
-                candidates=_latent_candidates,
-                forward=tiles.TpuPaged,
-                faces=tiles.FACES,
-            ),
-            priority=20,
         ),
     )

@@ -12,15 +12,15 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention import operands
-from ejkernel_pallas.tpu.paged_attention.blocks import HEADS
-from ejkernel_pallas.tpu.paged_attention.kernel import kernel
-from ejkernel_pallas.tpu.paged_attention.keys import head_groups
-from ejkernel_pallas.tpu.paged_attention.refs import PagedRefs
-from ejkernel_pallas.tpu.paged_attention.softmax import BUFFERS, staged
+from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, paged_tiles
+from ejkernel_pallas.tpu.paged_attention.kernels import operands
+from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS
+from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import head_groups
+from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import BUFFERS, staged
+from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import kernel
+from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.plan import FIELDS, WorkList, find_work
 from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec, make_spec, stored
-from ejkernel_pallas.tpu.paged_attention.tiles import TpuPaged, chosen
-from ejkernel_pallas.tpu.paged_attention.work import FIELDS, WorkList, find_work
 
 # Page numbers are known to be the cache's, and a check takes longer than to start a copy.
 OPTIONS = {"disable_bounds_checks": True}
@@ -38,7 +38,7 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     """
     # Tokens share words in a latent cache. A copy cannot write half of one, so XLA writes them, in place.
     record, written = paged_cache.write(record) if record.latent is not None else (record, ())
-    spec = make_spec(record, chosen(config))
+    spec = make_spec(record, paged_tiles(config))
     work = find_work(record, spec)
     # A mapped call runs one after the other: tables in scalar memory have room for one.
     run = custom_batching.sequential_vmap(lambda record, work: tuple(_run(record, spec, work)))
@@ -62,9 +62,9 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
     }
     written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches.items()} if tokens else {}
     # A cache that is written to is one array, which the kernel knows as its output.
-    given = {f"{name}_before" if written else name: x for name, x in caches.items()}
+    cache_inputs = {f"{name}_before" if written else name: x for name, x in caches.items()}
     constants = {name: resident(x) for name, x in _constants(record, spec).items()}
-    made = launch(
+    results = launch(
         KernelCall(
             name="paged_attention",
             kernel=functools.partial(kernel, spec=spec),
@@ -73,25 +73,25 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
             grid=(spec.parts,),
             parallel=1,
             tables={"items": work.items, "spans": work.spans, "tables": work.tables},
-            inputs=constants | {name: Operand(x) for name, x in {"query": query, **tokens, **given}.items()},
+            inputs=constants | {name: Operand(x) for name, x in {"query": query, **tokens, **cache_inputs}.items()},
             outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
             scratch=_scratch(record, spec, lanes, caches, bool(tokens)),
             aliases={f"{name}_before": name for name in written},
             options=OPTIONS,
         )
     )
-    return list(made.values())
+    return list(results.values())
 
 
 def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
     """What stays in the kernel's memory all the time."""
-    made: dict[str, jax.Array] = {}
+    constants: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
-        made["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
+        constants["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
     if spec.tokens > 1:
-        places = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group_size
-        made["row_tokens"] = jnp.broadcast_to(places[:, None], (spec.rows, LANES))
-    return made
+        tokens = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group_size
+        constants["row_tokens"] = jnp.broadcast_to(tokens[:, None], (spec.rows, LANES))
+    return constants
 
 
 def _scratch(
@@ -100,7 +100,7 @@ def _scratch(
     """What the kernel keeps."""
     heads, cache = spec.kv_heads, spec.cache
     state = (heads, spec.rows, LANES)
-    made: dict[str, Any] = {
+    scratch: dict[str, Any] = {
         "query_buffer": pltpu.VMEM((2, heads, spec.rows, spec.head_dim), spec.operand),
         "output_buffer": pltpu.VMEM((2, heads, spec.rows, spec.value_dim), record.query.dtype),
         "lse_buffer": pltpu.VMEM((2, heads, 1, lanes), jnp.float32),
@@ -108,16 +108,17 @@ def _scratch(
         "row_sum": pltpu.VMEM(state, jnp.float32),
         "acc": pltpu.VMEM((heads, spec.rows, spec.value_dim), jnp.float32),
     }
-    parts = heads // head_groups(spec) * spec.chunks_per_step
-    made["small"] = staged(-(-parts // BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product, spec.weights)
+    chunks = heads // head_groups(spec) * spec.chunks_per_step
+    rows, keys = -(-chunks // BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product
+    scratch["small"] = staged(rows, keys, spec.weights)
     if spec.keeps_limits:
-        made["score_limits"] = pltpu.VMEM(
+        scratch["score_limits"] = pltpu.VMEM(
             (cache.heads_per_unit if cache.interleaved else 1, spec.small_rows, LANES), jnp.float32
         )
     if spec.tokens == 1:
-        made["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
+        scratch["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
     if spec.rows > spec.small_rows:
-        made["large"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part_kv, spec.weights)
+        scratch["large"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part_kv, spec.weights)
     for name, x in caches.items():
         if cache.in_columns(name == "values"):
             shape = (PREFETCH + 1, heads, x.shape[1], spec.block_kv)
@@ -126,12 +127,12 @@ def _scratch(
         else:
             groups = -(-x.shape[-1] // LANES)
             shape = (PREFETCH + 1, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
-        made[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
+        scratch[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
     if spec.rows > spec.small_rows:
-        made["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand)
-        made["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights)
-    made |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("query_arrived", "results_sent")}
-    made["pages_arrived"] = pltpu.SemaphoreType.DMA((PREFETCH + 1,))
+        scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand)
+        scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights)
+    scratch |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("query_arrived", "results_sent")}
+    scratch["pages_arrived"] = pltpu.SemaphoreType.DMA((PREFETCH + 1,))
     if writes:
-        made |= {"write_counts": pltpu.SMEM((2,), jnp.int32), "tokens_written": pltpu.SemaphoreType.DMA}
-    return made
+        scratch |= {"write_counts": pltpu.SMEM((2,), jnp.int32), "tokens_written": pltpu.SemaphoreType.DMA}
+    return scratch

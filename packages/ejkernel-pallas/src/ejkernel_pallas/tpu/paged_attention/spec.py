@@ -50,7 +50,7 @@ class Cache:
         groups: Parts of 128 lanes that a row is copied in.
         latent: Whether a token has one row, whose first numbers are its value too. Rows of a word are tokens then.
         transposed: Whether a page is kept as [D, S], with tokens along lanes; `along_lanes` says when.
-        rotary: Numbers of a key in a second cache, kept as [Dr, S], beside those of latent rows; 0 where there is none.
+        rotary: Numbers of a key in a second cache, kept as [Dr, S], next to latent rows; 0 where there is none.
     """
 
     layout: str
@@ -131,7 +131,7 @@ class PagedSpec:
         part_kv: Keys a product of a large tile; divides `chunk_kv`.
         block_kv: Keys that are copied at once.
         chunk_kv: Keys a product of few rows; divides `block_kv`.
-        chunks_per_step: Chunks whose products are made together.
+        chunks_per_step: Chunks whose products are computed together.
         lookahead: Products of few rows whose scores are computed before the softmax of the first of them.
         masked_lookahead: The same where some keys are not attended.
         keeps_limits: Whether scratch memory keeps the mask of each row's own head, where heads share products. There
@@ -385,8 +385,8 @@ def _block(slots: int, keys: int) -> int:
 
 def _weights(record: PagedAttention) -> Any:
     """The wider of queries and cache; caches of 8 bits are read in the query's."""
-    query, kept = record.query.dtype, record.key_pages.dtype
-    return jnp.dtype(query if kept.itemsize == 1 else jnp.promote_types(query, kept))
+    query, cache = record.query.dtype, record.key_pages.dtype
+    return jnp.dtype(query if cache.itemsize == 1 else jnp.promote_types(query, cache))
 
 
 def _operand(record: PagedAttention) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.families.quantized_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.quantized_matmul import tiles
+from ejkernel_pallas.tpu.quantized_matmul import config
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
 BITS = (4, 8)
@@ -30,19 +30,19 @@ def implementations() -> tuple[Implementation, ...]:
             family="quantized_matmul",
             name="pallas_tpu",
             platform="pallas",
-            forward="ejkernel_pallas.tpu.quantized_matmul.passes:forward",
-            backward="ejkernel_pallas.tpu.quantized_matmul.passes:backward",
+            forward="ejkernel_pallas.tpu.quantized_matmul.forward:forward",
+            backward="ejkernel_pallas.tpu.quantized_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=tpu_requires(
                 handles=frozenset({"zeros", "tensor_scale", "transpose", "precision"}),
                 extra=_reasons,
             ),
             config=ConfigSpace(
-                forward=tiles.TpuQuantized,
-                backward=tiles.TpuQuantized,
-                faces=tiles.FACES,
-                heuristic=tiles.heuristic,
-                candidates=tiles.candidates,
+                forward=config.TpuQuantized,
+                backward=config.TpuQuantized,
+                faces=config.PUBLIC_FIELDS,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
             ),
             priority=10,
         ),

@@ -13,7 +13,7 @@ from ejkernel.planning.precision import product_precision
 from ejkernel.planning.quantized_formats import WORD, Format
 from ejkernel_pallas.tpu.generations import is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.quantized_matmul.tiles import ROWS, TpuQuantized
+from ejkernel_pallas.tpu.quantized_matmul.config import ROWS, TpuQuantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

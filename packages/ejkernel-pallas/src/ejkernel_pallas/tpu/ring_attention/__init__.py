@@ -7,8 +7,8 @@ from ejkernel.families.ring_attention import FAMILY
 from ejkernel.families.tiled_attention import MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import tpu_requires
-from ejkernel_pallas.tpu.ring_attention import tiles
-from ejkernel_pallas.tpu.tiled_attention.tiles import FACES, TpuBackward, TpuForward
+from ejkernel_pallas.tpu.ring_attention import config
+from ejkernel_pallas.tpu.tiled_attention.config import PUBLIC_FIELDS, TpuBackward, TpuForward
 
 
 def _empty(record: Any) -> Iterable[str]:
@@ -23,8 +23,8 @@ def implementations() -> tuple[Implementation, ...]:
             family="ring_attention",
             name="pallas_tpu",
             platform="pallas",
-            forward="ejkernel_pallas.tpu.ring_attention.dispatch:forward",
-            backward="ejkernel_pallas.tpu.ring_attention.dispatch:backward",
+            forward="ejkernel_pallas.tpu.ring_attention.forward:forward",
+            backward="ejkernel_pallas.tpu.ring_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=tpu_requires(
                 head_dims=range(1, 257),
@@ -32,11 +32,11 @@ def implementations() -> tuple[Implementation, ...]:
                 extra=_empty,
             ),
             config=ConfigSpace(
-                heuristic=tiles.heuristic,
-                candidates=tiles.candidates,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
                 forward=TpuForward,
                 backward=TpuBackward,
-                faces=FACES,
+                faces=PUBLIC_FIELDS,
             ),
             priority=10,
         ),

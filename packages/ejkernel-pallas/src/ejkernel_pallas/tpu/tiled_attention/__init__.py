@@ -6,14 +6,19 @@ What the kernels need, and what they do not do, is data here; nothing of Pallas 
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
+from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX, band
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import tpu_requires
-from ejkernel_pallas.tpu.tiled_attention import tiles
+from ejkernel_pallas.tpu.tiled_attention import config
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
 """Optional fields that the kernels honour."""
+
+MAX_PAIRS = 2**17
+"""The most tile pairs: their list takes half of scalar memory."""
+MAX_TILES = 2**14
+"""The most query tiles, and twice the most key tiles, that an entry of the list has bits for."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -22,7 +27,24 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
         return
     yield from pattern_reasons(record)
-    yield from tiles.reasons(record)
+    yield from _pair_list_reasons(record)
+
+
+def _pair_list_reasons(record: Any) -> tuple[str, ...]:
+    """Why the list of a record's tile pairs does not fit scalar memory, at the tiles that it gets by default."""
+    block = 512 if config.is_narrow(record) else 1024
+    (left, right), arrays = band(record), (record.q_segment_ids, record.q_positions, record.kv_positions)
+    queries, keys = (-(-x.shape[1] // block) for x in (record.query, record.key))
+    if any(x is not None for x in arrays):
+        pairs = queries * keys * max(x.shape[0] for x in arrays if x is not None)
+    elif left is not None and right is not None:
+        pairs = queries * min(keys, (left + right) // block + 2)
+    else:
+        pairs = queries * keys if (left, right) == (None, None) else queries * (keys + 1) // 2
+    if max(queries, 2 * keys) > MAX_TILES:
+        most = f"{MAX_TILES}, or {MAX_TILES // 2},"
+        return (f"{queries} tiles of queries and {keys} of keys are more than {most} that are told apart",)
+    return (f"{pairs} tile pairs are more than the {MAX_PAIRS} that scalar memory lists",) if pairs > MAX_PAIRS else ()
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -41,12 +63,12 @@ def implementations() -> tuple[Implementation, ...]:
                 extra=_reasons,
             ),
             config=ConfigSpace(
-                heuristic=tiles.heuristic,
-                candidates=tiles.candidates,
-                kind=tiles.kind,
-                forward=tiles.TpuForward,
-                backward=tiles.TpuBackward,
-                faces=tiles.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+                kind=config.kind,
+                forward=config.TpuForward,
+                backward=config.TpuBackward,
+                faces=config.PUBLIC_FIELDS,
             ),
             priority=10,
         ),

@@ -1,0 +1,136 @@
+"""Tile sizes: the heuristic for calls without a measured configuration, and the candidates."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.ops.params import Direction
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuMatmul:
+    """The configuration of each kernel; all sizes are multiples of 128.
+
+    Attributes:
+        block_m: Rows a tile.
+        block_k: Contracted elements a step, of the forward pass; rows of a matrix's gradient a tile.
+        block_n: Columns a tile.
+    """
+
+    block_m: int = 512
+    block_k: int = 1024
+    block_n: int = 1024
+
+
+PUBLIC_FIELDS = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n"}
+"""Public configuration field -> field of this."""
+
+LANES = 128
+ROW_TILES = (1024, 512, 256, 128)
+UNROLLED_COLUMNS = 1024
+"""Columns of a forward tile whose multiplications count; through more goes a loop."""
+
+
+class Chip(NamedTuple):
+    """What tiles depend on.
+
+    Attributes:
+        operations: In bfloat16, a nanosecond.
+        bandwidth: Bytes of HBM a nanosecond.
+        memory: Bytes of VMEM for the blocks of candidates.
+        deepest: Multiplications of a tile at most: libtpu takes seconds for more, or they need a loop.
+        quick: Bytes of VMEM for blocks by default: libtpu takes a minute for kernels with more.
+    """
+
+    operations: float
+    bandwidth: float
+    memory: int
+    deepest: int = 2**32
+    quick: int = 64 * 2**20
+
+
+CHIPS = {
+    "v5 lite": Chip(197e3, 819, 60 * 2**20),
+    "v5": Chip(459e3, 2765, 36 * 2**20),
+    "v6": Chip(918e3, 1640, 64 * 2**20),
+    "7x": Chip(1154e3, 3690, 44 * 2**20, 2**31, 36 * 2**20),
+}
+"""By words in the kind of a device; the first that is found."""
+
+
+def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
+    """The tiles for a record on a device: those that wait least, by operations and bytes alone."""
+    chip = _chip(device)
+    chip = chip._replace(memory=min(chip.memory, chip.quick))
+    return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
+
+
+def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
+    """Tiles worth measuring for a record on a device."""
+    return tuple(_fitting(record, _chip(device), direction))
+
+
+def kind(record: GroupedMatmul) -> str:
+    """What the calls have in common that share an entry of a shipped table: matrices, and about the rows of each."""
+    fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"transpose_rhs={record.transpose_rhs}")
+    sizes = f"k={record.lhs.shape[1]} n={columns(record)} rows={_rows(record)}"
+    return " ".join((*fields, f"out={jnp.dtype(record.out_dtype)}", f"scaled={record.rhs_scale is not None}", sizes))
+
+
+def _chip(device: Any) -> Chip:
+    return next((chip for word, chip in CHIPS.items() if word in device.kind), CHIPS["v5"])
+
+
+def _rows(record: GroupedMatmul) -> int:
+    """Rows a tile: no more than a group has, about."""
+    average = record.lhs.shape[0] / record.group_sizes.shape[0]
+    return next((rows for rows in ROW_TILES if rows <= average), ROW_TILES[-1])
+
+
+def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[TpuMatmul]:
+    """Tiles that memory has room for, each once."""
+    depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
+    sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
+    if direction == "forward" and _rows(record) == ROW_TILES[0]:
+        sizes.append((depth, 2048))  # reads rows half as often: with few of them, matrices are what takes time to read
+    for height in (_rows(record), _rows(record) // 2):
+        for k, n in sizes:
+            tiles = (min(max(LANES, height), _padded(record.lhs.shape[0])), min(k, depth), min(n, width))
+            laid_out = tiles[2] if direction == "backward" else min(tiles[2], UNROLLED_COLUMNS)
+            small = tiles[0] * tiles[1] * laid_out <= chip.deepest and _bytes(record, direction, *tiles) <= chip.memory
+            if tiles not in seen and (small or not seen):
+                seen.add(tiles)
+                yield TpuMatmul(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
+
+
+def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) -> int:
+    """Bytes of the double-buffered blocks and of the sum; in the backward pass of the kernel that needs more."""
+    rows, matrices, out = record.lhs.dtype.itemsize, record.rhs.dtype.itemsize, jnp.dtype(record.out_dtype).itemsize
+    if direction == "backward":
+        scaled = 2 if record.rhs_scale is None else 6
+        dlhs_bytes = 2 * (m * k * rows + m * n * out) + k * n * (scaled * matrices + 4)
+        return max(dlhs_bytes, 2 * (m * k * rows + k * n * matrices + m * n * rows) + 4 * m * n)
+    existing = 0 if record.existing_out is None else record.existing_out.dtype.itemsize
+    return 2 * (m * k * rows + k * n * matrices + m * n * (out + existing)) + 4 * m * n
+
+
+def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
+    """The larger of the time that products take, with what tiles compute in vain, and that copies take."""
+    (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
+    m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
+    across, steps = -(-width // n), -(-depth // k)
+    items = -(-rows // m) + groups / 2
+    matrices = record.rhs.shape[0] if steps == 1 else items
+    copied = across * items * m * depth * record.lhs.dtype.itemsize
+    copied += matrices * depth * width * record.rhs.dtype.itemsize
+    copied += rows * width * jnp.dtype(record.out_dtype).itemsize
+    # Beginning and ending a tile costs what 40 of its contracted elements do, and more where it has several steps.
+    products = 2 * (rows + groups * min(m, 256) / 2) * steps * (k + 40) * across * n
+    return max(products / chip.operations, copied / chip.bandwidth)
+
+
+def _padded(size: int) -> int:
+    return -(-size // LANES) * LANES

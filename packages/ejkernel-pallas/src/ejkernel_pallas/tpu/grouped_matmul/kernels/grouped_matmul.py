@@ -1,0 +1,290 @@
+"""Rows times the matrices of their groups: the output, and the gradient of lhs.
+
+    grid: (tiles of columns, work items, tiles of contracted elements); an item is a tile of rows by one group's matrix
+
+        rows [block_m, block_k] ◄── double buffer ─┐
+        matrices [block_k, block_n] ◄── likewise ──┴─► products of parts ──► acc [block_m, block_n]
+        after the last block_k: acc, scaled, + bias, + existing ──► the item's rows of output
+
+A tile of rows that several groups share is computed once for each; it stays in VMEM in between, and each item computes
+parts that have rows of its own, and writes these.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
+from ejkernel_pallas.tpu.grouped_matmul.plan import (
+    FIRST,
+    LEADING,
+    WHOLE,
+    WORK,
+    WorkItem,
+    by_rows,
+    coordinates_of,
+    read_item,
+)
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, GroupedSpec, factors, padded_scales
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product, zero_outside
+
+
+class TileIndex(NamedTuple):
+    """Tile of columns, tile of contracted elements, and a 0 that the compiler cannot fold."""
+
+    n: Any
+    k: Any
+    zero: Any
+
+
+class SubTile(NamedTuple):
+    """A part of a tile of the output: some rows, maybe traced, and columns."""
+
+    row: Any
+    rows: int
+    column: Any
+    columns: int
+
+    @property
+    def r(self) -> Any:
+        """The rows."""
+        return pl.ds(self.row, self.rows)
+
+    @property
+    def c(self) -> Any:
+        """The columns."""
+        return pl.ds(self.column, self.columns)
+
+
+def multiply(
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array], dtype: Any
+) -> jax.Array:
+    """Every row times the matrix of its group.
+
+    Args:
+        record: Matrices, their scales, and which rows are theirs.
+        rows: [M, K] of the product.
+        spec: The kernel's constants.
+        extra: What is added: `"bias"` [E, 1, N] float32 and `"existing"` [M, N].
+        dtype: Of the result.
+
+    Returns:
+        [M, N]; rows of no group are `"existing"`, or 0.
+    """
+    work, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
+    array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
+    scratch: dict[str, Any] = {}
+    if spec.sums_in_memory:
+        scratch["acc"] = pltpu.VMEM((height, width), jnp.float32)
+        if spec.stages_last_product:
+            scratch["last"] = pltpu.VMEM((height, CHUNK), jnp.float32)
+    if spec.stages_row_mask:
+        scratch["row_mask"] = pltpu.VMEM((spec.subtile_rows, LANES), jnp.int32)
+    inputs = _inputs(record, rows, spec, extra)
+    outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
+    results = launch(
+        KernelCall(
+            name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
+            kernel=functools.partial(_kernel, spec=spec),
+            refs=RowsRefs,
+            grid=(-(-spec.columns // width), work.total, spec.steps),
+            # Columns alone: items that share a tile of rows follow each other, as they write to one block.
+            parallel=1,
+            tables={"table": work.table},
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            where=coordinates_of(1),
+            vmem_limit=vmem_limit((*inputs.values(), *outputs.values()), scratch),
+        )
+    )
+    return results["output"]
+
+
+def _inputs(
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array]
+) -> dict[str, Operand]:
+    height, depth, width = spec.blocks
+    inputs = {"rows": Operand(rows, (height, depth), lambda v, n, k: (v.source, _step(v, k, spec)))}
+    if spec.transposed:
+        block, index = (None, width, depth), lambda v, n, k: (v.matrix, n, _step(v, k, spec))
+    else:
+        block, index = (None, depth, width), lambda v, n, k: (v.matrix, _step(v, k, spec), n)
+    inputs["matrices"] = Operand(record.rhs, block, index)
+    if record.rhs_scale is not None:
+        inputs["scales"] = _scales(padded_scales(record.rhs_scale), spec)
+    if "bias" in extra:
+        inputs["bias"] = Operand(extra["bias"], (None, 1, width), lambda v, n, k: (v.matrix, 0, n))
+    if "existing" in extra:
+        inputs["existing"] = Operand(extra["existing"], (height, width), lambda v, n, k: (v.tile, n))
+    return inputs
+
+
+def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
+    """The tile of contracted elements; where there is no work, that of the next item or of the one before."""
+    return jnp.where(v.has(WORK), k, jnp.where(v.has(LEADING), 0, spec.steps - 1))
+
+
+def _scales(scales: jax.Array, spec: GroupedSpec) -> Operand:
+    size = spec.blocks.contracted if spec.backward else spec.blocks.columns
+    block = (None, scales.shape[1], size)
+    if spec.backward:
+        return Operand(scales, block, lambda v, n, k: (v.matrix, 0, _step(v, k, spec)))
+    return Operand(scales, block, lambda v, n, k: (v.matrix, 0, n))
+
+
+def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
+    """One tile of contracted elements of one work item.
+
+    Args:
+        refs: Blocks and scratch memory.
+        spec: The kernel's constants.
+    """
+    v = read_item(refs.table, pl.program_id(1))
+    at = TileIndex(pl.program_id(0), pl.program_id(2), v.zero)
+    whole, partial = v.has(WHOLE), (v.flags & (WORK | WHOLE)) == WORK
+    last = at.k == spec.steps - 1
+    if spec.steps > 1:
+
+        @pl.when(v.has(WORK) & (at.k == 0))
+        def _() -> None:
+            refs.acc[...] = jnp.zeros_like(refs.acc)
+
+    if refs.acc is not None:
+        # Only the last tile of contracted elements reaches past them; the others need no mask.
+        for when, cut in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
+            add = functools.partial(_add, refs, at, spec=spec, cut=cut)
+            pl.when(whole & when)(functools.partial(_over_columns, spec, 0, add))
+            pl.when(partial & when)(functools.partial(_over_subtiles, spec, v, add))
+    write = functools.partial(_write, refs, at, spec=spec)
+    pl.when(whole & last)(functools.partial(_over_columns, spec, 0, write))
+    pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_write_ungrouped, refs))
+    pl.when(partial & last)(functools.partial(_over_subtiles, spec, v, functools.partial(write, v=v)))
+
+
+def _over_columns(spec: GroupedSpec, row: Any, work: Callable[[SubTile], None], rows: int | None = None) -> None:
+    """Calls `work` with parts that have all of the tile's rows, or some; few columns each, whose sums fit registers."""
+    height, _, width = spec.blocks
+
+    def add_columns(n: Any, carry: Any) -> Any:
+        work(SubTile(row, rows or height, pl.multiple_of(n * CHUNK, CHUNK), CHUNK))
+        return carry
+
+    looped = 0 if spec.unrolls else width // CHUNK
+    if looped:
+        lax.fori_loop(np.int32(0), np.int32(looped), add_columns, np.int32(0))
+    for column in range(looped * CHUNK, width, CHUNK):
+        work(SubTile(row, rows or height, column, min(CHUNK, width - column)))
+
+
+def _over_subtiles(spec: GroupedSpec, v: WorkItem, work: Callable[[SubTile], None]) -> None:
+    """Calls `work` with parts that have all rows of the item, and few others."""
+    rows = spec.subtile_rows
+
+    def each_rows(n: Any, carry: Any) -> Any:
+        _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)
+        return carry
+
+    loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), each_rows, np.int32(0))
+
+
+def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bool) -> None:
+    """Adds the products of a subtile; `cut` where the tiles reach beyond the contracted elements."""
+    for start, size in spec.pieces:
+        partial_sum = _product(refs, at, sub, spec, (start, size), cut)
+        if start == 0 and spec.steps == 1:
+            row = opaque_offset(sub.row, SUBLANES, at.zero) if spec.reloads_first else sub.row
+            refs.acc[pl.ds(row, sub.rows), sub.c] = partial_sum
+            continue
+        if spec.stages_last_product and (start, size) == spec.pieces[-1]:
+            last = refs.last.at[sub.r, : sub.columns]
+            last[...] = partial_sum
+            partial_sum = last[...]
+        refs.acc[sub.r, sub.c] += partial_sum
+
+
+def _product(
+    refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int], cut: bool = False
+) -> jax.Array:
+    """The product over a piece of the contracted elements."""
+    start, size = piece
+    inner = slice(start, start + size)
+    row = sub.row
+    if spec.sums_in_memory:  # on their way there they need the registers in which rows would wait for other columns
+        row = opaque_offset(row, sub.column, at.zero)
+    rows = refs.rows[pl.ds(row, sub.rows), inner]
+    matrix = refs.matrices[sub.c, inner] if spec.transposed else refs.matrices[inner, sub.c]
+    if refs.scales is not None and not spec.scales_products:
+        matrix = matrix.astype(jnp.float32) * _factors(refs, at, sub, spec, piece)
+    if cut:
+        # In both operands: past the end either may hold NaN, which 0 in the other does not stop.
+        left = spec.contracted - at.k * spec.blocks.contracted - start
+        rows = zero_outside(rows, 0, left, 1)
+        matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
+    pair = rows.astype(spec.operand), matrix.astype(spec.operand)
+    partial_sum = product(*pair, (1, 1 if spec.transposed else 0), spec.precision)
+    if refs.scales is not None and spec.scales_products and not spec.scales_sum:
+        block = divide(at.k * spec.blocks.contracted + start, spec.per_scale)
+        partial_sum = partial_sum * refs.scales[pl.ds(block, 1), sub.c]
+    return partial_sum
+
+
+def _factors(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int]) -> jax.Array:
+    """The scales of a matrix, in the shape of its subtile."""
+    columns_first = spec.transposed != spec.backward
+    if spec.backward:
+        scales = refs.scales[:, slice(piece[0], piece[0] + piece[1])]
+        return factors(scales, at.n * spec.blocks.columns + sub.column, sub.columns, spec, columns_first)
+    first = at.k * spec.blocks.contracted + piece[0]
+    return factors(refs.scales[:, sub.c], first, piece[1], spec, columns_first)
+
+
+def _write_ungrouped(refs: RowsRefs) -> None:
+    """Writes what rows of no matrix are."""
+    output = refs.output
+    if refs.existing is not None:
+        output[...] = refs.existing[...].astype(output.dtype)
+    else:
+        output[...] = jnp.zeros_like(output)
+
+
+def _write(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem | None = None) -> None:
+    """Writes a subtile of the output; of an item's rows alone where it is given."""
+    total = refs.acc[sub.r, sub.c] if refs.acc is not None else _product(refs, at, sub, spec, spec.pieces[0])
+    if spec.scales_sum:
+        total = total * refs.scales[:1, sub.c]
+    if refs.bias is not None:
+        total = total + refs.bias[:, sub.c]
+    if refs.existing is not None:
+        total = total + refs.existing[sub.r, sub.c].astype(jnp.float32)
+    output = refs.output
+    if v is not None:
+        # Other rows keep what their groups' items wrote: the block stays in VMEM until the tile of rows changes.
+        mask = _group_row_mask(refs, at, sub, spec, v)
+        total = jnp.where(mask, total, output[sub.r, sub.c].astype(jnp.float32))
+    output[sub.r, sub.c] = total.astype(output.dtype)
+
+
+def _group_row_mask(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem) -> jax.Array:
+    """Which rows of a subtile, in all of its columns, are the item's: the same in all subtiles with these rows."""
+    if not spec.stages_row_mask:
+        row = sub.row + lax.broadcasted_iota(jnp.int32, (sub.rows, sub.columns), 0)
+        return (row >= v.low) & (row < v.high)
+    row_mask = refs.row_mask
+    if sub.column == 0:
+        row = sub.row + lax.broadcasted_iota(jnp.int32, row_mask.shape, 0)
+        row_mask[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
+    mask = row_mask[pl.ds(opaque_offset(0, sub.column, at.zero), sub.rows)]
+    return jnp.concatenate([mask] * -(-sub.columns // LANES), axis=1)[:, : sub.columns] != 0

@@ -1,0 +1,269 @@
+"""What is summed over the rows of a group: the gradients of its matrix, scales and bias.
+
+grid: (tiles of lanes, tiles of sublanes, work items); a work item is a tile of rows of one group
+
+    rows [block_m, block_k] ◄── double buffer ─┐   rows of other groups as 0, in scratch
+    cotangent [block_m, block_n] ◄── likewise ─┴─► rows^T cotangent ──► acc [block_k, block_n]
+    after a group's last item: acc, scaled ──► rhs, rhs_scale, rhs_bias
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import MatricesRefs
+from ejkernel_pallas.tpu.grouped_matmul.plan import (
+    FIRST,
+    LAST,
+    WHOLE,
+    WORK,
+    WorkItem,
+    by_matrices,
+    coordinates_of,
+    read_item,
+)
+from ejkernel_pallas.tpu.grouped_matmul.spec import (
+    CHUNK,
+    GroupedSpec,
+    factors,
+    in_block,
+    padded_scales,
+)
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
+from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, product, zero_outside
+
+GROUP = 64
+"""Rows that are copied at once."""
+
+
+def matrix_gradients(
+    record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Gradients of what belongs to a matrix.
+
+    Args:
+        record: The record.
+        cotangent: [M, N] of the output.
+        spec: The kernel's constants.
+        grad_fields: Any of `"rhs"`, `"rhs_scale"` and `"rhs_bias"`.
+
+    Returns:
+        Each, in the shape and dtype of its field.
+    """
+    work, products = by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
+    # A bias alone needs one tile of contracted elements, of which none is read.
+    k_tiles, n_tiles = spec.steps if products else 1, -(-spec.columns // spec.blocks.columns)
+    outputs, scratch = _results(record, cotangent.dtype, spec, k_tiles, grad_fields)
+    inputs = _operands(record, cotangent, spec, grad_fields) if products else {"cotangent": _cotangent(cotangent, spec)}
+    gradients = launch(
+        KernelCall(
+            name="ejkernel_grouped_matmul_backward_matrices",
+            kernel=functools.partial(_kernel, spec=spec),
+            refs=MatricesRefs,
+            grid=(k_tiles, n_tiles, work.total) if spec.transposed else (n_tiles, k_tiles, work.total),
+            # Tiles of a matrix may go to different cores; the items of a tile add to one accumulator.
+            parallel=1,
+            tables={"table": work.table},
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+            where=coordinates_of(2),
+            vmem_limit=vmem_limit((*inputs.values(), *outputs.values()), scratch),
+        )
+    )
+    if "rhs_scale" in gradients:
+        # A scale's rows may lie in two tiles of contracted elements, each of which has written a share.
+        gradients["rhs_scale"] = gradients["rhs_scale"].sum(axis=0)[:, : spec.scales, None]
+    return {name: x.astype(getattr(record, name).dtype) for name, x in gradients.items()}
+
+
+def _at(
+    spec: GroupedSpec, index: Callable[[WorkItem, Any, Any], tuple[Any, ...]]
+) -> Callable[[WorkItem, Any, Any], Any]:
+    """An index from work item, tile of contracted elements and tile of columns; the grid's first axis is the lanes'."""
+    return index if spec.transposed else lambda v, n, k: index(v, k, n)
+
+
+def _cotangent(cotangent: jax.Array, spec: GroupedSpec) -> Operand:
+    return Operand(cotangent, (spec.blocks.rows, spec.blocks.columns), _at(spec, lambda v, k, n: (v.tile, n)))
+
+
+def _matrix(array: Any, spec: GroupedSpec) -> Operand:
+    """An array of matrices, by tiles."""
+    _, depth, width = spec.blocks
+    if spec.transposed:
+        return Operand(array, (None, width, depth), _at(spec, lambda v, k, n: (v.matrix, n, k)))
+    return Operand(array, (None, depth, width), _at(spec, lambda v, k, n: (v.matrix, k, n)))
+
+
+def _operands(
+    record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
+) -> dict[str, Operand]:
+    """What the products are made from, and what they become of them."""
+    rows = (spec.blocks.rows, spec.blocks.contracted)
+    inputs = {
+        "cotangent": _cotangent(cotangent, spec),
+        "rows": Operand(record.lhs, rows, _at(spec, lambda v, k, n: (v.tile, k))),
+    }
+    if record.rhs_scale is not None:
+        scales = padded_scales(record.rhs_scale)
+        block = (None, scales.shape[1], spec.blocks.columns)
+        inputs["scales"] = Operand(scales, block, _at(spec, lambda v, k, n: (v.matrix, 0, n)))
+    if "rhs_scale" in grad_fields:
+        inputs["matrices"] = _matrix(record.rhs, spec)
+    return inputs
+
+
+def _results(
+    record: GroupedMatmul, cotangent: Any, spec: GroupedSpec, k_tiles: int, grad_fields: frozenset[str]
+) -> tuple[dict[str, Operand], dict[str, Any]]:
+    """What is written, and what is kept."""
+    matrices, width = record.rhs.shape[0], spec.blocks.columns
+    outputs: dict[str, Operand] = {}
+    scratch: dict[str, Any] = {}
+    if "rhs" in grad_fields:
+        outputs["rhs"] = _matrix(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
+    if record.rhs_scale is not None and "rhs_scale" in grad_fields:
+        blocks = -(-spec.scales // SUBLANES) * SUBLANES
+        array = jax.ShapeDtypeStruct((k_tiles, matrices, blocks, spec.columns), jnp.float32)
+        index = _at(spec, lambda v, k, n: (k, v.matrix, 0, n))
+        outputs["rhs_scale"] = Operand(array, (None, None, blocks, width), index)
+    if grad_fields & {"rhs", "rhs_scale"}:
+        tile = (width, spec.blocks.contracted) if spec.transposed else (spec.blocks.contracted, width)
+        scratch["acc"] = pltpu.VMEM(tile, jnp.float32)
+        scratch["group_rows_buffer"] = pltpu.VMEM((spec.subtile_rows, spec.blocks.contracted), record.lhs.dtype)
+        scratch["group_cotangent_buffer"] = pltpu.VMEM((spec.subtile_rows, width), cotangent)
+    if "rhs_bias" in grad_fields:
+        array = jax.ShapeDtypeStruct((matrices, 1, spec.columns), jnp.float32)
+        outputs["rhs_bias"] = Operand(array, (None, 1, width), _at(spec, lambda v, k, n: (v.matrix, 0, n)))
+        scratch["bias_acc"] = pltpu.VMEM((1, width), jnp.float32)
+    return outputs, scratch
+
+
+def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
+    """One work item: a tile of rows with a tile of a matrix.
+
+    Args:
+        refs: Blocks and scratch memory.
+        spec: The kernel's constants.
+    """
+    v = read_item(refs.table, pl.program_id(2))
+
+    @pl.when(v.has(FIRST))
+    def _() -> None:
+        for acc in (refs.acc, refs.bias_acc):
+            if acc is not None:
+                acc[...] = jnp.zeros_like(acc)
+
+    pl.when(v.has(WHOLE))(lambda: _add(refs, v, spec, False))
+    pl.when((v.flags & (WORK | WHOLE)) == WORK)(lambda: _add(refs, v, spec, True))
+    first = pl.program_id(0 if spec.transposed else 1) * spec.blocks.contracted
+    pl.when(v.has(LAST))(lambda: _store(refs, first, spec))
+
+
+def _add(refs: MatricesRefs, v: WorkItem, spec: GroupedSpec, cut: bool) -> None:
+    """Adds what rows contribute; `cut` where not all of a tile's are the matrix's own."""
+    rows = spec.blocks.rows
+    if refs.bias_acc is not None:
+        cotangent = refs.cotangent[...].astype(jnp.float32)
+        cotangent = zero_outside(cotangent, v.low, v.high, 0) if cut else cotangent
+        refs.bias_acc[...] += jnp.sum(cotangent, axis=0, keepdims=True)
+    if refs.acc is None:
+        return
+    if not cut:
+        deep = rows if spec.accumulates else math.gcd(rows, CHUNK)
+        for row in range(0, rows, deep):
+            _add_products(refs, refs.rows, refs.cotangent, (row, deep), v.zero, spec)
+        return
+    deep = spec.subtile_rows
+
+    def add_rows(n: Any, carry: Any) -> Any:
+        row = pl.multiple_of(n * deep, deep)
+        # Written down, and not masked as they are multiplied, which takes registers that the sums need.
+        _copy_group_rows(refs, v, row, deep)
+        _add_products(refs, refs.group_rows_buffer, refs.group_cotangent_buffer, (0, deep), v.zero, spec)
+        return carry
+
+    # A loop and not conditions, which a compiler may turn into products whose results are not used.
+    loop(divide(v.low, deep), divide(v.high + (deep - 1), deep), add_rows, np.int32(0))
+
+
+def _copy_group_rows(refs: MatricesRefs, v: WorkItem, row: Any, rows: int) -> None:
+    """Copies some rows, with 0 in place of those that are not the matrix's own."""
+
+    def copy_rows(n: Any, carry: Any) -> Any:
+        at = pl.multiple_of(n * GROUP, GROUP)
+        for source, target in ((refs.rows, refs.group_rows_buffer), (refs.cotangent, refs.group_cotangent_buffer)):
+            x = source[pl.ds(pl.multiple_of(row + at, GROUP), GROUP)]
+            target[pl.ds(at, GROUP)] = zero_outside(x, v.low - row - at, v.high - row - at, 0)
+        return carry
+
+    lax.fori_loop(np.int32(0), np.int32(rows // GROUP), copy_rows, np.int32(0))
+
+
+def _add_products(
+    refs: MatricesRefs, rows: Any, cotangent: Any, row_range: tuple[int, int], zero: Any, spec: GroupedSpec
+) -> None:
+    """Adds the products of a range of rows, strip by strip, so that no sum is kept in more registers than there are.
+
+    Nor is an operand: each product loads its own again.
+
+    Args:
+        refs: Blocks and scratch memory.
+        rows: Where the rows of lhs are.
+        cotangent: Where those of the cotangent are.
+        row_range: The first of them, and how many.
+        zero: 0, which the compiler cannot fold.
+        spec: The kernel's constants.
+    """
+    (height, width), (row, deep) = refs.acc.shape, row_range
+    left, right = (cotangent, rows) if spec.transposed else (rows, cotangent)
+    for row_offset in range(0, height, CHUNK):
+        out_rows = slice(row_offset, min(height, row_offset + CHUNK))
+        for column in range(0, width, spec.strip):
+            out_columns = slice(column, min(width, column + spec.strip))
+            refs.acc[out_rows, out_columns] += product(
+                left[pl.ds(opaque_offset(row, column, zero), deep), out_rows].astype(spec.operand),
+                right[pl.ds(opaque_offset(row, row_offset, zero), deep), out_columns].astype(spec.operand),
+                (0, 0),
+                spec.precision,
+            )
+
+
+def _store(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
+    """Writes what belongs to a tile of a matrix whose first row, of the contracted elements, is `first`."""
+    if refs.rhs_bias is not None:
+        refs.rhs_bias[...] = refs.bias_acc[...]
+    if refs.rhs is not None and refs.scales is None:
+        for column in range(0, refs.acc.shape[1], CHUNK):
+            strip = (slice(None), slice(column, min(refs.acc.shape[1], column + CHUNK)))
+            refs.rhs[strip] = refs.acc[strip].astype(refs.rhs.dtype)
+    if refs.scales is not None:
+        _store_scaled(refs, first, spec)
+
+
+def _store_scaled(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
+    """Writes the gradients of a tile of a matrix that has scales, and of these."""
+    total, size = refs.acc[...], spec.blocks.contracted
+    if refs.rhs_scale is not None:
+        partial_sums = total * refs.matrices[...].astype(jnp.float32)
+        axis = 1 if spec.transposed else 0
+        partial_sums = zero_outside(partial_sums, 0, spec.contracted - first, axis)
+        # A sum over the rows of each scale is a product with ones and zeros: the matrix unit is idle here.
+        ones = in_block(refs.rhs_scale.shape[0], first, size, spec)
+        refs.rhs_scale[...] = product(ones, partial_sums, (1, axis), lax.Precision.HIGHEST)
+    if refs.rhs is not None:
+        factor = factors(refs.scales[...], first, size, spec, columns_first=spec.transposed)
+        refs.rhs[...] = (total * factor).astype(refs.rhs.dtype)

@@ -1,0 +1,141 @@
+"""The work list: the order of tiles of rows and groups, as tables that their index maps and bodies read.
+
+The rows of a matrix cover some tiles, of which the first and the last may belong to others too: such a tile is computed
+once by each. The number of items depends on the groups, which are traced, and is a bound of the grid; a table is as
+long as it could be.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+
+WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
+"""Rows of the tile belong to the matrix; all of them do; first, and last, item of a tile that is accumulated; the
+tile lies before the rows of any matrix."""
+FLAGS = 5
+"""How many there are."""
+
+
+class WorkList(NamedTuple):
+    """A list of work items.
+
+    Attributes:
+        total: int32 scalar, how many there are.
+        table: int32 [6 * most], read by `WorkItem`.
+    """
+
+    total: jax.Array
+    table: jax.Array
+
+
+class WorkItem(NamedTuple):
+    """One entry of a table, int32 scalars.
+
+    Attributes:
+        matrix: Which is multiplied with.
+        tile: Tile of rows.
+        source: Tile of rows that is read; that of a neighbour where there is no work, so that nothing is copied.
+        low: First row of the matrix, in the tile.
+        high: The row after its last, in the tile.
+        flags: Sum of the constants above.
+    """
+
+    matrix: Any
+    tile: Any
+    source: Any
+    low: Any
+    high: Any
+    flags: Any
+
+    def has(self, flag: int) -> Any:
+        """Whether it has a flag."""
+        return (self.flags & flag) != 0
+
+    @property
+    def zero(self) -> Any:
+        """0, which the compiler cannot fold: what is above the flags."""
+        return lax.shift_right_logical(self.flags, np.int32(FLAGS))
+
+
+def read_item(table: Any, step: Any) -> WorkItem:
+    """An entry of a table."""
+    most = table.shape[0] // len(WorkItem._fields)
+    return WorkItem(*(table[step + field * most] for field in range(len(WorkItem._fields))))
+
+
+def coordinates_of(axis: int) -> Callable[..., tuple[Any, ...]]:
+    """From the indices of a grid, one of which is an item, and the table, to the work item and the other indices."""
+
+    def where(*step: Any) -> tuple[Any, ...]:
+        *indices, table = step
+        return read_item(table, indices.pop(axis)), *indices
+
+    return where
+
+
+def by_rows(record: GroupedMatmul, size: int) -> WorkList:
+    """Work items for a kernel that accumulates for tiles of rows: every tile at least once, its items in a row."""
+    first, end = group_rows(record)
+    rows = record.lhs.shape[0]
+    tiles, nonempty = -(-rows // size), end > first
+    start, counts = first // size, jnp.where(nonempty, (end - 1) // size + 1 - first // size, 0)
+    # Rows of no matrix lie before those of the first and after those of the last: tiles that have no others.
+    before = first[0] // size
+    after = jnp.where(nonempty.any(), -(-end[-1] // size), before)
+    counts = jnp.concatenate([before[None], counts, (tiles - after)[None]])
+    start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
+    # Neighbouring groups share at most one tile, so the list has that bound and the grid needs no other.
+    matrix, tile, count = _listed(start, counts, tiles + first.shape[0] - 1)
+    work = (matrix > 0) & (matrix <= first.shape[0])
+    # An item without work names the blocks of the nearest one that has work.
+    index = jnp.arange(first.shape[0], dtype=jnp.int32)
+    least = jnp.min(jnp.where(nonempty, index, first.shape[0] - 1))
+    most = jnp.max(jnp.where(nonempty, index, 0))
+    leading = matrix == 0
+    matrix = jnp.where(work, matrix - 1, jnp.where(leading, least, most))
+    source = jnp.where(work, tile, jnp.where(leading, before, jnp.maximum(after - 1, 0)))
+    flags = work * WORK + leading * LEADING + _changes(tile) * FIRST
+    return _work_list(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
+
+
+def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
+    """WorkList for a kernel that owns matrices: every matrix at least once."""
+    first, end = group_rows(record)
+    tiles, nonempty = -(-record.lhs.shape[0] // size), end > first
+    counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
+    start = jnp.minimum(first // size, tiles - 1)
+    matrix, tile, count = _listed(start, counts, tiles + first.shape[0])
+    flags = jnp.take(nonempty, matrix) * WORK + _changes(matrix) * FIRST
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST
+    return _work_list(WorkItem(matrix, tile, tile, first, end, flags), count, size)
+
+
+def _listed(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists owners, each as often as it counts, with tiles that go up from its first; and how long the list is."""
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    step = jnp.arange(most, dtype=jnp.int32)
+    owner = jnp.sum(step[:, None] >= ends, axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(owner, counts.shape[0] - 1)
+    return owner, jnp.take(start, owner) + step - jnp.take(ends - counts, owner), ends[-1]
+
+
+def _changes(x: jax.Array) -> jax.Array:
+    """Where a list has another value than before."""
+    return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
+
+
+def _work_list(items: WorkItem, count: jax.Array, size: int) -> WorkList:
+    """The table of work items whose rows are still those of the matrices."""
+    # Within the tile: kernels compare the numbers of its rows with them.
+    low = jnp.clip(jnp.take(items.low, items.matrix) - items.tile * size, 0, size)
+    high = jnp.clip(jnp.take(items.high, items.matrix) - items.tile * size, 0, size)
+    whole = (low == 0) & (high == size) & (items.flags & WORK != 0)
+    table = items._replace(low=low, high=high, flags=items.flags + whole * WHOLE)
+    return WorkList(count, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))

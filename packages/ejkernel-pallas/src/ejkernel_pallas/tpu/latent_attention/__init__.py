@@ -1,0 +1,51 @@
+"""Dense latent caches (`mla_decode`) on the paged kernel of Mosaic TPU.
+
+What the kernel needs, and what it does not do, is data here; nothing of Pallas is imported before a call.
+"""
+
+from collections.abc import Generator
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_pallas.tpu import paged_attention
+from ejkernel_pallas.tpu.latent_attention import config
+from ejkernel_pallas.tpu.latent_attention.plan import paged_shapes
+from ejkernel_pallas.tpu.requirements import tpu_requires
+
+HANDLES = frozenset(
+    {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
+)
+"""Optional fields that the records of `mla_decode` can have."""
+
+
+def _reasons(record: Any) -> Generator[str]:
+    """Why a record cannot be served; nothing if it can."""
+    if not (record.query.size and record.key.size):
+        yield "an array is empty"
+        return
+    yield from paged_attention.reasons(paged_shapes(record))
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation."""
+    return (
+        Implementation(
+            family="tiled_attention",
+            only=frozenset({"mla_decode"}),
+            name="pallas_tpu_latent",
+            platform="pallas",
+            forward="ejkernel_pallas.tpu.latent_attention.forward:forward",
+            requires=tpu_requires(
+                head_dims=range(1, 1025),
+                handles=HANDLES,
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+                forward=config.TpuPaged,
+                faces=config.PUBLIC_FIELDS,
+            ),
+            priority=20,
+        ),
+    )

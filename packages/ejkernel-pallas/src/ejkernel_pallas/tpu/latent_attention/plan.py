@@ -1,0 +1,50 @@
+"""A dense latent cache as a paged one, whose pages follow each other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, latent_pages
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.spec import along_lanes
+
+SLOTS = (512, 256, 128)
+"""Slots of a page, of which a row of the cache is to have whole ones: fewer copies with larger pages."""
+
+
+def as_pages(record: TiledAttention) -> PagedAttention:
+    """The paged record. The first columns of a row of keys are its value: all of them, where there is one cache.
+
+    Pages are parts of the caches as they lie. Caches whose length is no multiple of 128 are padded, which copies them.
+
+    Two caches come joined as keys. Rotary columns that are sliced off again are the rotary cache itself, of which XLA
+    makes no copy. The kernel has both where latent vectors are rows and rotary parts columns, as XLA keeps 512 and 64.
+    """
+    pages, _ = latent_pages.as_pages(record)
+    keys, size = record.key[:, :, 0], record.value.shape[-1]
+    rotary = keys.shape[-1] - size
+    batch, length = keys.shape[:2]
+    length += -length % SLOTS[-1]
+    slots = next(n for n in SLOTS if length % n == 0)
+    entries = length // slots
+
+    def cut(cache: jax.Array) -> jax.Array:
+        cache = jnp.pad(cache, ((0, 0), (0, length - cache.shape[1]), (0, 0)))
+        return cache.reshape(batch * entries, 1, slots, cache.shape[-1])
+
+    separate = rotary > 0 and size % LANES == 0 and along_lanes(rotary)
+    return dataclasses.replace(
+        pages,
+        key_pages=cut(record.value[:, :, 0] if separate else keys),
+        value_pages=cut(keys[..., size:]) if separate else None,
+        kv_layout="phsd",
+        block_tables=jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries),
+        latent=(size, size),
+    )
+
+
+def paged_shapes(record: TiledAttention) -> PagedAttention:
+    """The paged record's shapes and dtypes alone."""
+    return jax.eval_shape(as_pages, record)

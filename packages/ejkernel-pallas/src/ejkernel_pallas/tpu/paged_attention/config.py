@@ -1,0 +1,94 @@
+"""Tile sizes: the heuristic for calls without a measured configuration, and the tuner's candidates."""
+
+import dataclasses
+import math
+from typing import Any
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.tpu.generations import is_v7x
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedTiles, along_lanes, shares_products
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuPaged:
+    """The configuration.
+
+    Attributes:
+        block_q: Query rows of one sequence a tile.
+        block_kv: Keys a tile.
+        parts: Parts of the work, one a core of a chip whose cores are one device.
+    """
+
+    block_q: int
+    block_kv: int
+    parts: int = 1
+
+
+PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "block_k": "block_kv", "seq_blocksize": "parts"}
+"""Public configuration field -> field of this."""
+
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
+"""Kinds of chips whose two cores work as one device."""
+
+BYTES = 4 * 2**20
+"""Bytes of a key block: large enough to hide the lookups in the page table, small enough that three fit into VMEM.
+
+Half as many where every sequence has one query and heads share products. Copies then take longer than products, and a
+smaller last block leaves less to compute once its copy has arrived.
+"""
+
+MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
+"""The most query rows per KV head of a tile, and the most 16-bit elements that its rows of all heads have."""
+
+
+def paged_tiles(config: TpuPaged) -> PagedTiles:
+    """The tiles that a configuration asks for."""
+    return PagedTiles(queries=config.block_q, keys=config.block_kv, parts=config.parts)
+
+
+def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
+    """Tile sizes for a record on a device, by the static profile."""
+    parts = 2 if device.kind in TWO_CORES else 1
+    return TpuPaged(block_q=tile_rows(record), block_kv=_keys(record, device.kind), parts=parts)
+
+
+def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[TpuPaged, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    parts = 2 if device.kind in TWO_CORES else 1
+    keys = _keys(record, device.kind)
+    return tuple(
+        TpuPaged(block_q=queries, block_kv=block, parts=parts)
+        for queries in dict.fromkeys((tile_rows(record), max(1, tile_rows(record) // 2)))
+        for block in dict.fromkeys((keys, max(128, keys // 2), keys * 2))
+    )
+
+
+def tile_rows(record: PagedAttention) -> int:
+    """Query tokens of a tile by default: 1 for decode, where no sequence needs more.
+
+    The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens.
+    """
+    tokens, heads, size = record.query.shape
+    if record.query_start is None or tokens <= record.kv_lens.shape[0]:
+        return 1
+    words = -(-record.query.dtype.itemsize // 2)
+    most = min(
+        MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads, MAX_TILE_ELEMENTS // (heads * max(LANES, size) * words)
+    )
+    return max(1, min(most, tokens))
+
+
+def _keys(record: PagedAttention, kind: str) -> int:
+    most = BYTES // 2 if tile_rows(record) == 1 and shares_products(record) and not is_v7x(kind) else BYTES
+    arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
+    slots = paged_cache.page_count(record) * paged_cache.page_size(record)
+    rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
+    dense = record.latent is not None and record.kv_layout != paged_cache.LATENT
+    units = [TILE if dense and along_lanes(x.shape[-1]) else LANES for x in arrays]  # what memory pads rows to
+    token = sum(n * -(-x.shape[-1] // unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
+    keys = 128
+    while keys < 4096 and 2 * keys * token <= most:
+        keys *= 2
+    return min(keys, -(-paged_cache.capacity(record) // 128) * 128)

@@ -1,0 +1,1 @@
+"""The kernel of paged attention, and its helpers by stage."""

@@ -1,0 +1,221 @@
+"""One key block: the online softmax of an item's rows is updated with it, chunk by chunk.
+
+block_kv keys in a buffer slot
+├─ step: chunks_per_step chunks of chunk_kv keys, few rows of all heads (decode)   _attend_small
+└─ chunk of chunk_kv keys, cut into parts of part_kv keys (prefill)                _attend_large
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import each, loop
+from ejkernel_pallas.tpu.paged_attention.kernels import copies
+from ejkernel_pallas.tpu.paged_attention.kernels.copies import Block, Item
+from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, load, load_rotary
+from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
+    HeadChunk,
+    Mask,
+    Rows,
+    masks,
+    store_key_mask,
+    update_softmax,
+)
+from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
+
+HEADS = 4
+"""Heads whose products of many rows are interleaved: enough independent ones to fill the MXU's latency."""
+
+
+def by_size(small: Any, spec: PagedSpec, act: Callable[[int], None]) -> None:
+    """Calls `act` with the number of rows an item is computed with: the smallest product's, or a whole tile's."""
+    if spec.rows == spec.small_rows:
+        act(spec.small_rows)
+        return
+
+    @pl.when(small)
+    def _() -> None:
+        act(spec.small_rows)
+
+    @pl.when(jnp.logical_not(small))
+    def _() -> None:
+        act(spec.rows)
+
+
+def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_slot: Any, spec: PagedSpec) -> None:
+    """Starts the copies of the block `prefetch`, if there is one, and attends to the chunks of `block`.
+
+    Where the whole block is attended and the next has its first page and no missing ones, copies are started between
+    vector instructions: each takes the scalar unit about four cycles, in which it has nothing else to do.
+    """
+    at_once = jnp.bool_(False)
+    if spec.whole_blocks:
+        at_once = _plain(block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec)
+        if spec.copy_slices:
+            at_once = at_once & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
+    between = at_once if spec.copy_slices else jnp.bool_(False)
+    size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
+    base, item = block.number * spec.block_kv, block.item
+    # Chunks that no row attends are skipped at both ends of a sequence.
+    first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
+    end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
+
+    @pl.when(exists & jnp.logical_not(between))
+    def _() -> None:
+        copies.start_pages(refs, prefetch, spec)
+
+    copies.wait_pages(refs, block, (first * size, end * size), spec)
+
+    if spec.whole_blocks:
+        count = spec.copy_slices
+        pieces = copies.sliced_starts(refs, prefetch, exists, count, spec) if count else iter(())
+        pl.when(at_once)(
+            lambda: _attend_small(
+                refs, block, buffer_slot, _chunks(block, 0, spec.chunks_per_step, False, spec), pieces, spec
+            )
+        )
+
+    def step(k: jax.Array, carry: jax.Array) -> jax.Array:
+        _attend_chunks(refs, block, buffer_slot, (pl.multiple_of(k * size, size), size // spec.chunk_kv), spec)
+        return carry
+
+    loop(jnp.where(at_once, end, first), end, step, jnp.int32(0))
+
+
+def _chunks(block: Block, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
+    """The `count` chunks that one step computes, from key `start` of the block on."""
+    item, base = block.item, block.number * spec.block_kv
+    offsets = [pl.multiple_of(start + k * spec.chunk_kv, spec.chunk_kv) for k in range(count)]
+    return [KeyChunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk_kv) for x in offsets]
+
+
+def _plain(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
+    """Whether all rows of an item attend all of the `size` keys from `key` on: such keys need no mask."""
+    last, end = item.position + item.tokens - 1, key + size
+    low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
+    high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)
+    return (key >= low) & (end <= high) & (item.missing_pages == 0)
+
+
+def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tuple[Any, int], spec: PagedSpec) -> None:
+    """Attends to chunks, given as the first key and the number of them."""
+    item, (start, count) = block.item, chunks
+    # Decided by chunk, with scalars: the mask costs more than the comparison.
+    plain = _plain(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
+
+    def attend_few_rows(masked: bool) -> None:
+        _attend_small(refs, block, buffer_slot, _chunks(block, start, count, masked, spec), iter(()), spec)
+
+    if spec.rows == spec.small_rows:
+        if not spec.whole_blocks:
+            pl.when(plain)(lambda: attend_few_rows(False))
+        pl.when(jnp.logical_not(plain & (not spec.whole_blocks)))(lambda: attend_few_rows(True))
+        return
+
+    @pl.when(item.tokens * spec.group_size > spec.small_rows)
+    def _() -> None:
+        _attend_large(refs, block, buffer_slot, start, spec)
+
+    pl.when(item.tokens * spec.group_size <= spec.small_rows)(lambda: attend_few_rows(True))
+
+
+def _attend_small(
+    refs: PagedRefs,
+    block: Block,
+    buffer_slot: Any,
+    chunks: list[KeyChunk],
+    between: Iterator[Callable[[], None]],
+    spec: PagedSpec,
+) -> None:
+    """Attends with few rows of all heads (decode); runs one action of `between` after each slice that is loaded."""
+    rows = Rows(buffer_slot, 0, spec.small_rows, block.item.position)
+    if chunks[0].masked and spec.tokens == 1:
+        store_key_mask(refs, block.item, chunks, spec)
+    chunk_masks = [masks(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
+    heads = spec.kv_heads // head_groups(spec)
+
+    def head_group(k: Any) -> None:
+        def loaded(at: KeyChunk, values: bool) -> list[jax.Array]:
+            return load(refs.buffers, k, at, spec, values=values, between=lambda: next(between, _nothing)())
+
+        def head_chunks(at: KeyChunk, mask: Mask | None) -> list[HeadChunk]:
+            keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
+            rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache.rotary else None
+            return [HeadChunk(k * heads + n, rows, _one(keys, n), _one(values, n), mask, rotary) for n in range(heads)]
+
+        pairs = zip(chunks, chunk_masks, strict=True)
+        lookahead = spec.masked_lookahead if chunks[0].masked else spec.lookahead
+        update_softmax(refs, [chunk for at, mask in pairs for chunk in head_chunks(at, mask)], lookahead, spec)
+        for start_copies in between:
+            start_copies()
+
+    each(head_groups(spec), head_group)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _one(loaded: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
+    """A loader of head n: several heads share words, so the first call loads all of them and the others reuse it."""
+    return lambda: loaded()[n]
+
+
+def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, spec: PagedSpec) -> None:
+    """Attends with a tile's rows (prefill): copies each head's keys to contiguous scratch first, for many products."""
+    (chunk,) = _chunks(block, start, 1, True, spec)
+    heads, item = spec.kv_heads // head_groups(spec), block.item
+
+    def product(n: Any) -> None:
+        offset = pl.multiple_of(n * spec.part_kv, spec.part_kv)
+        at = chunk._replace(
+            start=pl.multiple_of(start + offset, spec.part_kv), key=chunk.key + offset, size=spec.part_kv
+        )
+
+        def head_group(k: Any) -> None:
+            for target, values in ((refs.head_keys, False), (refs.head_values, True)):
+                for head, rows in enumerate(load(refs.buffers, k, at, spec, values=values)):
+                    target[k * heads + head] = rows
+
+        @pl.when((at.key < item.high) & (at.key + at.size > item.low))
+        def _() -> None:
+            each(head_groups(spec), head_group)
+            # A tile with few tokens would leave most rows of a large product without work.
+            plain = _plain(item, at.key, at.size, spec) & (2 * item.tokens * spec.group_size > spec.row_block)
+            for masked, condition in ((False, plain), (True, jnp.logical_not(plain))):
+                pl.when(condition)(partial(_heads, refs, item, buffer_slot, at._replace(masked=masked), spec))
+
+    each(spec.chunk_kv // spec.part_kv, product)
+
+
+def _heads(refs: PagedRefs, item: Item, buffer_slot: Any, at: KeyChunk, spec: PagedSpec) -> None:
+    """Attends to keys in scratch, with as many rows and heads at once as fill the MXU."""
+    size, lookahead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
+    count = divide(item.tokens * spec.group_size + size - 1, size)
+    heads_per_step = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
+    keys, values, get = refs.head_keys, refs.head_values, operator.getitem
+
+    def step(k: Any) -> None:
+        def rows_step(n: jax.Array, carry: jax.Array) -> jax.Array:
+            rows = Rows(buffer_slot, pl.multiple_of(n * size, size), size, item.position)
+            mask = masks(refs, item, rows, at, 0, spec)
+            heads = [k * heads_per_step + head for head in range(heads_per_step)]
+            update_softmax(
+                refs,
+                [HeadChunk(x, rows, partial(get, keys, x), partial(get, values, x), mask) for x in heads],
+                lookahead,
+                spec,
+            )
+            return carry
+
+        loop(jnp.int32(0), count, rows_step, jnp.int32(0))
+
+    each(spec.kv_heads // heads_per_step, step)

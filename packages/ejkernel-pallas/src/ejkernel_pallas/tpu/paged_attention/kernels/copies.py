@@ -1,0 +1,354 @@
+"""The kernel's DMA: pages and queries to VMEM, results to HBM, and new tokens into pages.
+
+    start_pages / sliced_starts ─► pages_arrived[slot] ─► wait_pages     HBM pages   ─► keys_buffer[slot]
+    queries(wait=False) ─────────► query_arrived[slot] ─► (wait=True)    HBM rows    ─► query_buffer[slot]
+    results(wait=False) ─────────► results_sent[slot] ──► (wait=True)    output_buffer[slot] ─► HBM rows
+    start_writes ────────────────► tokens_written ──────► wait_writes    new tokens  ─► HBM pages
+
+One semaphore serves all copies to a slot. It counts bytes, so one wait for the whole slot is a wait for all of them.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
+from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
+
+TOGETHER = 8
+"""Pages whose copies start without a branch in between: branches cost the scalar unit more than a predicated copy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One entry of the work list. A field is loaded from scalar memory where it is used, and keeps no register."""
+
+    items: Any
+    index: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return self.items[FIELDS.index(name) * (self.items.shape[0] // len(FIELDS)) + self.index]
+
+
+class Block(NamedTuple):
+    """A block of an item's keys, by its number in the sequence, and the buffer that it is copied to."""
+
+    item: Item
+    number: Any
+    slot: Any
+
+    def pages(self, spec: PagedSpec) -> tuple[Any, Any]:
+        """First page to copy, in the block, and one more than the last."""
+        start = self.number * spec.pages
+        first = jnp.clip(self.item.first_page - start, 0, spec.pages)
+        return first, jnp.clip(self.item.end_page - start, first, spec.pages)
+
+    def full(self, spec: PagedSpec) -> Any:
+        """Whether all of its pages are copied."""
+        first, end = self.pages(spec)
+        return (end - first == spec.pages) & (self.item.missing_pages == 0)
+
+    def entry(self, spec: PagedSpec) -> Any:
+        """The index of its first page in the table."""
+        return self.item.sequence * spec.entries + self.number * spec.pages
+
+
+class Cursor(NamedTuple):
+    """The next block to copy: an item, and the block's number in its sequence."""
+
+    index: Any
+    number: Any
+
+    def after(self, items: Any, end: Any) -> "Cursor":
+        """The block after it, of the same item or of the next; its item is `end` after the last block."""
+        item = Item(items, jnp.minimum(self.index, end - 1))
+        more = self.number + 1 < item.end_block
+        index = jnp.where(more, self.index, self.index + 1)
+        following = Item(items, jnp.minimum(index, end - 1))
+        return Cursor(index, jnp.where(more, self.number + 1, following.first_block))
+
+
+def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
+    """Starts the copies of a block's pages, of which several have no branch between them."""
+    first, end = block.pages(spec)
+    entry, per_step = block.entry(spec), math.gcd(spec.pages, TOGETHER)
+
+    def several(k: jax.Array, carry: jax.Array) -> jax.Array:
+        for page in (k * per_step + n for n in range(per_step)):
+            page_id = refs.tables[entry + page]
+            exists = (page >= first) & (page < end) & (page_id >= 0)
+            pl.when(exists)(functools.partial(_start, refs, block, page_id, page, spec))
+        return carry
+
+    loop(divide(first, per_step), divide(end + per_step - 1, per_step), several, jnp.int32(0))
+
+
+def sliced_starts(
+    refs: PagedRefs, block: Block, exists: Any, count: int, spec: PagedSpec
+) -> Iterator[Callable[[], None]]:
+    """What starts the copies of a block's pages up to its last, if it is there, in pieces; none of them is absent.
+
+    Each copy has a condition of its own, which is no branch: the compiler can have them beside computations.
+    """
+    entry = block.entry(spec)
+    end = jnp.where(exists, block.pages(spec)[1], 0)
+
+    def piece(pages: range) -> None:
+        for page in pages:
+            page_id = refs.tables[entry + page]
+            pl.when(page < end)(functools.partial(_start, refs, block, page_id, page, spec))
+
+    ends = [spec.pages * k // count for k in range(count + 1)]
+    return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
+
+
+def _start(refs: PagedRefs, block: Block, page_id: Any, page: Any, spec: PagedSpec) -> None:
+    for copy in _page_copies(refs, page_id, block.slot, page, spec):
+        copy.start()
+
+
+def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: PagedSpec) -> None:
+    """Waits for a block's pages, and zeroes what no row attends in pages that hold some of the given keys.
+
+    VMEM that no copy has written may hold NaN, and a weight of 0 times NaN is NaN.
+    """
+    full = block.full(spec)
+
+    @pl.when(full)
+    def _() -> None:
+        for each in refs.buffers:
+            # A copy of the buffer to itself is never started: it says how many bytes to wait for.
+            buffer = each.at[block.slot]
+            pltpu.make_async_copy(buffer, buffer, refs.pages_arrived.at[block.slot]).wait()
+
+    @pl.when(jnp.logical_not(full))
+    def _() -> None:
+        slots, (first, end) = spec.cache.slots, block.pages(spec)
+        _wait_each(refs, block, spec)
+        # Pages that lie in the chunks to be computed and were not copied: before the first one, and after the last.
+        low = jnp.minimum(divide(keys[0], slots), first)
+        high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
+
+        def zero(k: jax.Array, carry: jax.Array) -> jax.Array:
+            _zero_page(refs, block, jnp.where(k < first, k, k - first + end), spec)
+            return carry
+
+        loop(low, high - end + first, zero, jnp.int32(0))
+        loop(
+            first,
+            jnp.where(first < end, first + 2, first),
+            functools.partial(_zero_unattended, refs, block, spec),
+            jnp.int32(0),
+        )
+
+
+def _wait_each(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
+    """Waits for a block's pages one by one, and zeroes missing ones."""
+    entry, (first, end) = block.entry(spec), block.pages(spec)
+
+    def wait(page: jax.Array, carry: jax.Array) -> jax.Array:
+        @pl.when(refs.tables[entry + page] >= 0)
+        def _() -> None:
+            for copy in _page_copies(refs, 0, block.slot, page, spec):
+                copy.wait()
+
+        return carry
+
+    def zero(page: jax.Array, carry: jax.Array) -> jax.Array:
+        pl.when(refs.tables[entry + page] < 0)(lambda: _zero_page(refs, block, page, spec))
+        return carry
+
+    loop(first, end, wait, jnp.int32(0))
+    loop(jnp.where(block.item.missing_pages == 0, end, first), end, zero, jnp.int32(0))
+
+
+def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> None:
+    for second, buffer in enumerate(refs.buffers):
+        index = _page_index(block.slot, page, spec, bool(second))
+        buffer[index] = jnp.zeros_like(buffer[index])
+
+
+def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, carry: Any) -> Any:
+    """Zeroes the keys that no row attends in the first page that is copied, and then in the last."""
+    slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
+    page = jnp.where(k == first, first, end - 1)
+    start = block.number * spec.block_kv + page * slots
+
+    @pl.when((start < item.low) | (start + slots > item.high))
+    def _() -> None:
+        for second, buffer in enumerate(refs.buffers):
+            index = _page_index(block.slot, page, spec, bool(second))
+            x = buffer[index]
+            key = _slot_in_page(x.shape, spec) + start
+            # Through float32: not all chips have a select for narrower types.
+            x = jnp.where((key >= item.low) & (key < item.high), x.astype(jnp.float32), 0.0)
+            buffer[index] = x.astype(buffer.dtype)
+
+    return carry
+
+
+def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
+    """The slot of every number of a page in a buffer, int32."""
+    slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # of transposed pages [D, slots], too
+    if spec.cache.latent and not spec.cache.head_major:  # [groups, slots / packing, packing, 128]
+        return slot * spec.cache.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
+    return slot
+
+
+def _page_index(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[Any, ...]:
+    """The index of a page in the buffer of the first or of the second cache."""
+    slots = spec.cache.slots
+    if spec.cache.in_columns(second):
+        return slot, 0, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
+    if spec.cache.head_major:
+        return slot, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
+    return slot, slice(None), page
+
+
+def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: PagedSpec) -> list[Any]:
+    """The copies of a page of the caches to its slice of a buffer."""
+    cache, copies = spec.cache, []
+    for second, (source, target) in enumerate(refs.caches):
+        index = _page_index(slot, page, spec, bool(second))
+        if cache.in_columns(bool(second)):
+            # Pages of a sequence are adjacent in lanes: id = sequence * entries + page.
+            sequence = divide(page_id, spec.entries)
+            start = pl.multiple_of((page_id - sequence * spec.entries) * cache.slots, cache.slots)
+            pairs = [(source.at[sequence, :, pl.ds(start, cache.slots)], target.at[index])]
+        elif cache.head_major:
+            source = source.at[:, page_id] if cache.layout == "hpsd" else source.at[page_id]
+            pairs = [(source, target.at[index])]
+        elif target.shape[1] == 1:
+            pairs = [(source.at[page_id], target.at[slot, 0, page])]
+        else:
+            inner = (slice(None),) * (source.ndim - 2)
+            parts = [(*inner, pl.ds(group * LANES, LANES)) for group in range(target.shape[1])]
+            pairs = [(source.at[(page_id, *part)], target.at[slot, group, page]) for group, part in enumerate(parts)]
+        copies += [pltpu.make_async_copy(x, y, refs.pages_arrived.at[slot]) for x, y in pairs]
+    return copies
+
+
+def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, copy: Any) -> None:
+    """Calls `copy` with row slices of the tile and of the array: one of a whole tile, else `row_align` rows each."""
+    whole = item.tokens == spec.tokens
+    start = pl.multiple_of(item.row, spec.row_align)
+
+    @pl.when(whole)
+    def _() -> None:
+        copy(pl.ds(0, spec.rows), pl.ds(start, spec.rows))
+
+    @pl.when(jnp.logical_not(whole))
+    def _() -> None:
+        def part(k: jax.Array, carry: jax.Array) -> jax.Array:
+            offset = pl.multiple_of(k * spec.row_align, spec.row_align)
+            copy(pl.ds(offset, spec.row_align), pl.ds(pl.multiple_of(start + offset, spec.row_align), spec.row_align))
+            return carry
+
+        count = divide(item.tokens * spec.group_size + spec.row_align - 1, spec.row_align)
+        loop(jnp.int32(0), count, part, jnp.int32(0))
+
+
+def queries(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
+    """Starts the copy of an item's queries, or waits for it."""
+
+    def act(tile: Any, rows: Any) -> None:
+        copy = pltpu.make_async_copy(
+            refs.query.at[:, rows], refs.query_buffer.at[slot, :, tile], refs.query_arrived.at[slot]
+        )
+        copy.wait() if wait else copy.start()
+
+    _query_copies(refs, item, slot, spec, act)
+
+
+def results(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
+    """Starts the copies of an item's output and lse, or waits for them."""
+
+    def act(tile: Any, rows: Any) -> None:
+        copy = pltpu.make_async_copy(
+            refs.output_buffer.at[slot, :, tile], refs.output.at[:, rows], refs.results_sent.at[slot]
+        )
+        copy.wait() if wait else copy.start()
+
+    _query_copies(refs, item, slot, spec, act)
+    copy = pltpu.make_async_copy(refs.lse_buffer.at[slot], refs.lse.at[item.index], refs.results_sent.at[slot])
+    copy.wait() if wait else copy.start()
+
+
+def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
+    """Starts the copies of an item's new tokens into the cache: by page where tokens fill one, else token by token."""
+    slots = spec.cache.slots
+    count, token, position = item.fresh, item.token, item.position
+
+    def run(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        done, pages, single_tokens = state
+        at = position + done
+        entry = divide(jnp.maximum(at, 0), slots)
+        page_id = refs.tables[item.sequence * spec.entries + jnp.minimum(entry, spec.entries - 1)]
+        exists = (page_id >= 0) & (entry < spec.entries) & (at >= 0)
+        slot = jnp.maximum(at, 0) % slots
+        full = (slot == 0) & (count - done >= slots) & (at >= 0)
+
+        @pl.when(exists & full)
+        def _() -> None:
+            for copy in _page_writes(refs, token + done, page_id, spec):
+                copy.start()
+
+        @pl.when(exists & jnp.logical_not(full))
+        def _() -> None:
+            for copy in _slot_writes(refs, token + done, page_id, slot):
+                copy.start()
+
+        page_exists = exists.astype(jnp.int32)
+        return (
+            done + jnp.where(full, slots, 1),
+            pages + page_exists * full.astype(jnp.int32),
+            single_tokens + page_exists * (1 - full.astype(jnp.int32)),
+        )
+
+    zero = jnp.int32(0)
+    _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
+    # What was started, so that `wait_writes` waits for as many copies of each size.
+    refs.write_counts[0] = pages
+    refs.write_counts[1] = single_tokens
+
+
+def wait_writes(refs: PagedRefs, spec: PagedSpec) -> None:
+    """Waits for the token copies that were started last."""
+
+    def wait(copies: list[Any]) -> Any:
+        def one(k: jax.Array, carry: jax.Array) -> jax.Array:
+            for copy in copies:
+                copy.wait()
+            return carry
+
+        return one
+
+    zero = jnp.int32(0)
+    loop(zero, refs.write_counts[0], wait(_page_writes(refs, 0, 0, spec)), zero)
+    loop(zero, refs.write_counts[1], wait(_slot_writes(refs, 0, 0, 0)), zero)
+
+
+def _page_writes(refs: PagedRefs, token: Any, page: Any, spec: PagedSpec) -> list[Any]:
+    return [
+        pltpu.make_async_copy(new.at[pl.ds(token, spec.cache.slots)], pages.at[page], refs.tokens_written)
+        for new, pages in refs.written
+    ]
+
+
+def _slot_writes(refs: PagedRefs, token: Any, page: Any, slot: Any) -> list[Any]:
+    return [
+        pltpu.make_async_copy(new.at[token], pages.at[page, slot], refs.tokens_written) for new, pages in refs.written
+    ]

@@ -1,0 +1,227 @@
+"""Loads of keys and values of a head, from the pages that were copied.
+
+    buffer in VMEM, 16 bits, 2 KV heads: one 32-bit word row holds two rows          what a product reads
+
+    token 0   word row: [ K head 0 | V head 0 ]  x 128 lanes  ┐ strided load of      ┌ K head 0, token 0
+              word row: [ K head 1 | V head 1 ]               │ word rows of a head  │ K head 0, token 1
+    token 1   word row: [ K head 0 | V head 0 ]               ┘ ─► extract 16 bits ─►└ ...
+
+A head's rows lie as far apart as a token has rows, and elements of less than 32 bits share words with other rows. So
+the kernel loads words with a stride and extracts its elements. Where heads share products (`heads_per_product`) nothing
+is extracted by head: `order` tells which loaded row belongs to which head.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedSpec
+
+SLICE = 128
+"""Word rows that are loaded before the first of them is split, where heads share a product: what registers hold."""
+
+
+class KeyChunk(NamedTuple):
+    """Keys of one product.
+
+    Attributes:
+        slot: The buffer that they are in.
+        start: The first, in the buffer.
+        key: Position of the first key in the sequence.
+        low: First position that any row attends.
+        high: One more than the last.
+        masked: Whether some key may not be attended by all.
+        size: How many keys.
+    """
+
+    slot: Any
+    start: Any
+    key: Any
+    low: Any
+    high: Any
+    masked: bool
+    size: int
+
+
+def order(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.Array | None]:
+    """The key and the head at an index of what `load` returns; the head is None where a product has a single one."""
+    cache = spec.cache
+    if spec.heads_per_product == 1:
+        return index, None
+    if not cache.interleaved:
+        return divide(index, spec.heads_per_product), index % spec.heads_per_product
+    words = cache.words // cache.head_groups
+    total = size * words
+    word, which = index % total, divide(index, total)
+    return divide(word, words), word % words * cache.heads_per_unit + which
+
+
+def head_groups(spec: PagedSpec) -> int:
+    """The number of head groups, which a loop goes through."""
+    heads = spec.kv_heads
+    if spec.cache.head_major:
+        return heads // TILE if heads % TILE == 0 else 1
+    return spec.cache.head_groups
+
+
+def load(
+    buffers: tuple[Any, ...],
+    head_group: Any,
+    at: KeyChunk,
+    spec: PagedSpec,
+    *,
+    values: bool,
+    between: Callable[[], None] = lambda: None,
+) -> list[jax.Array]:
+    """Loads keys [n, D] or values [n, Dv] of the KV heads of a head group, one by one or sharing one product.
+
+    Those of a transposed cache are [D, n] and [Dv, n].
+
+    Args:
+        buffers: Of keys and values, or of both.
+        head_group: Which group of heads; may be traced.
+        at: The chunk.
+        spec: The kernel's constants.
+        values: Which of the two. They are used at different times; loading both would hold registers in between.
+        between: Called after every slice of words of heads that share a product.
+
+    Returns:
+        One array per head, or per group of heads that share a product.
+    """
+    cache = spec.cache
+    buffer = buffers[-1 if values and not cache.rotary else 0]
+    if cache.transposed:
+        size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
+        columns = buffer[at.slot, 0, :size, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
+        return [_widened(_rounded(columns, spec), dtype)]
+    if spec.heads_per_product > 1:
+        rows = _all_rows(buffer, head_group, at, spec, values, between)
+        rows_of_heads = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
+    else:
+        heads = spec.kv_heads // head_groups(spec)
+        units = range(heads // cache.heads_per_unit)
+        if cache.latent and not cache.head_major:
+            rows_of_heads = [_latent_rows(buffer, at, spec, spec.value_dim if values else spec.head_dim)]
+        elif cache.head_major:
+            rows_of_heads = [buffer[at.slot, head_group * heads + n, pl.ds(at.start, at.size), :] for n in units]
+        else:
+            rows_of_heads = [row for unit in units for row in _rows(buffer, head_group, unit, at, spec, values)]
+    size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
+    return [_widened(_rounded(x[:, :size], spec), dtype) for x in rows_of_heads]
+
+
+def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.Array:
+    """Loads the rotary part [Dr, n] of keys that have it in a cache of its own."""
+    columns = buffers[1][at.slot, 0, :, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
+    return _widened(_rounded(columns, spec), spec.operand)
+
+
+def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
+    """The first `size` numbers of latent rows: words of one lane hold following tokens, so nothing is extracted."""
+    pack, pieces = spec.cache.packing, list[jax.Array]()
+    for group in range(-(-size // LANES)):
+        flat = _as_words(buffer.at[at.slot, group], spec)
+        words = flat.reshape(-1, LANES)[pl.ds(pl.multiple_of(divide(at.start, pack), TILE), at.size // pack), :]
+        pieces.append(words if pack == 1 else pltpu.bitcast(words, buffer.dtype))
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
+
+def _all_rows(
+    buffer: Any, head_group: Any, at: KeyChunk, spec: PagedSpec, values: bool, between: Callable[[], None]
+) -> list[jax.Array]:
+    """Rows of all words of a head group: keys or values extracted where both share words, else as they lie.
+
+    Each slice of words is split before the next is loaded. The scheduler mostly keeps this order; without it, the words
+    of a whole chunk would be live at once and spill.
+    """
+    cache = spec.cache
+    subwords = range(values, cache.packing, 2) if cache.interleaved else range(1)
+    total = at.size * (cache.words // cache.head_groups)
+    size = min(total, SLICE)
+    groups = list[list[jax.Array]]()
+    for group in range(cache.groups):
+        flat = _as_words(buffer.at[at.slot, group], spec)
+        slices = list[list[jax.Array]]()
+        for start in range(0, total, size):
+            x = _span(flat, head_group, at, start, size, spec)
+            if cache.interleaved:
+                slices.append([_extract_subword(x, which, buffer.dtype, spec) for which in subwords])
+            else:
+                slices.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
+            between()
+        groups.append([jnp.concatenate(x, axis=0) for x in zip(*slices, strict=True)])
+    return _across(groups)
+
+
+def _span(flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec) -> jax.Array:
+    """Loads `count` words [count, lanes] of a head group, from the chunk's word `first` on."""
+    words, head_groups = spec.cache.words, spec.cache.head_groups
+    if head_groups == 1:
+        start = pl.multiple_of(at.start * words, at.size * words) + first
+        return flat.reshape(-1, flat.shape[-1])[pl.ds(start, count), :]
+    tiles = flat.reshape(-1, TILE, flat.shape[-1])
+    x = tiles[pl.ds((at.start + first // TILE) * head_groups + head_group, count // TILE, stride=head_groups)]
+    return x.reshape(count, flat.shape[-1])
+
+
+def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool) -> list[jax.Array]:
+    """Rows of each head of a unit, for the keys of one chunk."""
+    cache, word = spec.cache, unit
+    subwords = range(cache.packing)
+    if cache.interleaved:
+        subwords = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
+        word = 2 * unit + values if cache.packing == 1 else unit
+    words_of_groups = [_words(buffer.at[at.slot, group], head_group, word, at, spec) for group in range(cache.groups)]
+    return _across([[_extract_subword(x, which, buffer.dtype, spec) for which in subwords] for x in words_of_groups])
+
+
+def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
+    """Rows, put together from their lane groups."""
+    return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
+
+
+def _as_words(buffer: Any, spec: PagedSpec) -> Any:
+    return buffer if spec.cache.packing == 1 else buffer.bitcast(jnp.uint32)
+
+
+def _words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
+    """Words [n, lanes] of consecutive keys. A strided load must start at a row that is known when compiling."""
+    words, chunk = spec.cache.words, at.size
+    flat = _as_words(buffer, spec)
+    flat = flat.reshape(spec.block_kv * words, flat.shape[-1])
+    words_per_group = words // spec.cache.head_groups
+    start = at.start * words
+    if words_per_group < words:
+        start = pl.multiple_of(start + head_group * words_per_group, words_per_group)
+    span = flat.at[pl.ds(start, (chunk - 1) * words + words_per_group)]
+    return span[pl.ds(word, chunk, stride=words), :] if words > 1 else span[...]
+
+
+def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) -> jax.Array:
+    """Rows [n, lanes] of the elements at index `which` of words [n, lanes]: a shift, then a pack of two registers."""
+    if spec.cache.packing == 1:
+        return words
+    bits = 32 // spec.cache.packing
+    words = words >> jnp.uint32(which * bits) if which else words
+    return pltpu.bitcast(words.astype(f"uint{bits}"), dtype)
+
+
+def _widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """Converts to `dtype`; 8-bit elements through float32, a conversion that every chip has."""
+    return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
+
+
+def _rounded(x: jax.Array, spec: PagedSpec) -> jax.Array:
+    """float32 rounded to bfloat16's precision, ties to even; in integers, so that no compiler drops the conversion."""
+    if not spec.rounded:
+        return x
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-65536)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,65 @@
+"""Queries as the kernel has them, and its results as callers have them."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.paged_attention import PagedAttention, as_computed
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.plan import WorkList
+from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, PagedSpec, stored
+
+
+def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
+    """Queries as [Hk, rows, D], a token's query heads of a KV head one after another, sequences at whole copies."""
+    query = as_computed(record.query, record).at[work.tokens].get(mode="fill", fill_value=0)
+    if record.latent is not None:  # the rotary part goes to where rows of the cache have it
+        size, start = record.latent
+        query = jnp.concatenate(
+            (jnp.pad(query[..., :size], ((0, 0), (0, 0), (0, start - size))), query[..., size:]), axis=-1
+        )
+    query = jnp.pad(query, ((0, 0), (0, spec.heads - query.shape[1]), (0, spec.head_dim - query.shape[2])))
+    query = query.astype(spec.operand).reshape(-1, spec.kv_heads, spec.group_size, spec.head_dim).swapaxes(0, 1)
+    return query.reshape(spec.kv_heads, -1, spec.head_dim)
+
+
+def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, output: jax.Array) -> jax.Array:
+    """[T, H, Dv] of [Hk, rows, Dv]."""
+    heads, size = record.query.shape[1], paged_cache.value_size(record)
+    first = 0 if record.latent else spec.value_dim - size
+    tokens = output[:, :, first : first + size].reshape(spec.kv_heads, -1, spec.group_size, size)
+    # Before heads are put next to each other: XLA takes three times as long to compile it the other way round.
+    places = jnp.where(work.in_sequence, work.packed_index, tokens.shape[1])
+    tokens = jnp.take(tokens, places, axis=1, mode="fill", fill_value=0)
+    return tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)[:, :heads]
+
+
+def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax.Array) -> jax.Array:
+    """[T, H] of [items, Hk, 1, rows of a tile]."""
+    tiles = lse[:, :, 0, : spec.tokens * spec.group_size].reshape(-1, spec.kv_heads, spec.tokens, spec.group_size)
+    tokens = tiles.swapaxes(1, 2).reshape(-1, spec.tokens, spec.heads)[work.item, work.offset]
+    return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
+
+
+def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Sinks [H] as powers of two by the rows of a tile, [Hk, rows, 128]."""
+    padded = jnp.pad(sinks.astype(jnp.float32) * LOG2E, (0, spec.heads - sinks.shape[0]))
+    rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, -(-spec.rows // spec.group_size)))[
+        :, : spec.rows
+    ]
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+
+
+def pack_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:
+    """New tokens as slots of the caches, one array each; 0 in the heads and lanes that only pad them."""
+    keys, values = record.new_keys, record.new_values
+    if keys is None or values is None:
+        return ()
+    if record.kv_layout != paged_cache.COMBINED:
+        assert record.value_pages is not None  # as the layout says
+        return keys.astype(record.key_pages.dtype), values.astype(record.value_pages.dtype)
+    pages = record.key_pages
+    rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)
+    padding = [(0, wants - has) for has, wants in zip(rows.shape[1:], pages.shape[2:], strict=True)]
+    rows = jnp.pad(rows, ((0, 0), *padding))
+    return (rows.reshape(-1, *stored(record)[0].shape[2:]),)

@@ -1,0 +1,120 @@
+"""The paged kernel: a loop over work items, and in it a loop over the key blocks of each (Kwon et al. 2023).
+
+    computed              copies in flight (DMA)                                  buffers in VMEM
+    -----------------     ------------------------------------------------------  ------------------------------
+    item i, block n       pages of blocks n+1 and n+2, of this item or the next   keys_buffer[PREFETCH + 1 slots]
+                          queries of item i+1                                     query_buffer[2]
+                          output and lse of item i-1                              output_buffer[2], lse_buffer[2]
+                          new tokens of item i+2, into their pages                none: from HBM to HBM
+
+The kernel is persistent: one grid step per core, whose pipeline never drains between items or sequences. Page numbers
+come from the table in scalar memory; pages that no row attends are not copied.
+
+Hazard: new tokens must be in their pages before a copy of those pages starts. The prefetch distance is PREFETCH blocks,
+so the first block that may copy pages of item i+2 is the last one of item i: the kernel waits for the tokens there.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.loops import each, loop
+from ejkernel_pallas.tpu.paged_attention.kernels import copies
+from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend, by_size
+from ejkernel_pallas.tpu.paged_attention.kernels.copies import Block, Cursor, Item
+from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import Rows, init_softmax, write_results
+from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec
+
+
+def kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
+    """Computes one part of the work list: prologue, main loop over items, and the last results' copies."""
+    part = pl.program_id(0)
+    first, end = refs.spans[part], refs.spans[part + 1]
+
+    @pl.when(first < end)
+    def _() -> None:
+        item = Item(refs.items, first)
+        # The first items' pages are copied right below, so their new tokens are written before that, without overlap.
+        if refs.write_counts is not None:
+            loop(first, jnp.minimum(first + PREFETCH, end), partial(_write, refs, spec), jnp.int32(0))
+
+        # Prologue: fill all stages of the pipeline but the one that the first iteration of the main loop fills.
+        def prefetch(slot: Any, cursor: Cursor) -> Cursor:
+            block = _block_at(refs, cursor, slot, end)
+            pl.when(cursor.index < end)(lambda: copies.start_pages(refs, block, spec))
+            pl.when(slot == 0)(lambda: copies.queries(refs, item, 0, spec, wait=False))
+            return cursor.after(refs.items, end)
+
+        cursor = loop(jnp.int32(0), PREFETCH, prefetch, Cursor(first, item.first_block))
+        loop(first, end, lambda k, state: _item(refs, k, first, end, state, spec), (jnp.int32(0), cursor))
+
+        # Output buffers alternate, so at the end two items' copies may still be in flight.
+        def drain(k: jax.Array, carry: jax.Array) -> jax.Array:
+            copies.results(refs, Item(refs.items, k), (k - first) % 2, spec, wait=True)
+            return carry
+
+        loop(jnp.maximum(first, end - 2), end, drain, jnp.int32(0))
+
+
+def _write(refs: PagedRefs, spec: PagedSpec, index: Any, carry: Any) -> Any:
+    """Writes an item's new tokens."""
+    copies.start_writes(refs, Item(refs.items, index), spec)
+    copies.wait_writes(refs, spec)
+    return carry
+
+
+def _block_at(refs: PagedRefs, cursor: Cursor, slot: Any, end: Any) -> Block:
+    return Block(Item(refs.items, jnp.minimum(cursor.index, end - 1)), cursor.number, slot)
+
+
+def _item(
+    refs: PagedRefs, index: Any, first: Any, end: Any, state: tuple[Any, Cursor], spec: PagedSpec
+) -> tuple[Any, Cursor]:
+    """Computes an item. The state is the buffer slot of its first block, and the next block to copy."""
+    item, buffer_slot = Item(refs.items, index), (index - first) % 2
+
+    @pl.when(index + 1 < end)
+    def _() -> None:
+        copies.queries(refs, Item(refs.items, index + 1), 1 - buffer_slot, spec, wait=False)
+
+    # Item `index + PREFETCH` is the last whose first block may be copied while this item is computed (see the hazard).
+    writes = (index + PREFETCH < end) if refs.write_counts is not None else None
+    if writes is not None:
+        pl.when(writes)(lambda: copies.start_writes(refs, Item(refs.items, index + PREFETCH), spec))
+    small = item.tokens * spec.group_size <= spec.small_rows
+    by_size(small, spec, lambda count: each(spec.kv_heads, lambda head: init_softmax(refs, head, count)))
+    copies.queries(refs, item, buffer_slot, spec, wait=True)
+
+    # The output buffer of this parity is free once the copies of the item before the last have left it.
+    @pl.when(index - first >= 2)
+    def _() -> None:
+        copies.results(refs, Item(refs.items, index - 2), buffer_slot, spec, wait=True)
+
+    start, count = item.first_block, item.end_block - item.first_block
+
+    def block(k: jax.Array, state: tuple[Any, Cursor]) -> tuple[Any, Cursor]:
+        slot, cursor = state
+        if writes is not None:
+            pl.when(writes & (k + 1 == count))(lambda: copies.wait_writes(refs, spec))
+        prefetch = _block_at(refs, cursor, jnp.where(slot == 0, PREFETCH, slot - 1), end)
+        following = jnp.where(slot == PREFETCH, 0, slot + 1), cursor.after(refs.items, end)
+        attend(refs, Block(item, start + k, slot), prefetch, cursor.index < end, buffer_slot, spec)
+        return following
+
+    state = loop(jnp.int32(0), count, block, state)
+
+    by_size(small, spec, lambda count: _finish(refs, item, buffer_slot, count, spec))
+    copies.results(refs, item, buffer_slot, spec, wait=False)
+    return state
+
+
+def _finish(refs: PagedRefs, item: Item, buffer_slot: Any, count: int, spec: PagedSpec) -> None:
+    def head(k: Any) -> None:
+        for start in range(0, count, 128):
+            write_results(refs, k, Rows(buffer_slot, start, min(128, count - start), item.position), spec)
+
+    each(spec.kv_heads, head)

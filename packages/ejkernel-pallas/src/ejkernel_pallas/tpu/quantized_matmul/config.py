@@ -1,0 +1,71 @@
+"""Tile sizes: the heuristic for calls without a measured configuration, and the candidates."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.ops.params import Direction
+from ejkernel.planning.quantized_formats import WORD
+
+LANES = 128
+ROWS = 16
+"""Rows of x are padded to whole registers of bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuQuantized:
+    """The configuration of both kernels, whose tiles are tiles of the packed matrix as it lies.
+
+    Attributes:
+        block_m: Rows of x a tile, a multiple of 16.
+        block_r: Rows of packed weights a tile, a multiple of 128.
+        block_w: Words of packed weights a tile, a multiple of 128.
+    """
+
+    block_m: int
+    block_r: int
+    block_w: int
+
+
+PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(TpuQuantized)}
+"""Public configuration field -> field of this."""
+
+OVER_ROWS = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
+"""Rows and words a tile of the kernel that contracts rows of the packed matrix."""
+OVER_WORDS = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 256))
+"""The same of the kernel that contracts what the words hold."""
+MEMORY = 32 * 2**20
+"""Bytes of VMEM for blocks and sums: what every chip has, with room for the compiler."""
+
+MULTIPLICATIONS = 2**30
+"""The most that a tile may have: its products follow each other without a loop; libtpu takes minutes for more."""
+
+
+def heuristic(record: QuantizedMatmul, device: Any, direction: Direction) -> TpuQuantized:
+    """The tiles for a record on a device, by the static profile."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tuple[TpuQuantized, ...]:
+    """Tiles worth measuring for a record on a device."""
+    over_rows = record.transpose == (direction == "backward")
+    rows, words = (-(-size // LANES) * LANES for size in record.packed.shape)
+    height = -(-record.x.shape[0] // ROWS) * ROWS
+    tiles = [
+        TpuQuantized(block_m=min(m, height), block_r=min(r, rows), block_w=min(w, words))
+        for m in (1024, 512, 256, 128)
+        for r, w in (OVER_ROWS if over_rows else OVER_WORDS)
+    ]
+    codes = WORD // record.format.bits
+    quick = [x for x in tiles if x.block_m * x.block_r * x.block_w * codes <= MULTIPLICATIONS]
+    fitting = [x for x in quick if _bytes(record, x, over_rows) <= MEMORY]
+    return tuple(dict.fromkeys(fitting or tiles[-1:]))
+
+
+def _bytes(record: QuantizedMatmul, tiles: TpuQuantized, over_rows: bool) -> int:
+    """Bytes of the double-buffered blocks and of the sum."""
+    m, r, w = tiles.block_m, tiles.block_r, tiles.block_w
+    columns, item = w * (WORD // record.format.bits), record.x.dtype.itemsize
+    packed = r * w * 4 + 2 * r * LANES * 4
+    depth, width = (r, columns) if over_rows else (columns, r)
+    return 2 * (packed + m * depth * item + m * width * item) + 4 * m * width

@@ -1,0 +1,32 @@
+"""Forward pass of the quantized matmul on TPUs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
+from ejkernel_pallas.tpu.quantized_matmul.config import TpuQuantized
+from ejkernel_pallas.tpu.quantized_matmul.kernels.matmul import multiply_rows
+from ejkernel_pallas.tpu.quantized_matmul.kernels.transposed_matmul import multiply_words
+from ejkernel_pallas.tpu.quantized_matmul.spec import make_spec
+
+
+def forward(record: QuantizedMatmul, config: TpuQuantized) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tiles.
+
+    Returns:
+        [M, N] in x's dtype. There are no residuals.
+    """
+    kernel = multiply_words if record.transpose else multiply_rows
+    return multiply(kernel, record, record.x, config), ()
+
+
+def multiply(kernel: Any, record: QuantizedMatmul, rows: jax.Array, config: TpuQuantized) -> jax.Array:
+    """Runs a kernel on rows, filled up to whole registers: arrays of fewer have another layout in memory."""
+    spec, count = make_spec(record, config), rows.shape[0]
+    return finished(record, kernel(record, jnp.pad(rows, ((0, spec.rows - count), (0, 0))), spec)[:count])

@@ -1,0 +1,1 @@
+"""Kernels of the quantized matmul, one per file, and what they share."""

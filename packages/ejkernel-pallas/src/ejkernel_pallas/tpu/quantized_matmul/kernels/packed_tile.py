@@ -1,0 +1,166 @@
+"""What both kernels do with a tile of the packed matrix [R, C], whose rows are W words of several codes each.
+
+    HBM packed [R, W] ── double buffer ──► VMEM words [block_r, block_w]
+                                             │ shift, mask, zero, scale: code n of all words, in registers
+                                             ▼
+    over rows    acc[n] [block_m, block_w] += x [block_m, block_r] · numbers_n       out[:, codes j + n] = acc[n][:, j]
+    over words   acc    [block_m, block_r] += x_n [block_m, block_w] · numbers_n^T   x_n[:, j] = x[:, codes j + n]
+
+The grid is (tiles of x's rows, tiles of columns, tiles of contracted elements). A tile of words becomes numbers once
+for each tile of x's rows. Every product takes few rows of words, so that their numbers stay in registers on the way to
+the matrix unit. A group is never as long as a product of one code: its scale goes to the numbers, not to the sums.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, Ref, launch, resident, vmem_limit
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, zero_outside
+from ejkernel_pallas.tpu.quantized_matmul.kernels.dequantize import (
+    Factors,
+    code_table,
+    code_values,
+    scale_values,
+    spread,
+)
+from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec, scale_bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedRefs:
+    """Refs of both kernels; a field that is None is not needed.
+
+    Attributes:
+        x: [block_m, block_r], or over words [codes, block_m, block_w].
+        words: int32 [block_r, block_w].
+        scales: As they are stored, [block_r, 128].
+        zeros: Likewise, of affine codes.
+        table: float32 [1, 128], of codes that are places in one.
+        output: [codes, block_m, block_w], or over words [block_m, block_r].
+        acc: Scratch, float32, as the output.
+    """
+
+    x: Ref
+    words: Ref
+    scales: Ref
+    output: Ref
+    acc: Ref
+    zeros: Ref = None
+    table: Ref = None
+
+
+def run_kernel(
+    record: QuantizedMatmul,
+    spec: QuantizedSpec,
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    x: Operand,
+    output: Operand,
+    packed: Callable[..., tuple[Any, Any]],
+    steps: int,
+) -> jax.Array:
+    """Runs one of the kernels; `packed` gives the tile of the packed matrix of a grid step."""
+    block = (spec.blocks.block_r, spec.blocks.block_w)
+
+    def scale_index(*step: Any) -> tuple[Any, Any]:
+        row, word = packed(*step)
+        return row, divide(word, spec.scale_tiles)
+
+    inputs = {"x": x, "words": Operand(lax.bitcast_convert_type(record.packed, jnp.int32), block, packed)}
+    for label, stored in (("scales", record.scales), ("zeros", record.zeros)):
+        if stored is not None:
+            inputs[label] = Operand(scale_bits(stored), (block[0], LANES), scale_index)
+    codebook = code_table(spec.format)
+    if codebook is not None:
+        inputs["table"] = resident(codebook)
+    shape: Any = output.block
+    scratch = {"acc": pltpu.VMEM(shape, jnp.float32)}
+    results = launch(
+        KernelCall(
+            name=name,
+            kernel=functools.partial(kernel, spec=spec, steps=steps),
+            refs=QuantizedRefs,
+            grid=(-(-spec.rows // spec.blocks.block_m), -(-output.array.shape[-1] // shape[-1]), steps),
+            # Rows and columns; contracted tiles follow each other, as they add to one accumulator.
+            parallel=2,
+            tables={},
+            inputs=inputs,
+            outputs={"output": output},
+            scratch=scratch,
+            vmem_limit=vmem_limit((*inputs.values(), output), scratch),
+        )
+    )
+    return results["output"]
+
+
+class SubTile(NamedTuple):
+    """Some rows and words of a tile: those of one product."""
+
+    row: int
+    rows: int
+    word: int
+    words: int
+
+
+def subtiles(spec: QuantizedSpec, row: int, rows: int) -> list[SubTile]:
+    """The subtiles of a tile that have the given rows."""
+    width, size = spec.blocks.block_w, spec.piece
+    return [SubTile(row, rows, word, min(size, width - word)) for word in range(0, width, size)]
+
+
+def zero_sums(refs: QuantizedRefs, k: Any) -> None:
+    """Zeroes the sums before the first tile of contracted elements."""
+
+    @pl.when(k == 0)
+    def _() -> None:
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+
+
+def write_sums(refs: QuantizedRefs, last: Any) -> None:
+    """Writes the sums after the last tile of contracted elements."""
+
+    @pl.when(last)
+    def _() -> None:
+        refs.output[...] = refs.acc[...].astype(refs.output.dtype)
+
+
+def group_factors(refs: QuantizedRefs, row: int, size: int, spec: QuantizedSpec) -> Factors:
+    """Scales and zeros of some rows' groups, of which a block has 128."""
+    rows = slice(row, row + size)
+    zeros = None if refs.zeros is None else scale_values(refs.zeros[rows, :], spec.format)
+    return Factors(scale_values(refs.scales[rows, :], spec.format), zeros)
+
+
+def zero_factors_from(factors: Factors, first: Any, axis: int) -> Factors:
+    """Factors with 0 from an index on: memory beyond an array may hold anything, NaN too."""
+    zeros = None if factors.zeros is None else zero_outside(factors.zeros, 0, first, axis)
+    return Factors(zero_outside(factors.scales, 0, first, axis), zeros)
+
+
+def unpacker(
+    refs: QuantizedRefs, factors: Factors, sub: SubTile, tile: Any, spec: QuantizedSpec
+) -> Callable[[int], jax.Array]:
+    """From n to the numbers of code n of a subtile's words; its factors are spread once, for all codes of a word."""
+    # A block of 128 groups serves `scale_tiles` tiles of words, a power of two.
+    first = (tile & (spec.scale_tiles - 1)) * spec.blocks.block_w + sub.word
+    codebook = None if refs.table is None else jnp.broadcast_to(refs.table[...], (sub.rows, LANES))
+    groups: list[tuple[jax.Array, Factors]] = []
+    for lane in range(0, sub.words, LANES):
+        scales = spread(factors.scales, first + lane, spec)
+        zeros = None if factors.zeros is None else spread(factors.zeros, first + lane, spec)
+        at = sub.word + lane
+        groups.append((refs.words[sub.row : sub.row + sub.rows, at : at + LANES], Factors(scales, zeros)))
+    return lambda n: jnp.concatenate(
+        [code_values(words, n, group_scales, codebook, spec) for words, group_scales in groups], axis=1
+    )

@@ -1,0 +1,1 @@
+"""Kernels of ring attention, one per file, and what they share."""

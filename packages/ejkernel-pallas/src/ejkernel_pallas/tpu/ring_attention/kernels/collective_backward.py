@@ -1,0 +1,188 @@
+"""Backward pass of ring attention on TPUs: keys travel by collectives, their gradients with them.
+
+The kernels are those of tiled attention. Of the whole row they need its lse and `<cotangent, output>`, which are there
+from the forward pass; what they add to a gradient they leave in float32.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention.schedule import Load, Ring, columns, load_of, put_columns, ring_of
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
+from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
+from ejkernel_pallas.tpu.tiled_attention import backward as tiled_backward
+from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import queries_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, per_query, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_key, pairs_by_query
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, TiledSpec
+
+Gradients = dict[str, jax.Array]
+
+
+class QueryRows(NamedTuple):
+    """Of every query of this device: cotangent and output [B, T, H, Dv]; lse, <cotangent, output> and delta [B, H, T].
+
+    Delta is less the cotangent of lse, `lse_cotangent`, which is None where there is none.
+    """
+
+    cotangent: jax.Array
+    output: jax.Array
+    lse: jax.Array
+    products: jax.Array
+    delta: jax.Array
+    lse_cotangent: jax.Array | None
+
+
+def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
+    """Gradients of the wanted fields of one device's record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
+            softmax_aux.
+        config: As for tiled attention.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
+        complete; those of bias and softmax_aux are what the device's queries contribute.
+    """
+    record = pullback.record
+    ring = ring_of(record)
+    if ring is None:
+        return tiled_backward.backward(dataclasses.replace(pullback, record=tiled(record)), config)
+    query_rows = query_rows_of(pullback)
+    grads = _around(RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.wanted - {"softmax_aux"})
+    if "softmax_aux" in pullback.wanted:
+        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
+    return {name: to_shard(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+
+
+def query_rows_of(pullback: Pullback) -> QueryRows:
+    """What the gradients need of every query's whole row."""
+    record, cotangent = pullback.record, pullback.cotangent
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # padding's cotangent may be anything
+        cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
+    products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    delta = tiled_backward.delta_of(products, pullback, record.q_segment_ids)
+    cotangent, lse_cotangent = cotangent.astype(record.query.dtype), pullback.lse_cotangent
+    return QueryRows(cotangent, pullback.output, pullback.residuals.lse, products, delta, lse_cotangent)
+
+
+def striped(query_rows: QueryRows, ring: Ring) -> QueryRows:
+    """The rows of the queries that this device works on."""
+    return QueryRows(
+        cotangent=ring.stripe(query_rows.cotangent, 1),
+        output=ring.stripe(query_rows.output, 1),
+        lse=ring.stripe(query_rows.lse, 2),
+        products=ring.stripe(query_rows.products, 2),
+        delta=ring.stripe(query_rows.delta, 2),
+        lse_cotangent=None if query_rows.lse_cotangent is None else ring.stripe(query_rows.lse_cotangent, 2),
+    )
+
+
+def _around(plan: RingPlan, query_rows: QueryRows, config: TpuBackward, grad_fields: frozenset[str]) -> Gradients:
+    """The gradients of everything but sinks, in the layout that the ring works in, float32."""
+    record, ring = plan.record, plan.ring
+    # float32 until the end: every device adds a part, and each rounding to 16 bits would count.
+    zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in grad_fields}
+    zeros = _compat.as_varying(zeros, (record, query_rows))
+    # Gradients of keys and values go around with their keys, and are complete when these are home; those of queries
+    # stay.
+    travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
+    staying = {name: x for name, x in zeros.items() if name not in travelling}
+
+    def ring_step(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
+        added = _step(plan, source, load, query_rows, config, grad_fields)
+        if "bias" in staying:
+            keys = load["key"].shape[1]
+            sum_ = columns(staying["bias"], ring, source, keys) + added["bias"]
+            added["bias"] = put_columns(staying["bias"], sum_, ring, source, keys)
+        if "query" in staying:
+            added["query"] = staying["query"] + added["query"]
+        return {name: added[name] for name in travelling}, {name: added[name] for name in staying}
+
+    collected, stationary = ring.walk(load_of(record), travelling, ring_step, staying)
+    return {**collected, **stationary}
+
+
+def _step(
+    plan: RingPlan,
+    source: jax.Array,
+    load: Load,
+    query_rows: QueryRows,
+    config: TpuBackward,
+    grad_fields: frozenset[str],
+) -> Gradients:
+    """What one load of keys adds to the gradients, float32."""
+    shard, (by_key, by_query) = plan.shard(source, load), backward_blocks(config)
+    added: Gradients = {}
+    if grad_fields & {"key", "value"}:
+        spec = plan.spec(shard, by_key, by_key=True)
+        table = plan.pairs(shard, spec, source, pairs_by_key)
+        added |= _key_gradients(shard, query_rows, spec, table, grad_fields & {"key", "value"})
+    if "query" in grad_fields:
+        spec = plan.spec(shard, by_query)
+        added["query"] = _query_gradient(shard, query_rows, spec, plan.pairs(shard, spec, source, pairs_by_query))
+    if "bias" in grad_fields:
+        added["bias"] = _bias_gradient(plan, shard, source, query_rows, config)
+    return added
+
+
+def _key_gradients(
+    shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec, table: Any, grad_fields: frozenset[str]
+) -> Gradients:
+    fields = {name: getattr(shard, name) for name in sorted(grad_fields)}
+    shapes = {f"d{name}": _float32(x) for name, x in fields.items()}
+    results = launch(keys_call("ejkernel_ring_backward_keys", table, inputs_of(shard, query_rows, spec), shapes, spec))
+    return {name: unrows(results[f"d{name}"], x.shape) for name, x in fields.items()}
+
+
+def _query_gradient(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec, table: Any) -> jax.Array:
+    inputs, shape = inputs_of(shard, query_rows, spec), _float32(shard.query)
+    results = launch(queries_call("ejkernel_ring_backward_queries", table, inputs, shape, spec))
+    return unrows(results["dquery"], shape.shape)
+
+
+def _bias_gradient(
+    plan: RingPlan, shard: TiledAttention, source: jax.Array, query_rows: QueryRows, config: TpuBackward
+) -> jax.Array:
+    """The gradient of a bias's columns, which tiled attention has a kernel for: its tiles are written once."""
+    pullback = Pullback(
+        record=plan.with_positions(shard, source),
+        residuals=SoftmaxResiduals(lse=query_rows.lse),
+        output=query_rows.output,
+        cotangent=query_rows.cotangent,
+        lse_cotangent=query_rows.lse_cotangent,
+        wanted=frozenset({"bias"}),
+    )
+    return tiled_backward.backward(pullback, config)["bias"].astype(jnp.float32)
+
+
+def inputs_of(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
+    """What kernels read of a ring step, and of its queries' rows."""
+    lse = query_rows.lse
+    return operands(shard, spec) | {
+        "cotangent": rows(query_rows.cotangent, spec.block_q),
+        "shift": per_query(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
+        "delta": per_query(query_rows.delta, spec),
+    }
+
+
+def _float32(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+
+
+def to_shard(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+    """A gradient in its field's dtype and layout."""
+    field = getattr(record, name)
+    gradient = gradient.astype(field.dtype)
+    axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)
+    return gradient if axis is None or field.shape[axis] == 1 else ring.unstripe(gradient, axis)

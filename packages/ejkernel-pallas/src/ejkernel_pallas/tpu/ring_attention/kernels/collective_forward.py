@@ -1,0 +1,69 @@
+"""Forward pass of ring attention on TPUs: keys travel by collectives, a kernel works on those that are there."""
+
+from typing import Any
+
+import jax
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention.schedule import Load, load_of, ring_of
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
+from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardRefs, continue_softmax
+from ejkernel_pallas.tpu.ring_attention.plan import RingPlan, empty_state
+from ejkernel_pallas.tpu.tiled_attention import forward as tiled_forward
+from ejkernel_pallas.tpu.tiled_attention.config import TpuForward, forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import scratch
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, per_query, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import Distinct, current_entry
+from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_query
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+
+State = tuple[jax.Array, jax.Array]
+"""Output and lse of the keys so far."""
+
+
+def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of one device's queries.
+
+    Args:
+        record: The canonical arguments.
+        config: As for tiled attention.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    ring = ring_of(record)
+    if ring is None:
+        return tiled_forward.forward(tiled(record), config)
+    plan, blocks = RingPlan.of(record, ring), forward_blocks(config)
+
+    def ring_step(source: jax.Array, load: Load, state: State) -> tuple[Load, State]:
+        shard = plan.shard(source, load)
+        spec = plan.spec(shard, blocks)
+        return {}, _attend(shard, spec, plan.pairs(shard, spec, source, pairs_by_query), state)
+
+    # The loop's state differs between devices from the first step on, so it must be marked so before.
+    begin = _compat.as_varying(empty_state(record), record)
+    _, (output, lse) = ring.walk(load_of(plan.record), {}, ring_step, begin)
+    output = ring.unstripe(output.astype(record.query.dtype), 1)
+    return output, SoftmaxResiduals(lse=ring.unstripe(lse, 2))
+
+
+def _attend(shard: TiledAttention, spec: TiledSpec, table: Any, state: State) -> State:
+    """The state with the keys of a ring step."""
+    results = states(state, spec)
+    inputs = operands(shard, spec) | {f"{name}_before": x for name, x in results.items()}
+    scratch_memory, name = scratch(spec, shard.value.dtype), "ejkernel_ring_forward"
+    results = launch(pairs_call(name, _kernel, RingForwardRefs, table, spec, inputs, results, scratch_memory))
+    return unrows(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)
+
+
+def states(state: State, spec: TiledSpec) -> dict[str, Operand]:
+    """Output and lse as kernels read and write them."""
+    return {"output": rows(state[0], spec.block_q), "lse": per_query(state[1], spec)}
+
+
+def _kernel(refs: RingForwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+    continue_softmax(current_entry(refs.table, distinct), refs, spec)

@@ -1,0 +1,217 @@
+"""Backward pass of ring attention in one kernel per device: keys travel, and their gradients one load later."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel.families.ring_attention import tiled
+from ejkernel.families.ring_attention.schedule import load_of, ring_of
+from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
+from ejkernel_pallas.tpu.ring_attention.kernels import collective_backward, remote_call
+from ejkernel_pallas.tpu.ring_attention.kernels.collective_backward import (
+    Gradients,
+    QueryRows,
+    inputs_of,
+    query_rows_of,
+    striped,
+    to_shard,
+)
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Route
+from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
+from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_kernel
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import queries_kernel
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import backward_scratch
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import current_entry
+from ejkernel_pallas.tpu.tiled_attention.plan import LAST, key_tile, pairs_by_key, pairs_by_query, query_tile
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+
+
+def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
+    """Gradients of the wanted fields of one device's record.
+
+    Args:
+        pullback: As for the pass by collectives, which serves what does not want query, key and value all three.
+        config: As for tiled attention.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, ring = pullback.record, ring_of(pullback.record)
+    if ring is None or not pullback.wanted >= {"query", "key", "value"}:
+        return collective_backward.backward(pullback, config)
+    query_rows = query_rows_of(pullback)
+    plan, shard_rows = RingPlan.of(record, ring), striped(query_rows, ring)
+    own_load = load_of(plan.record)
+    shard = plan.shard(lax.axis_index(ring.axis_name), own_load)
+    # Loads from both neighbours, one direction after the other. Gradients of queries stay, and are continued by the
+    # second.
+    query, *kv_gradients = _one_direction(plan, shard, shard_rows, config, range(0, ring.before + 1), None)
+    if ring.after:
+        shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in own_load}, -1))
+        query, *more = _one_direction(plan, shifted, shard_rows, config, range(-1, -ring.after - 1, -1), query)
+        kv_gradients = [one + other for one, other in zip(kv_gradients, more, strict=True)]
+    grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}
+    if "softmax_aux" in pullback.wanted:
+        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
+    return {name: to_shard(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+
+
+class Sweep(NamedTuple):
+    """One of the two sweeps over a load: the one that accumulates for queries, or the one for keys.
+
+    Attributes:
+        spec: The kernel's constants.
+        inputs: What tiles are read from.
+        results: What is read, added to, and written.
+        pair_table: Table of all loads, int32 [loads, B|1, 1, steps].
+        start: Where it begins in the table of both.
+        scratch: What the kernel keeps between tiles.
+        kernel: Called with the refs of a tile pair.
+    """
+
+    spec: TiledSpec
+    inputs: dict[str, Operand]
+    results: dict[str, Operand]
+    pair_table: Any
+    start: int
+    scratch: dict[str, Any]
+    kernel: Callable[..., None]
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the names of its scratch memory, which both sweeps share."""
+        return "keys_" if self.spec.by_key else "queries_"
+
+    @property
+    def distinct(self) -> tuple[bool, bool]:
+        """Whether batch rows have tile pairs of their own; heads have none."""
+        return self.pair_table.shape[1] > 1, False
+
+    def table_slice(self, table: Any, number: Any) -> Any:
+        """The tile pairs of a load."""
+        _, batch, _, steps = self.pair_table.shape
+        return TableSlice(table, self.start + number * (batch * steps))
+
+
+class TableSlice(NamedTuple):
+    """A slice of a table in scalar memory."""
+
+    table: Any
+    start: Any
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.table[self.start + at]
+
+
+def _sweeps(
+    plan: RingPlan, shard: TiledAttention, query_rows: QueryRows, config: TpuBackward, hops: range
+) -> tuple[Sweep, Sweep]:
+    by_key, by_query = backward_blocks(config)
+    spec = plan.spec(shard, by_query)
+    zeros = {
+        name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", shard.query), ("k", shard.key), ("v", shard.value))
+    }
+    pair_table = remote_call.tables(plan, spec, shard, hops, pairs_by_query)
+    results = {"dquery": rows(zeros["q"], spec.block_q)}
+    scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
+    queries = Sweep(spec, inputs_of(shard, query_rows, spec), results, pair_table, 0, scratch_memory, queries_kernel)
+    spec = plan.spec(shard, by_key, by_key=True)
+    results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
+    after = pair_table.size
+    pair_table = remote_call.tables(plan, spec, shard, hops, pairs_by_key)
+    scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
+    return queries, Sweep(
+        spec, inputs_of(shard, query_rows, spec), results, pair_table, after, scratch_memory, keys_kernel
+    )
+
+
+def _one_direction(
+    plan: RingPlan,
+    shard: TiledAttention,
+    query_rows: QueryRows,
+    config: TpuBackward,
+    hops: range,
+    query: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Gradients of queries, keys and values with the loads of one direction; those of keys are at home again."""
+    queries, keys = _sweeps(plan, shard, query_rows, config, hops)
+    if query is not None:
+        queries = queries._replace(results={"dquery": rows(query, queries.spec.block_q)})
+    inputs, results = queries.inputs, queries.results | keys.results
+    route = remote_call.route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
+    slots = remote_call.slots_of(route.load, inputs) | remote_call.slots_of(route.cargo, results)
+    scratch_memory = {sweep.prefix + name: x for sweep in (queries, keys) for name, x in sweep.scratch.items()}
+    results = launch(
+        KernelCall(
+            name="ejkernel_ring_backward_remote",
+            kernel=functools.partial(_kernel, route=route, queries=queries, keys=keys),
+            refs=functools.partial(remote_call.RemoteRefs.of, route, tuple(scratch_memory)),
+            tables={
+                "table": jnp.concatenate([queries.pair_table.reshape(-1), keys.pair_table.reshape(-1)]),
+                "neighbours": remote_call.neighbours(plan.ring, hops),
+            },
+            inputs=remote_call.in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
+            outputs=remote_call.in_hbm(queries.results) | slots,
+            scratch=scratch_memory | route.scratch(),
+            aliases={"dquery_before": "dquery"},
+            pipelines=True,
+            options=remote_call.remote_options(plan.ring, hops),
+        )
+    )
+    # The slot that the last hop left its gradients in.
+    last = (len(hops) - 1) % 2
+    pairs = (("dkey_slots", shard.key), ("dvalue_slots", shard.value))
+    cargo = (unrows(results[name][last], like.shape) for name, like in pairs)
+    # One more shift brings the gradients to the device whose keys they belong to.
+    return unrows(results["dquery"], shard.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
+
+
+def _kernel(refs: remote_call.RemoteRefs, *, route: Route, queries: Sweep, keys: Sweep) -> None:
+    def work(number: Any, load: Arrays) -> None:
+        _run_sweep(queries, queries.table_slice(refs.table, number), refs, load)
+
+    def collect(number: Any, load: Arrays) -> None:
+        _run_sweep(keys, keys.table_slice(refs.table, number), refs, load)
+
+    route.for_each_load(refs.load, refs.cargo, work, collect)
+
+
+def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_call.RemoteRefs, load: Arrays) -> None:
+    """One pass over a load's tiles, with the next tiles on their way; adds to results where they lie."""
+    spec, steps = sweep.spec, sweep.pair_table.shape[3]
+    heads = (spec.heads // spec.group_size, steps, spec.group_size) if spec.by_key else (spec.heads, steps)
+    scratch = {name: refs.scratch[sweep.prefix + name] for name in sweep.scratch}
+
+    def where(b: Any, h: Any, step: Any, *member: Any) -> Any:
+        at = page[(b if sweep.distinct[0] else 0) * steps + step]
+        return b, h * spec.group_size + member[0] if member else h, query_tile(at), key_tile(at)
+
+    def tile(named: Arrays) -> None:
+        # What is there already is added when a tile is finished, so the kernels are those of one device.
+        before = {name: named.pop(f"{name}_before") for name in sweep.results}
+        sweep.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=sweep.distinct)
+        last = (current_entry(page, sweep.distinct) & LAST) != 0
+        _add_before(named, before, last & (pl.program_id(3) == spec.group_size - 1) if spec.by_key else last)
+
+    grid = (sweep.inputs["query"].array.shape[0], *heads)
+    remote_call.run_pipeline(tile, refs, load, (sweep.inputs, sweep.results), grid, where)
+
+
+def _add_before(named: Arrays, before: Arrays, done: Any) -> None:
+    """Adds what earlier loads, or devices, found to what the kernel just wrote."""
+
+    @pl.when(done)
+    def _() -> None:
+        for name, x in before.items():
+            named[name][...] += x[...]

@@ -1,0 +1,115 @@
+"""Forward pass of ring attention in one kernel per device, which itself sends keys on while it works on them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel import _compat
+from ejkernel.families.ring_attention import RingAttention
+from ejkernel.families.ring_attention.schedule import load_of, ring_of
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
+from ejkernel_pallas.tpu.ring_attention.kernels import remote_call
+from ejkernel_pallas.tpu.ring_attention.kernels.collective_forward import State, states
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Route
+from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardRefs, continue_softmax
+from ejkernel_pallas.tpu.ring_attention.plan import RingPlan, empty_state
+from ejkernel_pallas.tpu.tiled_attention.config import TpuForward, forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.kernels import flash_forward
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, unrows
+from ejkernel_pallas.tpu.tiled_attention.plan import key_tile, pairs_by_query, query_tile
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+
+
+def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of one device's queries.
+
+    Args:
+        record: The canonical arguments, of a part of whole tiles.
+        config: As for tiled attention.
+
+    Returns:
+        Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
+    """
+    ring = ring_of(record)
+    assert ring is not None  # what the implementation requires says so
+    plan = RingPlan.of(record, ring)
+    me, own_load = lax.axis_index(ring.axis_name), load_of(plan.record)
+    shard = plan.shard(me, own_load)
+    spec, state = plan.spec(shard, forward_blocks(config)), _compat.as_varying(empty_state(record), record)
+    state = _one_direction(plan, spec, shard, state, range(0, ring.before + 1))
+    if ring.after:
+        shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in own_load}, -1))
+        state = _one_direction(plan, spec, shifted, state, range(-1, -ring.after - 1, -1))
+    output = ring.unstripe(state[0].astype(record.query.dtype), 1)
+    return output, SoftmaxResiduals(lse=ring.unstripe(state[1], 2))
+
+
+def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state: State, hops: range) -> State:
+    """The state with the loads of one direction, the first of which is shard's."""
+    pair_table, inputs, results = (
+        remote_call.tables(plan, spec, shard, hops, pairs_by_query),
+        operands(shard, spec),
+        states(state, spec),
+    )
+    route = remote_call.route_of(plan.ring, hops, inputs)
+    scratch = flash_forward.scratch(spec, shard.value.dtype)
+    work = _Work(spec=spec, inputs=inputs, results=results, pair_table=pair_table.shape)
+    results = launch(
+        KernelCall(
+            name="ejkernel_ring_forward_remote",
+            kernel=functools.partial(_kernel, route=route, work=work),
+            refs=functools.partial(remote_call.RemoteRefs.of, route, tuple(scratch)),
+            tables={"table": pair_table.reshape(-1), "neighbours": remote_call.neighbours(plan.ring, hops)},
+            inputs=remote_call.in_hbm(inputs | {f"{name}_before": x for name, x in results.items()}),
+            outputs=remote_call.in_hbm(results) | remote_call.slots_of(route.load, inputs),
+            scratch=scratch | route.scratch(),
+            aliases={f"{name}_before": name for name in results},
+            pipelines=True,
+            options=remote_call.remote_options(plan.ring, hops),
+        )
+    )
+    return unrows(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The tiles of a load.
+
+    Attributes:
+        spec: The kernels' constants.
+        inputs: What tiles are read from.
+        results: What is read and written.
+        pair_table: Shape of the table.
+    """
+
+    spec: TiledSpec
+    inputs: dict[str, Operand]
+    results: dict[str, Operand]
+    pair_table: tuple[int, ...]
+
+    def __call__(self, refs: remote_call.RemoteRefs, number: Any, load: Arrays) -> None:
+        """Takes a load into the state, tile by tile, with the next tiles on their way."""
+        (_, batched, _, steps), spec = self.pair_table, self.spec
+
+        def entry(b: Any, step: Any) -> Any:
+            return refs.table[(number * batched + (b if batched > 1 else 0)) * steps + step]
+
+        def where(b: Any, h: Any, step: Any) -> Any:
+            at = entry(b, step)
+            return b, h, query_tile(at), key_tile(at)
+
+        def tile(named: Arrays) -> None:
+            blocks = RingForwardRefs(table=refs.table, **named, **refs.scratch)
+            continue_softmax(entry(pl.program_id(0), pl.program_id(2)), blocks, spec)
+
+        grid = (self.results["lse"].array.shape[0], spec.heads, steps)
+        remote_call.run_pipeline(tile, refs, load, (self.inputs, self.results), grid, where)
+
+
+def _kernel(refs: remote_call.RemoteRefs, *, route: Route, work: _Work) -> None:
+    route.for_each_load(refs.load, None, lambda number, load: work(refs, number, load), lambda number, load: None)

@@ -1,0 +1,72 @@
+"""Online softmax, continued from the keys before (Milakov & Gimelshein 2018, Liu, Zaharia & Abbeel 2023).
+
+Between ring steps a row is its output and lse, which is the same softmax as row_max = lse, row_sum = 1, acc = output.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import column, widen
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import update_softmax, whole_row_sum
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import for_each_chunk
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, TiledSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingForwardRefs(ForwardRefs):
+    """Refs of the forward kernel, in float32, with the results of the earlier ring steps.
+
+    Attributes:
+        output_before: [block_q, Dv].
+        lse_before: [1, block_q].
+    """
+
+    output_before: Ref
+    lse_before: Ref
+
+
+def continue_softmax(entry: Any, refs: RingForwardRefs, spec: TiledSpec) -> None:
+    """One tile pair.
+
+    Args:
+        entry: The pair's entry in the table.
+        refs: Blocks and scratch memory.
+        spec: The kernel's constants.
+    """
+
+    @pl.when((entry & FIRST) != 0)
+    def _() -> None:
+        _begin(refs, spec)
+
+    for_each_chunk(entry, spec, lambda at: update_softmax(refs, at))
+
+    @pl.when((entry & LAST) != 0)
+    def _() -> None:
+        _finish(refs, spec)
+
+
+def _begin(refs: RingForwardRefs, spec: TiledSpec) -> None:
+    lse = column(refs.lse_before[...])
+    has_keys = lse > -jnp.inf
+    if not spec.sums_on_mxu:  # row_sum has a partial sum in every lane; one lane gets the 1
+        has_keys = has_keys & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0)
+    refs.row_max[...] = lse * LOG2E
+    refs.row_sum[...] = jnp.where(has_keys, 1.0, 0.0)
+    # lse = log(sum exp): with row_max = lse the earlier keys weigh 1 in total, and their output is their part.
+    refs.acc[...] = refs.output_before[...]
+
+
+def _finish(refs: RingForwardRefs, spec: TiledSpec) -> None:
+    refs.row_sum[...] = row_sum = whole_row_sum(refs, spec, slice(None))
+    has_keys = row_sum > 0.0
+    lse = (refs.row_max[...] + jnp.log2(jnp.where(has_keys, row_sum, 1.0))) * (1.0 / LOG2E)
+    refs.lse[...] = jnp.where(has_keys, lse, -jnp.inf).T[:1]
+    factor = 1.0 / jnp.where(refs.row_sum[...] > 0.0, refs.row_sum[...], 1.0)
+    refs.output[...] = refs.acc[...] * widen(factor, refs.acc.shape[1])

@@ -1,0 +1,120 @@
+"""How one device's keys travel, what its kernels are compiled for, and which tile pairs each load of keys has.
+
+Keys travel in one of two ways. With remote copies, one kernel per device and pass sends keys on while it computes with
+them. With collectives, keys travel between kernels, which serves every record.
+
+Shards of a causal ring are two halves of the sequence. Of another device's keys the early queries see the early half or
+nothing, and the late queries all or the early half: whole tiles, where tiles divide halves. What is left to compare is
+the device's keys, whose indices in the shard are in order. So kernels get no positions there; any other mask that
+compares positions gets them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.ring_attention import RingAttention, axis_size, tiled
+from ejkernel.families.ring_attention.schedule import Load, Ring, local_part, step_record
+from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel_pallas.tpu.interpret import interpreting
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.ring_attention.config import fitted
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import canonical
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spec
+
+Lister = Callable[[TiledAttention, TiledSpec], Any]
+MAX_PAIRS = 2**15
+"""Pairs of tiles of 512 by 512, or what divides a shard, of all loads of a call, that a table has room for."""
+
+
+def uses_remote_copies(record: RingAttention) -> bool:
+    """Whether one kernel per device serves a record: shards of whole tiles, of which a table can list all pairs."""
+    shards, lengths = axis_size(record.axis_name), (record.query.shape[1], record.key.shape[1])
+    # Interpreted they are in tests alone, which ask for it.
+    if shards == 1 or record.bias is not None or record.mask is not None or interpreting():
+        return False
+    if any(length % (2 * LANES if record.causal else LANES) for length in lengths):
+        return False
+    rows = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
+    batch = max(1 if x is None else x.shape[0] for x in rows)
+    blocks = fitted(record, Blocks(512, 512, 512, 512))
+    return shards * batch * -(-lengths[0] // blocks.queries) * -(-lengths[1] // blocks.keys) <= MAX_PAIRS
+
+
+@dataclasses.dataclass(frozen=True)
+class RingPlan:
+    """How one device goes around a ring.
+
+    Attributes:
+        record: Of the device's own shard, with positions if kernels compare them.
+        ring: The ring.
+        indexed: Whether causal compares indices in the shard, which holds for the keys of the device itself.
+    """
+
+    record: RingAttention
+    ring: Ring
+    indexed: bool
+
+    @classmethod
+    def of(cls, record: RingAttention, ring: Ring) -> Self:
+        """The plan for a record, which is cut as the ring cuts it."""
+        local = local_part(record, ring)
+        indexed = ring.striped and record.query.shape[1] % 256 == 0 and not _compares_pairs(record)
+        if band(tiled(record)) == (None, None):
+            return cls(dataclasses.replace(local, q_positions=None, kv_positions=None), ring, False)
+        return cls(local if indexed else _with_positions(local, ring), ring, indexed)
+
+    def spec(self, shard: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
+        """The constants of the kernels of every ring step."""
+        return make_spec(shard, fitted(self.record, blocks), by_key=by_key)
+
+    def shard(self, source: jax.Array, load: Load) -> TiledAttention:
+        """The local queries and one load of keys, as kernels get them."""
+        shard = canonical(step_record(self.record, self.ring, source, load))
+        return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
+
+    def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: Lister) -> Any:
+        """The tile pairs of a ring step: int32 [B|1, 1, steps]."""
+        if not self.indexed:
+            return list_pairs(shard, spec)
+        return list_pairs(self.with_positions(shard, source), spec)[..., : self._most(spec)]
+
+    def with_positions(self, shard: TiledAttention, source: jax.Array) -> TiledAttention:
+        """A shard with the positions that `shard` leaves out where indices do."""
+        if not self.indexed:
+            return shard
+        me, length = lax.axis_index(self.ring.axis_name), shard.query.shape[1]
+        return dataclasses.replace(
+            shard, q_positions=self.ring.indices(me, length), kv_positions=self.ring.indices(source, length)
+        )
+
+    def _most(self, spec: TiledSpec) -> int:
+        """Tile pairs of any load: half of all, with the rest of the diagonal, or one a tile without work."""
+        queries, keys = spec.queries // spec.block_q, spec.keys // spec.block_kv
+        return queries * keys // 2 + max(queries, keys)
+
+
+def _compares_pairs(record: RingAttention) -> bool:
+    """Whether tiles off the diagonal may be masked, too."""
+    ids = (record.q_segment_ids, record.kv_segment_ids)
+    return record.mask is not None or None not in ids
+
+
+def _with_positions(record: RingAttention, ring: Ring) -> RingAttention:
+    """The record with positions, which travel with their keys."""
+    me = lax.axis_index(ring.axis_name)
+    q, k = record.q_positions, record.kv_positions
+    q = ring.indices(me, record.query.shape[1]) if q is None else q
+    k = ring.indices(me, record.key.shape[1]) if k is None else k
+    return dataclasses.replace(record, q_positions=q, kv_positions=k)
+
+
+def empty_state(record: RingAttention) -> tuple[jax.Array, jax.Array]:
+    """Attention to no key: output [B, T, H, Dv] and lse [B, H, T], the sinks alone, which are thereby counted once."""
+    (b, t, h, _), size = record.query.shape, record.value.shape[3]
+    sinks = jnp.full(h, -jnp.inf) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32)
+    return jnp.zeros((b, t, h, size), jnp.float32), jnp.broadcast_to(sinks[:, None], (b, h, t))

@@ -1,0 +1,174 @@
+"""Tile sizes: the heuristic for calls without a measured configuration, and the tuner's candidates."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import kinds as attention_kinds
+from ejkernel.ops.params import Direction
+from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, padded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuForward:
+    """The configuration of the forward kernel; all sizes are multiples of 128.
+
+    Attributes:
+        block_q: Queries a tile.
+        block_kv: Keys a tile.
+        chunk_q: Queries of one product.
+        chunk_kv: Keys of one product.
+    """
+
+    block_q: int = 1024
+    block_kv: int = 1024
+    chunk_q: int = 512
+    chunk_kv: int = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientTile:
+    """Tiles of one of the backward kernels; multiples of 128.
+
+    Attributes:
+        block_q: Queries a tile.
+        block_kv: Keys a tile.
+    """
+
+    block_q: int = 1024
+    block_kv: int = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuBackward:
+    """The configuration of the backward kernels.
+
+    Attributes:
+        dkv: Tiles of the kernel that accumulates the gradients of keys and values.
+        dq: Tiles of the kernel that accumulates the gradient of queries, and of the one of a bias.
+        chunk: Rows of one product: of the accumulated tile where tiles are small, of the other tile where they are
+            large; a multiple of 128.
+    """
+
+    dkv: GradientTile = GradientTile()
+    dq: GradientTile = GradientTile()
+    chunk: int = 256
+
+
+PUBLIC_FIELDS = {
+    "q_blocksize": ("block_q", "dkv.block_q", "dq.block_q"),
+    "kv_blocksize": ("block_kv", "dkv.block_kv", "dq.block_kv"),
+}
+"""Public configuration field -> fields of these: a public size is that of both backward kernels."""
+
+TileShape = tuple[int, int]
+"""Queries and keys of a tile, or of a chunk."""
+
+LARGE = 2048
+"""Queries, and keys, of the largest tiles, whose prologue and epilogue cost the least."""
+LONG = 2 * LARGE
+"""Queries and keys from which on there are enough of the largest tiles."""
+
+
+def forward_blocks(config: TpuForward) -> Blocks:
+    """Tiles of the forward kernel; a product is of no more than a tile has."""
+    queries, keys = config.block_q, config.block_kv
+    return Blocks(queries, keys, min(config.chunk_q, queries), min(config.chunk_kv, keys))
+
+
+def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
+    """Tiles of the kernel that accumulates for keys, and of the one that accumulates for queries.
+
+    A product of a small tile has `chunk` rows of the accumulated tile and all of the other. A product of a large tile,
+    whose chunks a loop goes over, has half of the accumulated tile and `chunk` rows of the other. Either would spill
+    with the chunks of the other.
+    """
+    dkv, dq = ((tile.block_q, tile.block_kv) for tile in (config.dkv, config.dq))
+    chunk = min(config.chunk, *dkv, *dq)
+    by_key = (dkv[0], chunk) if dkv[1] < LARGE else (chunk, LARGE // 2)
+    by_query = (chunk, dq[1]) if dq[0] < LARGE else (LARGE // 2, chunk)
+    return Blocks(*dkv, *by_key), Blocks(*dq, *by_query)
+
+
+def heuristic(
+    record: TiledAttention, device: Any, direction: Direction, widest: int = 2 * LANES
+) -> TpuForward | TpuBackward:
+    """Tile sizes for a record on a device, by the static profile of causal attention.
+
+    Large tiles hide what a tile costs to begin; a narrow band, a pattern, and arrays of pairs want smaller ones, and of
+    float32, whose products are six, they take the compiler minutes.
+    Products of 256 keys fill a wide matrix unit, whatever the head size; a narrow one has registers for squarer ones,
+    and gains too little from large tiles of heads of more than 128 for what they take the compiler.
+
+    Args:
+        record: The arguments of a call.
+        device: What it runs on.
+        direction: Which pass.
+        widest: The largest head for which memory has room for large tiles.
+    """
+    wide, slow = is_wide(device.kind), is_v7x(device.kind)
+    block = 512 if is_narrow(record) else 1024
+    large = _is_long(record, widest if wide else LANES)
+    if direction == "backward":
+        return _backward(record, LARGE if large and not slow else block, LARGE if large else block, 256)
+    if not wide:
+        return _forward(record, LARGE if large else block, (512, 512))
+    return _forward(record, LARGE if large else block, (1024 if large and not slow else 512, 256))
+
+
+def candidates(
+    record: TiledAttention, device: Any, direction: Direction
+) -> tuple[TpuForward, ...] | tuple[TpuBackward, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    small, large = (512, 1024) if is_narrow(record) or min(_clamped(record, LONG)) < LONG else (1024, LARGE)
+    if direction == "backward":
+        pairs = [(dkv, dq) for dkv in (small, large) for dq in (small, large)]
+        return tuple(dict.fromkeys(_backward(record, *pair, 256) for pair in pairs))
+    chunks = ((512, 256), (1024, 256), (512, 512))
+    return tuple(dict.fromkeys(_forward(record, tile, chunk) for tile in (small, large) for chunk in chunks))
+
+
+def kind(record: TiledAttention) -> str | None:
+    """What long calls have in common that share an entry of a shipped table; others are left to the rule.
+
+    A head of 64 is one of 128 to the kernels.
+    """
+    long = min(record.query.shape[1], record.key.shape[1]) >= LONG
+    return attention_kinds.kind(record, padded) if long else None
+
+
+def is_narrow(record: TiledAttention) -> bool:
+    """Whether small tiles are better."""
+    arrays = (record.bias, record.mask, record.pattern)
+    return None not in band(record) or not all(x is None for x in arrays) or record.query.dtype.itemsize > 2
+
+
+def _is_long(record: TiledAttention, widest: int) -> bool:
+    """Whether large tiles are whole and enough, memory has room for them, and no segment needs smaller ones."""
+    (_, queries, _, size), (_, keys, _, value_size) = record.query.shape, record.value.shape
+    arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
+    if is_narrow(record) or not all(x is None for x in arrays):
+        return False
+    return min(queries, keys) >= LONG and queries % LARGE == keys % LARGE == 0 and max(size, value_size) <= widest
+
+
+def _forward(record: TiledAttention, tile: int, chunk: TileShape) -> TpuForward:
+    queries, keys = _clamped(record, tile)
+    return TpuForward(block_q=queries, block_kv=keys, chunk_q=min(chunk[0], queries), chunk_kv=min(chunk[1], keys))
+
+
+def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackward:
+    (queries, keys), (rows, columns) = _clamped(record, dkv), _clamped(record, dq)
+    return TpuBackward(
+        dkv=GradientTile(block_q=queries, block_kv=keys),
+        dq=GradientTile(block_q=rows, block_kv=columns),
+        chunk=min(chunk, queries, keys),
+    )
+
+
+def _clamped(record: TiledAttention, size: int) -> TileShape:
+    """A tile no larger than what covers the lengths."""
+    queries, keys = (min(size, -(-x.shape[1] // LANES) * LANES) for x in (record.query, record.key))
+    return queries, keys

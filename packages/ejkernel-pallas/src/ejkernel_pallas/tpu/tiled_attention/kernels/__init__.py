@@ -1,0 +1,1 @@
+"""Kernels of tiled attention, one per file, and what they share."""

@@ -1,0 +1,132 @@
+"""The backward kernel of a bias: the gradient of the scores, summed over what the bias is broadcast along."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups
+from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
+    backward_scratch,
+    recompute_weights,
+    score_gradient,
+    transpose_statistics,
+    zero_accumulators,
+)
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
+    ScoreChunk,
+    for_each_chunk,
+    load_queries,
+    transpose_dropout_keys,
+)
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+
+
+def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand], spec: TiledSpec) -> jax.Array:
+    """The bias's gradient; what the bias is broadcast along is summed per tile, so nothing larger is stored.
+
+    Args:
+        record: The record, for its sizes.
+        flags: Flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles].
+        inputs: What the kernel reads.
+        spec: The kernel's constants.
+    """
+    bias = record.bias
+    assert bias is not None  # a gradient of it was asked for
+    q_tiles, k_tiles = flags.shape[2:]
+    counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
+    # The outer grid axes are those that the bias has, the inner ones those it is broadcast along: one sum per tile.
+    outer = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
+    inner = tuple(n // k for n, k in zip(counts, outer, strict=True))
+    result, acc = _bias_tiles(bias, spec)
+    gradient = launch(
+        KernelCall(
+            name="ejkernel_attention_backward_bias",
+            kernel=functools.partial(bias_kernel, spec=spec, tiles=flags.shape),
+            refs=BackwardRefs,
+            grid=(*outer, *inner),
+            parallel=2,
+            tables={"table": flags.reshape(-1)},
+            inputs=inputs,
+            outputs={"dbias": result},
+            scratch={"dbias_acc": pltpu.VMEM(acc, jnp.float32), **backward_scratch(spec, (), record.query.dtype)},
+            where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
+        )
+    )["dbias"]
+    if bias.shape[3] == 1:  # as a row, of queries or, where it is one number, of keys
+        gradient = gradient.sum(axis=3, keepdims=True) if bias.shape[2] == 1 else gradient.swapaxes(2, 3)
+    return gradient.astype(bias.dtype)
+
+
+def _bias_tiles(bias: jax.Array, spec: TiledSpec) -> tuple[Operand, tuple[int, int]]:
+    """The gradient's array and the shape of the sum that becomes a tile of it."""
+    batch, heads, queries, keys = bias.shape
+    if queries > 1 and keys > 1:
+        block = (spec.block_q, spec.block_kv)
+        return _bias_operand(jax.ShapeDtypeStruct(bias.shape, jnp.float32), block, bias, lambda i, j: (i, j)), block
+    if queries > 1:
+        array = jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32)
+        return _bias_operand(array, (1, spec.block_q), bias, lambda i, j: (0, i)), (spec.block_q, LANES)
+    array = jax.ShapeDtypeStruct((batch, heads, 1, keys if keys > 1 else spec.block_kv), jnp.float32)
+    return _bias_operand(array, (1, spec.block_kv), bias, lambda i, j: (0, j if keys > 1 else 0)), (1, spec.block_kv)
+
+
+def _bias_operand(array: Any, block: tuple[int, int], bias: jax.Array, tile_index: Any) -> Operand:
+    batch, heads = bias.shape[0] > 1, bias.shape[1] > 1
+    return Operand(
+        array, (None, None, *block), lambda b, h, i, j: (b if batch else 0, h if heads else 0, *tile_index(i, j))
+    )
+
+
+def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) -> None:
+    """Adds one tile pair to the sum that a tile of the bias's gradient is.
+
+    Args:
+        refs: Blocks and scratch memory; the table has the flags of every tile pair, int32
+            [(B|1) * (H|1) * query tiles * key tiles].
+        spec: The kernel's constants.
+        tiles: Batch rows and heads that the table distinguishes, and tiles of queries and of keys.
+    """
+    # Of every axis of the grid one half is 0: an axis of the bias is an outer one, an axis that it is
+    # broadcast along an inner one, whose steps are summed.
+    b, h, i, j = (pl.program_id(axis) + pl.program_id(axis + 4) for axis in range(4))
+    row = (b if tiles[0] > 1 else 0) * tiles[1] + (h if tiles[1] > 1 else 0)
+    kind = refs.table[(row * tiles[2] + i) * tiles[3] + j]
+    inner_steps = [pl.program_id(axis) for axis in range(4, 8)]
+    # The first and the last term of the sum: those where no inner axis has begun, and where all have ended.
+    start, end = jnp.bool_(True), jnp.bool_(True)
+    for axis, inner_step in enumerate(inner_steps, 4):
+        start, end = start & (inner_step == 0), end & (inner_step == pl.num_programs(axis) - 1)
+    zero_accumulators(refs, start)
+    transpose_statistics(refs)
+    transpose_dropout_keys(refs, spec)
+    for_each_chunk((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias(refs, at))
+
+    @pl.when(end)
+    def _() -> None:
+        total = refs.dbias_acc[...]
+        if refs.bias_per_query is not None:
+            # Partial sums lie by lane until here, so the slow reduction across lanes runs once a tile.
+            total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape).T[:1]
+        refs.dbias[...] = total
+
+
+def _add_to_bias(refs: BackwardRefs, at: ScoreChunk) -> None:
+    cotangent = load_queries(refs.cotangent, at)
+    slope, mask = recompute_weights(refs, load_queries(refs.query, at), at)
+    dscores = score_gradient(refs, cotangent, slope, mask, at)
+    # A bias of rows or columns alone is summed up here, and takes no tile of pairs in VMEM.
+    if refs.dbias_acc.shape == (at.spec.block_q, at.spec.block_kv):
+        refs.dbias_acc[at.q, at.k] += dscores
+    elif refs.bias_per_key is not None:
+        refs.dbias_acc[:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
+    else:
+        # Across lane groups on the VPU; across lanes once at the end.
+        by_lane = lane_groups(dscores)
+        refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, by_lane)

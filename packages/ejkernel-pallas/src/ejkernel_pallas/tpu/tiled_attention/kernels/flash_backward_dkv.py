@@ -1,0 +1,93 @@
+"""The backward kernel of keys and values: one accumulator per key tile.
+
+    for every tile pair of a key tile, and every head of the group:
+        for every chunk:
+            p, ds recomputed (module `recompute`)  ──►  weights[parity], dscores[parity]
+            dvalue_acc += p^T cotangent;  dkey_acc += ds^T query
+    after the last pair: accumulators, scaled ──► dkey, dvalue
+
+Scores are [keys, queries], so p^T and ds^T are what the products read and nothing is transposed.
+"""
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
+from ejkernel_pallas.tpu.mosaic.vectors import product
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows
+from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
+    backward_scratch,
+    recompute_weights,
+    score_gradient,
+    zero_accumulators,
+)
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
+    Distinct,
+    ScoreChunk,
+    current_entry,
+    drop,
+    for_each_chunk,
+    load_queries,
+    transpose_dropout_keys,
+)
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+
+
+def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: TiledSpec) -> KernelCall:
+    """The kernel of the gradients of keys and values.
+
+    Args:
+        name: The kernel's.
+        table: Tile pairs by key tile, int32 [B|1, Hk|1, steps].
+        inputs: What it reads.
+        shapes: Shape and dtype of each gradient that is wanted, `"dkey"` and `"dvalue"`.
+        spec: The kernel's constants.
+    """
+    outputs = {field: kv_rows(x, spec) for field, x in shapes.items()}
+    scratch = backward_scratch(spec, tuple(shapes), inputs["query"].array.dtype)
+    return pairs_call(name, keys_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
+
+
+def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+    """One tile pair of a key tile: adds to the gradients of keys and values.
+
+    Args:
+        refs: Blocks and scratch memory, of `dkey` and `dvalue` those that are wanted; the table lists tile pairs by key
+            tile, int32 [(B|1) * (Hk|1) * steps], each for every head of the group.
+        spec: The kernel's constants.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
+    """
+    entry, member = current_entry(refs.table, distinct), pl.program_id(3)
+    # The heads of a group are the innermost grid axis: all of them add to the accumulators before a key tile is left.
+    first = ((entry & FIRST) != 0) & (member == 0)
+    zero_accumulators(refs, first)
+
+    @pl.when(first)
+    def _() -> None:
+        transpose_dropout_keys(refs, spec)
+
+    for_each_chunk(entry, spec, lambda at: _add_to_keys(refs, at))
+
+    @pl.when(((entry & LAST) != 0) & (member == spec.group_size - 1))
+    def _() -> None:
+        if refs.dkey is not None:
+            # The scale once at the end, in float32, instead of on every score's gradient.
+            refs.dkey[...] = (refs.dkey_acc[...] * spec.scale).astype(refs.dkey.dtype)
+        if refs.dvalue is not None:
+            refs.dvalue[...] = (refs.dvalue_acc[...] * spec.dropout_scale).astype(refs.dvalue.dtype)
+
+
+def _add_to_keys(refs: BackwardRefs, at: ScoreChunk) -> None:
+    query, cotangent = load_queries(refs.query, at), load_queries(refs.cotangent, at)
+    slope, mask = recompute_weights(refs, query, at)
+    if refs.dvalue is not None:
+        # dv sees dropped weights as 0; the gradient of scores needs them as they were, so both come out of scratch.
+        dropped = drop(at.of(refs.weights)[...], refs, at).astype(cotangent.dtype)
+        refs.dvalue_acc[at.k, :] += product(dropped, cotangent, (1, 0), at.spec.precision)
+    if refs.dkey is not None:
+        at.of(refs.dscores)[...] = score_gradient(refs, cotangent, slope, mask, at).astype(query.dtype)
+        refs.dkey_acc[at.k, :] += product(at.of(refs.dscores)[...], query, (1, 0), at.spec.precision)

@@ -1,0 +1,75 @@
+"""The backward kernel of queries: one accumulator per query tile.
+
+for every tile pair of a query tile:
+    for every chunk:
+        ds recomputed (module `recompute`)  ──►  dscores[parity]
+        dquery_acc += ds key
+after the last pair: accumulator, scaled ──► dquery
+"""
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
+from ejkernel_pallas.tpu.mosaic.vectors import product
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import rows
+from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
+    backward_scratch,
+    recompute_weights,
+    score_gradient,
+    transpose_statistics,
+    zero_accumulators,
+)
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
+    Distinct,
+    ScoreChunk,
+    current_entry,
+    for_each_chunk,
+    load_keys,
+    transpose_dropout_keys,
+)
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
+
+
+def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: TiledSpec) -> KernelCall:
+    """The kernel of the queries' gradient, of which `dquery` is shape and dtype; the others as of `keys_call`."""
+    outputs, scratch = (
+        {"dquery": rows(dquery, spec.block_q)},
+        backward_scratch(spec, ("dquery",), inputs["query"].array.dtype),
+    )
+    return pairs_call(name, queries_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
+
+
+def queries_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+    """One tile pair of a query tile: adds to the gradient of the queries.
+
+    Args:
+        refs: Blocks and scratch memory; the table lists tile pairs by query tile, int32 [(B|1) * (H|1) * steps].
+        spec: The kernel's constants.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
+    """
+    entry = current_entry(refs.table, distinct)
+    zero_accumulators(refs, (entry & FIRST) != 0)
+
+    @pl.when((entry & FIRST) != 0)
+    def _() -> None:
+        # Once a query tile: all of its chunks read the columns.
+        transpose_statistics(refs)
+        transpose_dropout_keys(refs, spec)
+
+    for_each_chunk(entry, spec, lambda at: _add_to_queries(refs, at))
+
+    @pl.when((entry & LAST) != 0)
+    def _() -> None:
+        refs.dquery[...] = (refs.dquery_acc[...] * spec.scale).astype(refs.dquery.dtype)
+
+
+def _add_to_queries(refs: BackwardRefs, at: ScoreChunk) -> None:
+    slope, mask = recompute_weights(refs, refs.query[at.q, :], at)
+    key = load_keys(refs.key, at)
+    at.of(refs.dscores)[...] = score_gradient(refs, refs.cotangent[at.q, :], slope, mask, at).astype(key.dtype)
+    refs.dquery_acc[at.q, :] += product(at.of(refs.dscores)[...], key, (1, 0), at.spec.precision)

@@ -1,0 +1,159 @@
+"""The forward kernel: online softmax over key tiles (Milakov & Gimelshein 2018, Dao et al. 2022).
+
+One grid step is one tile pair; row_max, row_sum and acc stay in VMEM from a query tile's FIRST pair to its LAST.
+
+for every tile pair of a query tile:                       VMEM                       unit
+    query, key, value ◄── next blocks, double buffered     blocks                     DMA
+    for every chunk:
+        s = q k^T, + bias, soft cap, mask ──────────────►  scores[parity]             MXU, VPU
+        m' = max(m, s); alpha = exp2(m - m') ───────────►  row_max, alpha             VPU
+        p = exp2(s - m') ───────────────────────────────►  weights[parity]            EUP
+        l = alpha l + sum(p); acc = alpha acc + p v ────►  row_sum, acc               VPU, MXU
+after the last pair: sink; output = acc / l; lse = m + log2(l)
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, product, widen
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
+    Distinct,
+    ScoreChunk,
+    apply_mask,
+    current_entry,
+    double_buffer,
+    drop,
+    dropout_scratch,
+    for_each_chunk,
+    load_keys,
+    scores,
+    transpose_dropout_keys,
+)
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, TiledSpec, padded
+
+FINISHED = 512
+"""Queries whose results are written without a loop; a loop keeps the code of larger tiles small."""
+
+
+def scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
+    """The kernel's scratch memory; `dtype` is that of values."""
+    chunk = (spec.chunk_q, spec.chunk_kv)
+    return {
+        **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in ("row_max", "row_sum", "alpha")},
+        "acc": pltpu.VMEM((spec.block_q, padded(spec.value_dim)), jnp.float32),
+        "scores": double_buffer(chunk, jnp.float32),
+        "weights": double_buffer(chunk, dtype),
+        **dropout_scratch(spec),
+    }
+
+
+def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+    """One tile pair.
+
+    Args:
+        refs: Blocks and scratch memory; the table is int32 [(B|1) * (H|1) * steps].
+        spec: The kernel's constants.
+        distinct: Whether batch rows, and heads, have tile pairs of their own.
+    """
+    entry = current_entry(refs.table, distinct)
+
+    @pl.when((entry & FIRST) != 0)
+    def _() -> None:
+        refs.row_max[...] = jnp.full_like(refs.row_max, -jnp.inf)
+        refs.row_sum[...] = jnp.zeros_like(refs.row_sum)
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        transpose_dropout_keys(refs, spec)
+
+    for_each_chunk(entry, spec, lambda at: update_softmax(refs, at))
+
+    @pl.when((entry & LAST) != 0)
+    def _() -> None:
+        _finish(refs, spec)
+
+
+def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
+    """Updates the running softmax with a chunk: row_max, row_sum (a partial sum by lane unless `sums_on_mxu`) and acc.
+
+    Scores, weights and alpha go through scratch memory: register pressure would spill them otherwise.
+    """
+    spec = at.spec
+    s, _ = scores(refs, load_keys(refs.key, at), refs.query[at.q, :], at)
+    if at.masked:
+        s = apply_mask(s, -jnp.inf, refs, at)
+    at.of(refs.scores)[...] = s
+    before = refs.row_max[at.q, :]
+    # Across lane groups on the VPU first, so that the slow XLU has one reduction across lanes left.
+    highest = functools.reduce(jnp.maximum, lane_groups(s))
+    shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
+    if spec.biased or (at.masked and not spec.trapezoid):
+        # Rows without any key so far: exp2(-inf - 0) = 0, not NaN. On a trapezoid every row attends the first key.
+        shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+    refs.row_max[at.q, :] = row_max
+    refs.alpha[at.q, :] = jnp.exp2(before - shift)
+    weights = jnp.exp2(at.of(refs.scores)[...] - widen(shift, at.keys))
+    if not spec.sums_on_mxu:
+        _accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
+    # `row_sum` has the weights before dropout: the softmax is of all keys, and kept weights are scaled at the end.
+    at.of(refs.weights)[...] = drop(weights, refs, at).astype(refs.weights[0].dtype)
+    value = load_keys(refs.value, at)
+    # Columns of ones beside the values: the MXU sums the weights in output columns that would be idle, so the VPU,
+    # which is as busy as the MXU here, saves an addition a score.
+    if spec.sums_on_mxu:
+        value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
+    weighted_values = product(at.of(refs.weights)[...], value, (1, 0), spec.precision)
+    if spec.sums_on_mxu:
+        weighted_values, row_sum = jnp.split(weighted_values, 2, axis=1)
+        _accumulate(refs.row_sum, row_sum, refs, at)
+    _accumulate(refs.acc, weighted_values, refs, at)
+
+
+def _accumulate(ref: Ref, addend: jax.Array, refs: ForwardRefs, at: ScoreChunk) -> None:
+    """Rescales a running sum and adds to it."""
+    ref[at.q, :] = widen(refs.alpha[at.q, :], addend.shape[1]) * ref[at.q, :] + addend
+
+
+def _finish(refs: ForwardRefs, spec: TiledSpec) -> None:
+    """Writes the output and lse of a query tile."""
+    step = math.gcd(spec.block_q, FINISHED)
+
+    def write_rows(n: Any, carry: None) -> None:
+        # 128 queries at a time: their statistics are one register wide when they turn from sublanes to lanes.
+        for first in range(0, step, LANES):
+            _write(refs, spec, pl.ds(pl.multiple_of(n * step + first, LANES), LANES))
+
+    lax.fori_loop(0, spec.block_q // step, write_rows, None)
+
+
+def _write(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
+    """Writes the results of 128 queries. The sink enters the denominator here, once."""
+    row_max, row_sum, factor = refs.row_max[q, :], whole_row_sum(refs, spec, q), spec.dropout_scale
+    if refs.sinks is not None:
+        sink, before = refs.sinks[...] * LOG2E, row_max
+        row_max = jnp.maximum(before, sink)
+        shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
+        alpha = jnp.exp2(before - shift)
+        row_sum, factor = row_sum * alpha + jnp.exp2(sink - shift), factor * alpha
+    output = refs.acc[q, :] * widen(factor / jnp.where(row_sum > 0.0, row_sum, 1.0), refs.acc.shape[1])
+    refs.output[q, :] = output.astype(refs.output.dtype)
+    # lse is stored as a row: 128 queries take one row of lanes instead of 128 registers.
+    row_max, row_sum = lane_row(row_max), lane_row(row_sum)
+    lse = (row_max + jnp.log2(jnp.where(row_sum > 0.0, row_sum, 1.0))) * (1.0 / LOG2E)
+    if spec.biased:
+        lse = jnp.where(row_max == LOWEST, jnp.finfo(jnp.float32).min, lse)
+    refs.lse[:, q] = jnp.where(row_sum > 0.0, lse, -jnp.inf)
+
+
+def whole_row_sum(refs: ForwardRefs, spec: TiledSpec, q: Any) -> jax.Array:
+    """The row sums of some queries, in every lane."""
+    row_sum = refs.row_sum[q, :]
+    return row_sum if spec.sums_on_mxu else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_sum.shape)

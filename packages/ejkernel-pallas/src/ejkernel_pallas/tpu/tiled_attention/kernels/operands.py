@@ -1,0 +1,147 @@
+"""A record's arrays as the kernels read them: which layout each has, and which block of it a grid step needs.
+
+Index maps read the coordinates (batch row, query head, query tile, key tile).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
+from ejkernel.families.tiled_attention.block_maps import PatternTiles, pattern_tiles
+from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
+from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
+
+
+def canonical(record: TiledAttention) -> TiledAttention:
+    """The record with masks of padding alone as segment ids, which let tiles be skipped, and 0 in all padding.
+
+    A weight of padding is 0, and what it is multiplied with must not be NaN.
+    """
+    record = padding_as_segments(record)
+    if record.q_segment_ids is None or record.kv_segment_ids is None:
+        return record
+    is_key = (record.kv_segment_ids >= 0)[:, :, None, None]
+    return dataclasses.replace(
+        record,
+        query=jnp.where((record.q_segment_ids >= 0)[:, :, None, None], record.query, 0),
+        key=jnp.where(is_key, record.key, 0),
+        value=jnp.where(is_key, record.value, 0),
+    )
+
+
+def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
+    """The arrays of a canonical record, by the names of `TileRefs`."""
+    inputs = {
+        "query": rows(record.query, spec.block_q),
+        "key": kv_rows(record.key, spec),
+        "value": kv_rows(record.value, spec),
+    }
+    queries = {"q_ids": record.q_segment_ids, "q_positions": record.q_positions}
+    keys = {"k_ids": record.kv_segment_ids, "k_positions": record.kv_positions}
+    if record.dropout_prob > 0.0 and record.dropout_seed is not None:
+        row_keys, keys["column_keys"] = _dropped(record)
+        inputs["row_keys"] = per_query(row_keys, spec)
+    inputs |= {name: _shared_by_heads(x, spec.block_q, False) for name, x in queries.items() if x is not None}
+    inputs |= {name: _shared_by_heads(x, spec.block_kv, True) for name, x in keys.items() if x is not None}
+    if record.bias is not None:
+        inputs |= _pairs("bias", record.bias, spec)
+    if record.mask is not None:
+        inputs |= _pairs("mask", record.mask.astype(jnp.int8), spec)
+    pattern = pattern_tiles(record, spec.block_q, spec.block_kv)
+    if pattern is not None:
+        inputs["pattern"] = _pattern_operand(pattern, spec)
+    return inputs
+
+
+def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:
+    heads, q_tiles, k_tiles = pattern.mask_ids.shape
+
+    def index(b: Any, h: Any, i: Any, j: Any, mask_ids: Any) -> Index:
+        return (mask_ids[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
+
+    block = (None, spec.block_q, spec.block_kv)
+    return Operand(jnp.asarray(pattern.tile_masks), block, index, pattern.mask_ids.reshape(-1))
+
+
+def rows(x: Any, block: int) -> Operand:
+    """[B, T, H, D] by tiles of queries: as it lies in memory where a head fills lanes, else with the heads in front."""
+    batch, length, heads, size = x.shape
+    if size % LANES == 0:
+        return Operand(_reshaped(x, (batch, length, heads * size)), (None, block, size), lambda b, h, i, j: (b, i, h))
+    array = _heads_first(x)
+    return Operand(array, (None, None, block, padded(size)), lambda b, h, i, j: (b, h, i, 0))
+
+
+def kv_rows(x: Any, spec: TiledSpec) -> Operand:
+    """[B, S, Hk, D] by tiles of keys."""
+    operand, group = rows(x, spec.block_kv), np.int32(spec.group_size)
+    return dataclasses.replace(operand, index=lambda b, h, i, j: operand.index(b, lax.div(h, group), j, i))
+
+
+def unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """What `rows` made of an array of this shape, in that shape again."""
+    if shape[3] % LANES == 0:
+        return x.reshape(shape)
+    return x[..., : shape[3]].swapaxes(1, 2)
+
+
+def per_query(x: Any, spec: TiledSpec) -> Operand:
+    """[B, H, T] by tiles of queries, in lanes."""
+    batch, heads, length = x.shape
+    array = _reshaped(x, (batch, heads, 1, length))
+    return Operand(array, (None, None, 1, spec.block_q), lambda b, h, i, j: (b, h, 0, i))
+
+
+def per_head(x: jax.Array) -> Operand:
+    """[H] by heads, in every lane."""
+    array = jnp.broadcast_to(x[:, None, None], (x.shape[0], 1, LANES))
+    return Operand(array, (None, 1, LANES), lambda b, h, i, j: (h, 0, 0))
+
+
+def _shared_by_heads(x: jax.Array, block: int, keys: bool) -> Operand:
+    alone = x.shape[0] == 1
+    return Operand(x[:, None], (None, 1, block), lambda b, h, i, j: (0 if alone else b, 0, j if keys else i))
+
+
+def _pairs(name: str, x: jax.Array, spec: TiledSpec) -> dict[str, Operand]:
+    """[B|1, H|1, T|1, S|1] by tiles; as lanes, under a name of its own, where it has queries or keys alone."""
+    batch, heads, queries, keys = (n > 1 for n in x.shape)
+
+    def index(b: Any, h: Any, *tile: Any) -> Index:
+        return (b if batch else 0, h if heads else 0, *tile)
+
+    if queries and keys:
+        block = (None, None, spec.block_q, spec.block_kv)
+        return {name: Operand(x, block, lambda b, h, i, j: index(b, h, i, j))}
+    if queries:
+        block = (None, None, 1, spec.block_q)
+        return {name + "_per_query": Operand(x.swapaxes(2, 3), block, lambda b, h, i, j: index(b, h, 0, i))}
+    x = jnp.broadcast_to(x, (*x.shape[:3], spec.keys))
+    return {name + "_per_key": Operand(x, (None, None, 1, spec.block_kv), lambda b, h, i, j: index(b, h, 0, j))}
+
+
+def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
+
+
+def _heads_first(x: Any) -> Any:
+    batch, length, heads, size = x.shape
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((batch, heads, length, padded(size)), x.dtype)
+    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, 0), (0, padded(size) - size)))
+
+
+def _dropped(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+    """Dropout's numbers of rows [B, H, T] and of columns [1, S], as int32 of the same bits.
+
+    Only the columns' top bits are flipped. As rows have odd numbers, so is the top bit of every product, and no other.
+    """
+    row_keys, column_keys = dropout_numbers(record)
+    return row_keys.astype(jnp.int32), (column_keys ^ jnp.uint32(2**31)).astype(jnp.int32)

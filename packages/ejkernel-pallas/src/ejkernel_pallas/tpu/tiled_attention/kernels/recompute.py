@@ -1,0 +1,94 @@
+"""What the backward kernels share: the weights of a chunk, recomputed from lse, and the gradient of its scores.
+
+query, key, value, cotangent ◄── next blocks, double buffered              blocks
+p  = exp2(q k^T - lse), masked ─────────────────────────────────────────►  weights[parity]
+ds = p (cotangent v^T - delta), through the soft cap ───────────────────►  dscores[parity]
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, column, product, widen
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
+    ScoreChunk,
+    allowed,
+    apply_mask,
+    double_buffer,
+    drop,
+    dropout_scratch,
+    load_keys,
+    scores,
+)
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
+
+
+def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> dict[str, Any]:
+    """Scratch memory of a backward kernel; `dtype` is that of queries.
+
+    Accumulators of results, statistics of queries where scores have these in sublanes, and two products of chunks.
+    """
+    sizes = {"dquery": spec.head_dim, "dkey": spec.head_dim, "dvalue": spec.value_dim}
+    stationary = spec.block_kv if spec.by_key else spec.block_q
+    chunk = (spec.chunk_kv, spec.chunk_q) if spec.by_key else (spec.chunk_q, spec.chunk_kv)
+    columns = () if spec.by_key else ("shift_column", "delta_column")
+    return {
+        **{f"{name}_acc": pltpu.VMEM((stationary, padded(sizes[name])), jnp.float32) for name in results},
+        **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in columns},
+        "weights": double_buffer(chunk, jnp.float32),
+        "dscores": double_buffer(chunk, dtype),
+        **dropout_scratch(spec),
+    }
+
+
+def zero_accumulators(refs: BackwardRefs, when: jax.Array) -> None:
+    @pl.when(when)
+    def _() -> None:
+        for ref in refs.accumulators:
+            ref[...] = jnp.zeros_like(ref)
+
+
+def recompute_weights(
+    refs: BackwardRefs, query: jax.Array, at: ScoreChunk
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Writes the weights to scratch; returns the soft cap's slope, and the mask where products need it."""
+    s, slope = scores(refs, load_keys(refs.key, at), query, at)
+    # From lse, so that they are normalised: no maximum and no sum of their own.
+    weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
+    # Masked after the exponential, which may overflow for a masked score: it is replaced, not multiplied.
+    at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.masked else weights
+    # Products of other segments' rows may be larger than float32 holds, and 0 x inf is NaN.
+    needs_mask = at.masked and (at.spec.ragged_queries or refs.q_ids is not None)
+    return slope, allowed(refs, at) if needs_mask else None
+
+
+def score_gradient(
+    refs: BackwardRefs, cotangent: jax.Array, slope: Any, mask: jax.Array | None, at: ScoreChunk
+) -> jax.Array:
+    """Gradient of the scaled and biased scores."""
+    value = load_keys(refs.value, at)
+    pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
+    dweights = drop(product(*pair, (1, 1), at.spec.precision), refs, at)
+    if at.spec.threshold is not None:
+        dweights = dweights * at.spec.dropout_scale
+    dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
+    if slope is not None:
+        dscores = dscores * slope
+    # Past the last query delta is whatever memory holds, NaN included.
+    return dscores if mask is None else jnp.where(mask, dscores, 0.0)
+
+
+def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
+    """A statistic of the chunk's queries, to be broadcast against scores."""
+    return row[:, at.q] if at.spec.by_key else widen(column[at.q, :], at.keys)
+
+
+def transpose_statistics(refs: BackwardRefs) -> None:
+    """Copies the statistics of queries from lanes to sublanes, where scores have their queries."""
+    refs.shift_column[...] = column(refs.shift[...])
+    refs.delta_column[...] = column(refs.delta[...])

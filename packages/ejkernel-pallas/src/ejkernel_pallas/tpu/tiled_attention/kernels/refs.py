@@ -1,0 +1,112 @@
+"""The refs of the tiled-attention kernels: blocks of arrays, results and scratch memory, each with its shape."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileRefs:
+    """What every kernel reads of a tile pair; a field that is None is not in the record.
+
+    Attributes:
+        table: Tile pairs in scalar memory, as module `plan` lists them.
+        query: [block_q, D].
+        key: [block_kv, D].
+        value: [block_kv, Dv].
+        q_ids: Segment ids of queries, [1, block_q]; `k_ids`, of keys, [1, block_kv].
+        q_positions: Positions of queries, [1, block_q]; `k_positions`, of keys, [1, block_kv].
+        row_keys: Dropout's hash keys of queries, [1, block_q]; `column_keys`, of keys, [1, block_kv].
+        bias: [block_q, block_kv]; `bias_per_query` [1, block_q] and `bias_per_key` [1, block_kv] where it is a row.
+        mask: As the bias.
+        pattern: [block_q, block_kv].
+        dropout_column: Scratch, [queries or keys of the accumulated tile, 128]: its hash keys, in sublanes.
+    """
+
+    table: Ref
+    query: Ref
+    key: Ref
+    value: Ref
+    q_ids: Ref = None
+    k_ids: Ref = None
+    q_positions: Ref = None
+    k_positions: Ref = None
+    row_keys: Ref = None
+    column_keys: Ref = None
+    bias: Ref = None
+    bias_per_query: Ref = None
+    bias_per_key: Ref = None
+    mask: Ref = None
+    mask_per_query: Ref = None
+    mask_per_key: Ref = None
+    pattern: Ref = None
+    dropout_column: Ref = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardRefs(TileRefs):
+    """Refs of the forward kernel.
+
+    Attributes:
+        sinks: [1, 128], a head's in every lane.
+        output: [block_q, Dv].
+        lse: [1, block_q].
+        row_max: Scratch, [block_q, 128], the same in every lane.
+        row_sum: Scratch, [block_q, 128]: a partial sum in every lane, or the whole sum if `TiledSpec.sums_on_mxu`.
+        alpha: Scratch, [block_q, 128]: factor on `acc` and `row_sum`, the same in every lane.
+        acc: Scratch, [block_q, Dv].
+        scores: Scratch, two buffers [chunk_q, chunk_kv].
+        weights: Scratch, two buffers of the same shape.
+    """
+
+    output: Ref
+    lse: Ref
+    row_max: Ref
+    row_sum: Ref
+    alpha: Ref
+    acc: Ref
+    scores: tuple[Ref, Ref]
+    weights: tuple[Ref, Ref]
+    sinks: Ref = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardRefs(TileRefs):
+    """Refs of the backward kernels; a result and its accumulator are None where another kernel writes it.
+
+    Attributes:
+        cotangent: [block_q, Dv].
+        shift: Log-sum-exp as a power of two, [1, block_q].
+        delta: <cotangent, output>, [1, block_q].
+        dquery: [block_q, D].
+        dkey: [block_kv, D].
+        dvalue: [block_kv, Dv].
+        dbias: A tile of the bias, or a row of it.
+        dquery_acc: Scratch, float32; likewise the other accumulators.
+        shift_column: Scratch, [block_q, 128], the same in every lane; likewise `delta_column`.
+        weights: Scratch, two buffers of the shape of scores.
+        dscores: Scratch, two buffers of the same shape.
+    """
+
+    cotangent: Ref
+    shift: Ref
+    delta: Ref
+    weights: tuple[Ref, Ref]
+    dscores: tuple[Ref, Ref]
+    dquery: Ref = None
+    dkey: Ref = None
+    dvalue: Ref = None
+    dbias: Ref = None
+    dquery_acc: Ref = None
+    dkey_acc: Ref = None
+    dvalue_acc: Ref = None
+    dbias_acc: Ref = None
+    shift_column: Ref = None
+    delta_column: Ref = None
+
+    @property
+    def accumulators(self) -> tuple[Any, ...]:
+        """The accumulators of the results that this kernel writes."""
+        refs = (self.dkey_acc, self.dvalue_acc, self.dquery_acc, self.dbias_acc)
+        return tuple(ref for ref in refs if ref is not None)

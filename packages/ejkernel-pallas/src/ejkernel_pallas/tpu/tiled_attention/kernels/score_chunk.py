@@ -1,0 +1,322 @@
+"""What all kernels do with a chunk of a tile pair: scores, masks and dropout.
+
+tile pair (block_q x block_kv)          one chunk = one product
++-------+-------+-------+               buffer 0   buffer 1
+| c0    | c1    | c2    |  chunk_q      c0         c1
++-------+-------+-------+               c2         c3      ...
+| c3    | c4    | c5    |               chunks alternate between two buffers, so that the compiler can
++-------+-------+-------+               overlap the product of one with the softmax of the other
+ chunk_kv
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, column, product, widen
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import TileRefs
+from ejkernel_pallas.tpu.tiled_attention.plan import MASKED, WORK, entry_at, key_tile, query_tile
+from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec
+
+Distinct = tuple[bool, bool]
+"""Whether batch rows, and heads, have tile pairs of their own."""
+DIAGONAL = 256
+"""The most queries, and keys, of a chunk on the causal diagonal: small chunks compute few masked pairs."""
+UNROLLED = 2**20
+"""The most scores of a tile whose chunks are unrolled; a loop goes over those of larger tiles, to compile in time."""
+
+
+class ScoreChunk(NamedTuple):
+    """A part of a tile pair, as large as one product. Its scores are [queries, keys], or [keys, queries] if `by_key`.
+
+    Attributes:
+        entry: The tile pair's entry in the table.
+        query: First query, in the tile.
+        queries: How many queries.
+        key: First key, in the tile.
+        keys: How many keys.
+        masked: Whether some pair may not attend.
+        spec: The kernel's constants.
+        parity: 0 or 1, which of two scratch buffers is the chunk's.
+    """
+
+    entry: Any
+    query: Any
+    queries: int
+    key: Any
+    keys: int
+    masked: bool
+    spec: TiledSpec
+    parity: int = 0
+
+    @property
+    def q(self) -> Any:
+        """The queries, in the tile."""
+        return pl.ds(self.query, self.queries)
+
+    @property
+    def k(self) -> Any:
+        """The keys, in the tile."""
+        return pl.ds(self.key, self.keys)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the scores."""
+        return (self.keys, self.queries) if self.spec.by_key else (self.queries, self.keys)
+
+    def of(self, buffers: tuple[Ref, Ref]) -> Ref:
+        """The chunk's part of a scratch double buffer."""
+        return buffers[self.parity].at[: self.shape[0], : self.shape[1]]
+
+
+def current_entry(table: Any, distinct: Distinct) -> Any:
+    """The entry of the current step of a kernel whose grid is (batch rows, heads, tile pairs, ...)."""
+    b, h, step = (pl.program_id(axis) for axis in range(3))
+    return entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
+
+
+def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
+    """Calls `work` with every chunk of a tile pair, masked or not as the pair is."""
+
+    @pl.when((entry & (WORK | MASKED)) == WORK)
+    def _() -> None:
+        _unmasked_chunks(entry, spec, work)
+
+    if spec.masks:
+
+        @pl.when((entry & MASKED) != 0)
+        def _() -> None:
+            for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=True):
+                work(at)
+    else:
+        # Entries are positive, so this never runs. Without a second user, the compiler promotes the scratch buffers to
+        # registers, which then spill.
+        @pl.when(entry < 0)
+        def _() -> None:
+            for parity in (0, 1):
+                work(ScoreChunk(entry, 0, LANES, 0, LANES, False, spec, parity))
+
+
+def _unmasked_chunks(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
+    """Calls `work` with every chunk of a full tile pair; a loop over the accumulated tile bounds compile time."""
+    if spec.block_q * spec.block_kv <= UNROLLED:
+        for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=False):
+            work(at)
+        return
+    stationary, size = ("key", spec.chunk_kv) if spec.by_key else ("query", spec.chunk_q)
+    area = (spec.block_q, size) if spec.by_key else (size, spec.block_kv)
+
+    def add_chunks(step: Any, carry: None) -> None:
+        for at in _chunks(entry, spec, area, masked=False):
+            work(at._replace(**{stationary: pl.multiple_of(step * size, LANES)}))
+
+    lax.fori_loop(0, (spec.block_kv if spec.by_key else spec.block_q) // size, add_chunks, None)
+
+
+def _chunks(entry: Any, spec: TiledSpec, area: tuple[int, int], masked: bool) -> list[ScoreChunk]:
+    """The chunks of the first `area` queries and keys of a tile pair."""
+    cut = masked and spec.trapezoid
+    chunk_q, chunk_kv = spec.chunk_q, spec.chunk_kv
+    if cut and not spec.by_columns and chunk_q > DIAGONAL:
+        chunk_q, chunk_kv = math.gcd(chunk_q, DIAGONAL), math.gcd(chunk_kv, DIAGONAL)
+    chunks = [
+        ScoreChunk(entry, query, chunk_q, key, chunk_kv, masked, spec)
+        for query in range(0, area[0], chunk_q)
+        for key in range(0, area[1], chunk_kv)
+    ]
+    if cut:
+        chunks = [_cut(at) for at in chunks if at.key < at.query + at.queries]
+    return [at._replace(parity=n % 2) for n, at in enumerate(chunks)]
+
+
+def _cut(at: ScoreChunk) -> ScoreChunk:
+    """A chunk on the diagonal without the masked pairs that fill whole lanes: early queries, or late keys."""
+    at = at._replace(masked=at.key + at.keys - 1 > at.query)
+    if not at.spec.by_columns:
+        return at._replace(keys=min(at.keys, -(-(at.query + at.queries - at.key) // LANES) * LANES))
+    skipped = max(0, (at.key - at.query) // LANES * LANES)
+    return at._replace(query=at.query + skipped, queries=at.queries - skipped)
+
+
+def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
+    """The chunk's rows of keys or values, 0 beyond the last key."""
+    x = ref[at.k, :]
+    if not (at.masked and at.spec.ragged_keys):
+        return x
+    return _zero_from(x, key_tile(at.entry) * at.spec.block_kv + at.key, at.spec.keys)
+
+
+def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
+    """The chunk's rows of queries or cotangents, 0 beyond the last query."""
+    x = ref[at.q, :]
+    if not (at.masked and at.spec.ragged_queries):
+        return x
+    return _zero_from(x, query_tile(at.entry) * at.spec.block_q + at.query, at.spec.queries)
+
+
+def _zero_from(x: jax.Array, first: Any, end: int) -> jax.Array:
+    """Rows from `first` on, with 0 from `end` on: a block beyond the array holds anything, NaN included."""
+    index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where(index < end, x, jnp.zeros_like(x))
+
+
+def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> tuple[jax.Array, jax.Array | None]:
+    """Scores in powers of two before masking, and the slope of the soft cap."""
+    spec, slope = at.spec, None
+    pair = (key, query) if spec.by_key else (query, key)
+    s = product(*pair, (1, 1), spec.precision)
+    if spec.scale_only:
+        return s * spec.log2_scale, None
+    s = s * spec.scale
+    bias = _pair_values(refs.bias, refs.bias_per_query, refs.bias_per_key, at)
+    if bias is not None:
+        s = s + bias
+    if spec.soft_cap is not None:
+        t = jnp.tanh(s * (1.0 / spec.soft_cap))
+        # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+        s = jnp.where(s == -jnp.inf, s, t * spec.soft_cap) if spec.biased else t * spec.soft_cap
+        slope = 1.0 - t * t
+    if spec.biased:
+        return jnp.where(s == -jnp.inf, s, jnp.maximum(s * spec.log2_scale, LOWEST)), slope
+    return s * spec.log2_scale, slope
+
+
+def allowed(refs: TileRefs, at: ScoreChunk) -> jax.Array:
+    """Which pairs of a masked chunk attend."""
+    spec, conditions = at.spec, []
+    if spec.left is not None or spec.right is not None:
+        conditions += _in_band(refs, at)
+    if refs.q_ids is not None:
+        q_ids, k_ids = query_column(refs.q_ids, at), key_row(refs.k_ids, at)
+        conditions += [q_ids == k_ids, q_ids >= 0]
+    for rectangle, queries, keys in ((refs.mask, refs.mask_per_query, refs.mask_per_key), (refs.pattern, None, None)):
+        mask = _pair_values(rectangle, queries, keys, at)
+        if mask is not None:
+            conditions.append(mask != 0.0)
+    if spec.ragged_keys:
+        conditions.append(_key_index(at) < spec.keys)
+    if spec.ragged_queries:
+        conditions.append(_query_index(at) < spec.queries)
+    mask = jnp.broadcast_to(conditions[0], at.shape)
+    for condition in conditions[1:]:
+        mask = mask & condition
+    return mask
+
+
+def apply_mask(x: jax.Array, instead: float, refs: TileRefs, at: ScoreChunk) -> jax.Array:
+    """Scores or weights of a masked chunk, with another number where pairs do not attend."""
+    late = at.key + at.keys - at.query
+    if not (at.spec.trapezoid and at.spec.by_columns and late < at.queries):
+        return jnp.where(allowed(refs, at), x, instead)
+    axis = 1 if at.spec.by_key else 0
+    first, rest = jnp.split(x, [late], axis=axis)  # later queries attend all keys of the chunk
+    return jnp.concatenate([jnp.where(allowed(refs, at._replace(queries=late)), first, instead), rest], axis=axis)
+
+
+def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
+    """Double buffers in VMEM for scores or weights of chunks, which would spill in registers.
+
+    Two arrays, not one of twice the size: the compiler orders accesses by array, so in a single one the writes of a
+    chunk would wait for the reads of the chunk before.
+    """
+    return pltpu.VMEM(shape, dtype), pltpu.VMEM(shape, dtype)
+
+
+def dropout_scratch(spec: TiledSpec) -> dict[str, Any]:
+    """Scratch memory for dropout's hash keys of the accumulated tile."""
+    stationary = spec.block_kv if spec.by_key else spec.block_q
+    return {} if spec.threshold is None else {"dropout_column": pltpu.VMEM((stationary, LANES), jnp.int32)}
+
+
+def transpose_dropout_keys(refs: TileRefs, spec: TiledSpec) -> None:
+    """Copies dropout's hash keys of the accumulated tile from lanes to sublanes, where scores have that tile."""
+    if spec.threshold is not None:
+        refs.dropout_column[...] = column((refs.column_keys if spec.by_key else refs.row_keys)[...])
+
+
+def drop(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
+    """x with 0 where dropout drops; kept elements are not scaled."""
+    if at.spec.threshold is None:
+        return x
+    stationary, across = (at.k, refs.row_keys[:, at.q]) if at.spec.by_key else (at.q, refs.column_keys[:, at.k])
+    hashed = widen(refs.dropout_column[stationary, :], at.shape[1]) * across
+    # An unsigned comparison in signed arithmetic: both sides have their top bit flipped. For the products, the column
+    # keys carry that flip: row keys are odd, so a flipped top bit stays a flipped top bit.
+    return jnp.where(hashed >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
+
+
+def query_column(ref: Any, at: ScoreChunk) -> jax.Array:
+    """A row [1, block_q]: the chunk's part, to be broadcast against scores."""
+    row = _row(ref, at.q)
+    return row if at.spec.by_key else widen(column(row), at.keys)
+
+
+def key_row(ref: Any, at: ScoreChunk) -> jax.Array:
+    """A row [1, block_kv]: the chunk's part, to be broadcast against scores."""
+    row = _row(ref, at.k)
+    return widen(column(row), at.queries) if at.spec.by_key else row
+
+
+def _row(ref: Any, span: slice) -> jax.Array:
+    """Part of a row, in 32 bits: not every chip broadcasts and transposes narrower types."""
+    row = ref[:, span]
+    return row if row.dtype.itemsize == 4 else row.astype(jnp.float32)
+
+
+def _in_band(refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
+    spec = at.spec
+    if refs.q_positions is not None or refs.k_positions is not None:
+        q = _query_index(at) if refs.q_positions is None else query_column(refs.q_positions, at)
+        k = _key_index(at) if refs.k_positions is None else key_row(refs.k_positions, at)
+        sides = [] if spec.left is None else [k - q >= -spec.left]
+        return sides if spec.right is None else [*sides, k - q <= spec.right]
+    sides = [] if spec.left is None else [_by_distance(at, jnp.greater_equal, -spec.left)]
+    return sides if spec.right is None else [*sides, _by_distance(at, jnp.less_equal, spec.right)]
+
+
+def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound: int) -> jax.Array:
+    """How key minus query compares with a bound for every pair, register by register.
+
+    The distances in each vector register are those of the first plus a constant, which is moved to the bound: one
+    comparison a register. The first depends on the table, so the compiler cannot share masks between chunks; shared
+    masks would stay in registers from one chunk to the next, and spill.
+    """
+    spec, sign = at.spec, 1 if at.spec.by_key else -1
+    corner = key_tile(at.entry) * spec.block_kv + at.key - query_tile(at.entry) * spec.block_q - at.query
+    across = [lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1)]
+    first = corner + sign * (across[0] - across[1])
+    rows = [
+        jnp.concatenate([compare(first, bound - sign * (row - lane)) for lane in range(0, at.shape[1], LANES)], axis=1)
+        for row in range(0, at.shape[0], SUBLANES)
+    ]
+    return jnp.concatenate(rows, axis=0)
+
+
+def _pair_values(rectangle: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
+    """A bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None without."""
+    if rectangle is not None:
+        x = rectangle[at.q, at.k].astype(jnp.float32)
+        return x.T if at.spec.by_key else x
+    if queries is not None:
+        return query_column(queries, at)
+    return None if keys is None else key_row(keys, at)
+
+
+def _key_index(at: ScoreChunk) -> jax.Array:
+    return key_tile(at.entry) * at.spec.block_kv + at.key + _along(at, key=True)
+
+
+def _query_index(at: ScoreChunk) -> jax.Array:
+    return query_tile(at.entry) * at.spec.block_q + at.query + _along(at, key=False)
+
+
+def _along(at: ScoreChunk, key: bool) -> jax.Array:
+    """The index, in the chunk, of the key or of the query of every pair."""
+    return lax.broadcasted_iota(jnp.int32, at.shape, 0 if key == at.spec.by_key else 1)

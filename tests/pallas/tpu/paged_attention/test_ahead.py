@@ -1,0 +1,84 @@
+"""The paged-attention kernel compiled for real chips by their own compiler, which needs none of them."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tpu_chips import CHIPS, compiled
+from tpu_paged_records import LAYOUTS, layout, lowered
+
+from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
+from ejkernel.modules.operations.cases import paged_inputs
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
+from ejkernel.ops.device import current_device
+from ejkernel_pallas.tpu.paged_attention import config, limits
+from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
+from ejkernel_pallas.tpu.profile.chips import chip
+from ejkernel_pallas.tpu.profile.compiling import compiling_for
+
+pytestmark = pytest.mark.needs("libtpu")
+
+
+def attend(record):
+    return forward(record, config.heuristic(record, current_device(), "forward"))[0]
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("lies", ["v2", "v3", "v3, 8 bits"])
+def test_every_chip(lies, name):
+    made = compiled(attend, (layout(lies),), name)
+    assert "tpu_custom_call" in made.as_text()
+
+
+def test_a_donated_cache_stays_where_it_is():
+    """A model's cache: the program keeps none of its own, and its output is its input."""
+    shapes = {"queries": (16, 32, 128), "keys": (16, 8, 128), "values": (16, 8, 128), "cache": (4096, 16, 8, 2, 128)}
+    ints = {"lengths": (16,), "tables": (16 * 128,), "starts": (17,), "distribution": (3,)}
+    with compiling_for(chip("v5e")) as sharding:
+        arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes.values()]
+        arrays += [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ints.values()]
+        step = jax.jit(functools.partial(ragged_page_attention_v3, platform="pallas"), donate_argnums=3)
+        stats = step.trace(*arrays).lower(lowering_platforms=("tpu",)).compile().memory_analysis()
+    size = 2 * math.prod(shapes["cache"])
+    assert stats.alias_size_in_bytes >= size
+    assert stats.temp_size_in_bytes < size // 8
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 64), ("float32", 128)])
+def test_prefill_fits_with_the_tiles_that_nobody_chose(dtype, size):
+    """Rows of 64 take the memory of 128, and those of float32 twice that of bfloat16."""
+    shapes = {"query": (2048, 32, size), "cache": (512, 16, 16, size)}
+    ints = {"lengths": (4,), "tables": (4, 128), "starts": (5,), "sequences": (1,)}
+    with compiling_for(chip("v6e")) as sharding:
+        arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=sharding) for x in shapes.values()]
+        arrays += [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ints.values()]
+        step = jax.jit(functools.partial(ragged_page_attention_v2, platform="pallas"))
+        made = step.trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+    assert "tpu_custom_call" in made.as_text()
+
+
+def test_tables_that_just_fit_into_scalar_memory():
+    def record(entries):
+        tables = jax.ShapeDtypeStruct((1024, entries), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((1024,), jnp.int32)
+        single = lowered(
+            "page_attention", paged_inputs.page_inputs, PagedSizes(dtype=jnp.bfloat16, g=2, h=4, d=128, v=128)
+        )
+        query = jax.ShapeDtypeStruct((1024, *single.query.shape[1:]), jnp.bfloat16)
+        return dataclasses.replace(single, query=query, block_tables=tables, kv_lens=lengths)
+
+    most = limits.WORDS // 1024 - len(FIELDS)
+    assert list(limits.reasons(record(most))) == []
+    assert list(limits.reasons(record(most + 1)))
+    assert "tpu_custom_call" in compiled(attend, (record(most),), "v5e").as_text()
+
+
+@pytest.mark.parametrize("lies", sorted(LAYOUTS.keys() - {"v2", "v3", "v3, 8 bits"}))
+def test_every_layout(lies):
+    record = layout(lies)
+    assert list(limits.reasons(record)) == []
+    assert "tpu_custom_call" in compiled(attend, (record,), "v5e").as_text()

@@ -1,0 +1,64 @@
+"""The paged-attention kernel under a simulator of the TPU's copies, watched for races: pages, results, new tokens."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax import lax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
+from tpu_paged_records import lowered
+from tpu_records import close, simulated
+
+from ejkernel.families.paged_attention import reference
+from ejkernel.modules.operations.cases import paged_inputs
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
+from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
+from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.kernels import copies
+
+PARAMS = TpuPaged(block_q=8, block_kv=128)
+
+
+def found():
+    return interpret_pallas_call.races.races_found
+
+
+def read_words(buffer, head_group, word, at, spec):
+    """What `load_keys._words` reads, without a view of another shape, which the simulator does not have."""
+    words = spec.cache.words
+    rows = buffer[...].reshape(spec.block_kv * words, buffer.shape[-1])
+    return lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk_kv * words)[word::words]
+
+
+def records():
+    sizes = PagedSizes(lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
+    single = paged_inputs.page_inputs, dataclasses.replace(sizes, lens=(300, 150, 256))
+    new = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
+    return {
+        "decoding": lowered("page_attention", *single),
+        "several blocks": lowered("unified_attention", paged_inputs.packed_inputs, sizes),
+        "written": lowered("ragged_page_attention_v3", paged_inputs.v3_inputs, new),
+    }
+
+
+@pytest.mark.parametrize("name", ["decoding", "several blocks", "written"])
+def test_there_is_none(name, monkeypatch):
+    record = records()[name]
+    monkeypatch.setattr(keys, "_words", read_words)
+    with simulated():
+        got = jax.block_until_ready(jax.jit(lambda record: forward(record, PARAMS)[0])(record))
+    assert not found()
+    for x, wanted in zip(got, reference(record)[0], strict=True):
+        close(x, wanted, record.query.dtype)
+
+
+def test_reading_pages_before_their_tokens_are_there_is_one(monkeypatch):
+    record = records()["written"]
+    monkeypatch.setattr(keys, "_words", read_words)
+    monkeypatch.setattr(copies, "wait_writes", lambda refs, spec: None)
+    # A copy that nobody waits for is made nonetheless.
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    with pltpu.force_tpu_interpret_mode(params):
+        jax.block_until_ready(jax.jit(lambda record: forward(record, PARAMS)[0])(record))
+    assert found()

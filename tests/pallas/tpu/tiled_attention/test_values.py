@@ -1,0 +1,103 @@
+"""The attention kernels' numbers, interpreted, against the family's meaning."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tpu_records import BACKWARD, CASES, FORWARD, answers, close, interpreted, record
+
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.tiled_attention.backward import backward
+from ejkernel_pallas.tpu.tiled_attention.config import (
+    GradientTile,
+    TpuBackward,
+    TpuForward,
+    backward_blocks,
+    forward_blocks,
+)
+from ejkernel_pallas.tpu.tiled_attention.forward import forward
+from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
+
+FIELDS = ("query", "key", "value")
+WIDE = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
+
+
+@jax.jit
+def attend(made, cotangent):
+    """Output, residuals and the gradients of all that has one."""
+    wanted = frozenset(
+        name for name in ("query", "key", "value", "bias", "softmax_aux") if getattr(made, name) is not None
+    )
+    output, residuals = forward(made, FORWARD)
+    pullback = Pullback(record=made, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    return output, residuals, backward(pullback, BACKWARD)
+
+
+def check(made):
+    output, lse, cotangent, gradients = answers(made)
+    with interpreted():
+        got, residuals, found = attend(made, cotangent)
+    assert got.dtype == made.query.dtype
+    close(got, output, made.query.dtype)
+    close(residuals.lse, lse, made.query.dtype)
+    assert found.keys() == gradients.keys()
+    for field, wanted in gradients.items():
+        assert found[field].dtype == getattr(made, field).dtype
+        close(found[field], wanted, made.query.dtype)
+        assert jnp.all(jnp.isfinite(found[field])), field
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name):
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16, padding and sinks"])
+def test_wide_matrix_units_add_weights_up(name):
+    with target_device(WIDE):
+        assert make_spec(CASES[name], forward_blocks(FORWARD)).sums_on_mxu
+        check(CASES[name])
+
+
+def test_large_tiles_on_and_off_the_diagonal():
+    """Whole square tiles, which are cut along the diagonal, and beside it loops go through their products."""
+    made = record((1, 512, 512, 2, 1, 128, 128), causal=True)
+    params = TpuForward(block_q=256, block_kv=256, chunk_q=128, chunk_kv=128)
+    back = TpuBackward(
+        dkv=GradientTile(block_q=256, block_kv=256), dq=GradientTile(block_q=256, block_kv=256), chunk=128
+    )
+    output, lse, cotangent, gradients = answers(made)
+
+    @jax.jit
+    def both(made, cotangent):
+        got, residuals = forward(made, params)
+        pullback = Pullback(record=made, residuals=residuals, output=got, cotangent=cotangent, wanted=frozenset(FIELDS))
+        return got, residuals.lse, backward(pullback, back)
+
+    with interpreted(), mock.patch.object(tile, "UNROLLED", 128 * 128), mock.patch.object(tiles, "LARGE", 256):
+        got, found_lse, found = both(made, cotangent)
+    close(got, output, made.query.dtype)
+    close(found_lse, lse, made.query.dtype)
+    for field in FIELDS:
+        close(found[field], gradients[field], made.query.dtype)
+
+
+def test_products_on_the_diagonal_divide_their_tile():
+    """384 tokens are one tile, of which a product of 256 queries would be more than there are."""
+    made = record((1, 384, 384, 1, 1, 64, 64), causal=True)
+    output, lse, _, _ = answers(made)
+    with interpreted():
+        got, residuals = forward(made, TpuForward(block_q=384, block_kv=384, chunk_q=384, chunk_kv=384))
+    close(got, output, made.query.dtype)
+    close(residuals.lse, lse, made.query.dtype)
+
+
+def test_products_of_large_tiles():
+    """Their sides are the other way around: of what a kernel owns there is a loop's step, of what it visits little."""
+    large = TpuBackward(dkv=GradientTile(block_q=2048, block_kv=2048), dq=GradientTile(block_q=2048, block_kv=2048))
+    products = [
+        (blocks.chunk_q, blocks.chunk_kv) for blocks in (*backward_blocks(TpuBackward()), *backward_blocks(large))
+    ]
+    assert products == [(1024, 256), (256, 1024), (256, 1024), (1024, 256)]
