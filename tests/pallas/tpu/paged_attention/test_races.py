@@ -15,7 +15,7 @@ from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
-from ejkernel_pallas.tpu.paged_attention.kernels import copies
+from ejkernel_pallas.tpu.paged_attention.kernels import copies, load_keys
 
 PARAMS = TpuPaged(block_q=8, block_kv=128)
 
@@ -45,7 +45,7 @@ def records():
 @pytest.mark.parametrize("name", ["decoding", "several blocks", "written"])
 def test_there_is_none(name, monkeypatch):
     record = records()[name]
-    monkeypatch.setattr(keys, "_words", read_words)
+    monkeypatch.setattr(load_keys, "_words", read_words)
     with simulated():
         got = jax.block_until_ready(jax.jit(lambda record: forward(record, PARAMS)[0])(record))
     assert not found()
@@ -55,7 +55,7 @@ def test_there_is_none(name, monkeypatch):
 
 def test_reading_pages_before_their_tokens_are_there_is_one(monkeypatch):
     record = records()["written"]
-    monkeypatch.setattr(keys, "_words", read_words)
+    monkeypatch.setattr(load_keys, "_words", read_words)
     monkeypatch.setattr(copies, "wait_writes", lambda refs, spec: None)
     # A copy that nobody waits for is made nonetheless.
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")

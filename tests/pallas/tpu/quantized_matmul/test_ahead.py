@@ -9,8 +9,9 @@ from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.planning.quantized_formats import make_format
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
+from ejkernel_pallas.tpu.quantized_matmul.backward import backward
 from ejkernel_pallas.tpu.quantized_matmul.config import heuristic
-from ejkernel_pallas.tpu.quantized_matmul.forward import backward, forward
+from ejkernel_pallas.tpu.quantized_matmul.forward import forward
 
 pytestmark = pytest.mark.needs("libtpu")
 

@@ -13,8 +13,9 @@ from tpu_records import close, interpreted, simulated
 from ejkernel.families.quantized_matmul import QuantizedMatmul, reference
 from ejkernel.planning.quantized_formats import encode, make_format, pack
 from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.quantized_matmul.backward import backward
 from ejkernel_pallas.tpu.quantized_matmul.config import TpuQuantized
-from ejkernel_pallas.tpu.quantized_matmul.forward import backward, forward
+from ejkernel_pallas.tpu.quantized_matmul.forward import forward
 
 TILES = TpuQuantized(block_m=16, block_r=128, block_w=128)
 

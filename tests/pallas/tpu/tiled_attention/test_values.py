@@ -9,6 +9,7 @@ from tpu_records import BACKWARD, CASES, FORWARD, answers, close, interpreted, r
 
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.tiled_attention import config
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.config import (
     GradientTile,
@@ -18,6 +19,7 @@ from ejkernel_pallas.tpu.tiled_attention.config import (
     forward_blocks,
 )
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
+from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 
 FIELDS = ("query", "key", "value")
@@ -76,7 +78,7 @@ def test_large_tiles_on_and_off_the_diagonal():
         pullback = Pullback(record=made, residuals=residuals, output=got, cotangent=cotangent, wanted=frozenset(FIELDS))
         return got, residuals.lse, backward(pullback, back)
 
-    with interpreted(), mock.patch.object(tile, "UNROLLED", 128 * 128), mock.patch.object(tiles, "LARGE", 256):
+    with interpreted(), mock.patch.object(score_chunk, "UNROLLED", 128 * 128), mock.patch.object(config, "LARGE", 256):
         got, found_lse, found = both(made, cotangent)
     close(got, output, made.query.dtype)
     close(found_lse, lse, made.query.dtype)
