@@ -52,13 +52,13 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         return collective_backward.backward(pullback, config)
     query_rows = query_rows_of(pullback)
     plan, shard_rows = RingPlan.of(record, ring), striped(query_rows, ring)
-    own_load = load_of(plan.record)
-    shard = plan.shard(lax.axis_index(ring.axis_name), own_load)
+    local_load = load_of(plan.record)
+    shard = plan.shard(lax.axis_index(ring.axis_name), local_load)
     # Loads from both neighbours, one direction after the other. Gradients of queries stay, and are continued by the
     # second.
     query, *kv_gradients = _one_direction(plan, shard, shard_rows, config, range(0, ring.before + 1), None)
     if ring.after:
-        shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in own_load}, -1))
+        shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local_load}, -1))
         query, *more = _one_direction(plan, shifted, shard_rows, config, range(-1, -ring.after - 1, -1), query)
         kv_gradients = [one + other for one, other in zip(kv_gradients, more, strict=True)]
     grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}
