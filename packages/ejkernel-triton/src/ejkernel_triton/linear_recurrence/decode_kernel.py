@@ -72,7 +72,6 @@ def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
     if spec.SEGMENTS:
         # where and not a product: inf or NaN of the segment before must not reach this one.
         state = tl.where(role > 1, 0.0, state)
-    before = state
     if spec.DECAY == 1:
         state *= tl.exp2(g * LOG2E)
     if spec.DECAY > 1:
@@ -86,10 +85,10 @@ def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
         # The sum crosses the program's warps through shared memory; a program of one warp needs none.
         # Products of a single token are matrix times vector: no tensor cores, and memory bounds them anyway.
         u = b * (v - tl.sum(state * k[:, None], axis=0))
-    state += k[:, None] * u[None, :]
     if spec.SEGMENTS:
-        state = tl.where(role > 0, state, before)  # padding leaves a state as it is, infinities too
-    return state
+        # Padding has k = 0, but inf of the state times 0 is NaN in the sum above: u must be 0 too.
+        u = tl.where(role > 0, u, 0.0)
+    return state + k[:, None] * u[None, :]
 
 
 @triton.jit
