@@ -55,7 +55,7 @@ def test_tiles_for_one_platform_are_not_given_to_another(several, x, chain):
         decision = ejkernel.explain("toy", x, platform="cuda")
 
     assert decision.forward.tier == "heuristics"
-    assert "overlay: passed over, made for platform slow, not cuda" in decision.forward.trail
+    assert "overlay: skipped, made for platform slow, not cuda" in decision.forward.trail
 
 
 def test_a_call_leaves_its_configuration_as_it_was(several, x, chain):

@@ -36,7 +36,7 @@ class CallPlan:
         device: Where it will run.
         platform: A toolchain, or `"auto"`.
         cfg: The call's own configuration, or None.
-        chain: Who is asked for configurations.
+        chain: Chooses the configuration.
         returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
         differentiable_twice: Whether the call was made in a `second_derivatives` block.
         isolates: Whether the call was made in an `isolate_sequences` block.
@@ -53,7 +53,7 @@ class CallPlan:
 
     @property
     def tunes_on_miss(self) -> bool:
-        """Whether the policy in force wants unknown calls measured."""
+        """Whether the current policy measures calls that no tier knows."""
         return effective(self.chain.policy, self.chain).tunes_on_miss
 
     def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
@@ -93,7 +93,7 @@ class CallPlan:
 
         Args:
             record: The family record.
-            choice: What `choose` or `configured` gave; None chooses.
+            choice: Result of `choose` or `configured`; None chooses here.
 
         Raises:
             NoImplementationError: Every implementation refuses; holds the table.
@@ -118,12 +118,14 @@ class CallPlan:
     def _apply(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
+        # The scope names the kernel in profiles. JAX cannot infer over which mesh axes a kernel's results vary, so it
+        # does not look into the function.
         with jax.named_scope(f"ejkernel.{self.op.name}.{choice.direction}.{choice.implementation.name}"):
             function = choice.implementation.function(choice.direction)
             return _compat.untracked(lambda argument: function(argument, choice.config), argument)
 
     def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
-        """Runs the backward pass of a configured choice: gradients by field name."""
+        """Runs the backward pass of a configured choice, and returns gradients by field name."""
         isolate = self.op.family.isolate if self.isolates else None
         return self._apply(choice, pullback if isolate is None else isolate.pullback(pullback))
 
@@ -133,8 +135,8 @@ class _Saved:
     """What a forward pass leaves for the backward pass.
 
     Attributes:
-        pullback: What the backward function is given, but for the cotangent.
-        owner: Name of the implementation whose backward function may see the pocket.
+        pullback: The argument of the backward function, without the cotangent.
+        owner: Name of the implementation whose backward function may read the private residuals.
         config: The configuration that a paired implementation has for both passes. It is not asked for again: the
             backward pass may be traced outside of the block that gave it.
     """
@@ -146,13 +148,14 @@ class _Saved:
 
 @promoting
 def _forward_only(plan: CallPlan, record: Any) -> Any:
-    made = plan.forward(record)
-    return (made.output, made.residuals.lse) if plan.returns_lse else made.output
+    results = plan.forward(record)
+    return (results.output, results.residuals.lse) if plan.returns_lse else results.output
 
 
 @promoting
 def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
+    # JAX marks what is differentiated, so a kernel computes no gradient that is not needed.
     wanted = _wanted(plan.op, marked)
     # Chosen now although it runs later: a call without a backward pass fails where it was made.
     forward, backward = plan.pick_both(record, wanted)
@@ -173,15 +176,15 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
 
 
 OUTPUT, LSE, STATE, POCKET = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_pocket"
-"""Names by which policies of `jax.checkpoint` may keep what a forward pass makes."""
+"""Names by which policies of `jax.checkpoint` may keep the results of a forward pass."""
 
 
-def _named(made: Results) -> Results:
-    """Returns the same arrays under the names that policies of `jax.checkpoint` can ask for."""
+def _named(results: Results) -> Results:
+    """Returns the same arrays under the names that policies of `jax.checkpoint` can keep."""
     return Results(
-        output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), made.output),
-        residuals=jax.tree_util.tree_map_with_path(_named_residual, made.residuals),
-        pocket=jax.tree.map(functools.partial(checkpoint_name, name=POCKET), made.pocket),
+        output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), results.output),
+        residuals=jax.tree_util.tree_map_with_path(_named_residual, results.residuals),
+        pocket=jax.tree.map(functools.partial(checkpoint_name, name=POCKET), results.pocket),
     )
 
 
@@ -196,16 +199,18 @@ def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
+    # The choice depends on shapes and the device alone, so it is the one that the forward pass made.
     _, backward = plan.pick_both(saved.record, saved.wanted)
     same = backward.implementation is not None and backward.implementation.name == kept.owner
     if same and kept.config is not None:
+        # A paired kernel must use one configuration in both passes: its private residuals have its tile sizes.
         backward = dataclasses.replace(backward, config=kept.config)
     else:
         backward = plan.configured(backward, saved.record)
     pocket = saved.pocket if same else None
     pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=pocket, lse_cotangent=lse_cotangent)
     gradients = plan.differentiated(functools.partial(_wanted_gradients, plan, backward), backward, pullback)
-    # None is JAX's word for a cotangent that is zero, whatever the dtype.
+    # To JAX, None is a cotangent of zeros of any dtype.
     cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
 

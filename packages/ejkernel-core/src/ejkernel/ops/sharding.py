@@ -94,6 +94,8 @@ def split_axes(
             _check_known(argument, axes, mesh)
             axes = axes if keep_single else _splitting(axes, mesh)
             _check_shardable(letters, argument, letter, axes)
+            # An argument without a split for this letter is replicated by its caller. The split of another argument
+            # holds, and the array is cut where the kernel reads it.
             known = split.setdefault(letter, (axes, argument)) if axes else split.get(letter, ((), argument))
             if axes and known[0] != axes:
                 raise ValueError(
@@ -128,7 +130,7 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
     for name, value in array_fields(record).items():
         axis_letters = letters.record[name].split()
         for letter, size in zip(axis_letters, value.shape, strict=True):
-            if size != 1:
+            if size != 1:  # an axis of size 1 broadcasts: it is not split, and says nothing about the letter
                 sizes[letter] = size
         specs[name] = PartitionSpec(
             *(_entry(split.get(letter, ()), size) for letter, size in zip(axis_letters, value.shape, strict=True))
@@ -139,6 +141,7 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
         size = sizes.get(letter, letters.sizes.get(letter, 1))
         if size % parts:
             raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
+    # A shard must hold the KV heads that its query heads read, so such axes are split over the same mesh axes.
     for one, other in letters.aligned:
         if split.get(one, ()) != split.get(other, ()) and sizes.get(other, 1) > 1:
             raise ValueError(
@@ -150,7 +153,7 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
 
 
 def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
-    """Checks the caller's idea of how the output is split; mesh axes of size 1 split nothing.
+    """Checks `out_specs` against the split that follows from the inputs; mesh axes of size 1 do not count.
 
     Raises:
         ValueError: `out_specs` disagrees with how the inputs are split.
@@ -164,16 +167,16 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
     for index, (axis_letters, spec) in enumerate(zip(outputs, specs, strict=False)):
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
-        wanted = [split.get(letter, ()) for letter in axis_letters.split()]
-        given = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
-        if given + [()] * (len(wanted) - len(given)) != wanted:
+        expected = [split.get(letter, ()) for letter in axis_letters.split()]
+        named = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
+        if named + [()] * (len(expected) - len(named)) != expected:
             of = f" {index} of {letters.op.name}, with axes {axis_letters!r}," if len(outputs) > 1 else ""
-            made = _spec(axis_letters, split)
-            raise ValueError(f"out_specs: the inputs' specs make the output{of} {made}, got {spec}")
+            follows = _spec(axis_letters, split)
+            raise ValueError(f"out_specs: the inputs' specs make the output{of} {follows}, got {spec}")
 
 
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
-    """Returns what `run(record)` gives on every shard, put together: the result of the unsharded call.
+    """Runs `run(record)` on every shard and returns the result of the unsharded call.
 
     Without `out_specs` the specs are those of types, and the output is split as follows from the inputs.
     """
@@ -196,7 +199,7 @@ def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: 
 
 
 def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
-    """Calls `note(record)` with one shard's record, for what it learns; the result means nothing."""
+    """Calls `note(record)` with the record of one shard; the result is unused."""
     letters = letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
 
@@ -262,6 +265,7 @@ def _offsets(letters: Letters, local: Any, split: Mapping[str, MeshAxes], mesh: 
         for letter, size in zip(letters.record[name].split(), value.shape, strict=True)
         if size != 1 or letter not in split
     }
+    # Masks, windows and dropout count positions and heads of the whole call, so a shard needs to know where it begins.
     offsets = {}
     for letter, axes in split.items():
         index = jnp.int32(0)

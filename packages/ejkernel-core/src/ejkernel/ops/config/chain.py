@@ -33,7 +33,7 @@ from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.params import given_values
 
 MEASURED = frozenset({"memory", "persistent", "autotune"})
-"""The tiers whose answers were measured, here or elsewhere; no others are ever kept."""
+"""The tiers whose answers were measured, on this machine or another; no other answers are kept."""
 
 
 _EVENTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -46,7 +46,7 @@ _EVENTS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 class Measures(Protocol):
-    """What a chain needs of a tuner."""
+    """The interface of a tuner that a chain uses."""
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
         """Measures the candidates of one direction of a call."""
@@ -54,7 +54,7 @@ class Measures(Protocol):
 
 
 class ConfigSelectorChain:
-    """Asks the tiers in order.
+    """Asks the tiers in order and returns the first answer.
 
     Args:
         cache: Memory tier.
@@ -62,9 +62,9 @@ class ConfigSelectorChain:
         tuner: Measures candidates; None for one made with the defaults when it is needed.
         persistent: User's store; None for no disk at all.
         persist_autotune: Whether what was measured goes to the store.
-        on_event: Is told what the chain does, `(event, operation, **details)`: `"override"`, `"overlay_hit"`,
-            `"cache_hit"` with a `level`, `"autotune_start"`, `"autotune_finish"`, `"heuristics"`, `"error"`. Not while
-            somebody only looks.
+        on_event: Called as `(event, operation, **details)` with what the chain does: `"override"`, `"overlay_hit"`,
+            `"cache_hit"` with a `level`, `"autotune_start"`, `"autotune_finish"`, `"heuristics"`, `"error"`. Not
+            called by `explain`.
         forbid_reautotune: Whether measuring a call a second time is an error.
     """
 
@@ -95,25 +95,27 @@ class ConfigSelectorChain:
 
         Args:
             request: The call.
-            argument: What the implementation's function would be given, if it is there to be measured with: a concrete
-                record or `Pullback`. None under a trace.
+            argument: Argument of the implementation's function to measure with: a concrete record or `Pullback`. None
+                under a trace.
 
         Raises:
             NoConfigError: No tier that the policy allows has an answer.
             AgreementError: Process 0 of the job has none, or was not asked.
         """
         trail: list[str] = []
+        # An explicit configuration wins under every policy. It is about this call alone, so it is never stored.
         explicit = self._explicit(request, trail)
         if explicit is not None:
             self._tell(explicit, request)
             return explicit
         key = request.key()
-        if looking():
+        if looking():  # `explain` must not measure, store or wait for other processes
             return self._agreement.known(key) or self._implied(key, request, None, trail)
 
         def propose() -> Selection:
             return self._implied(key, request, argument, trail)
 
+        # All processes of a job must compile the same program: process 0 decides, and the others take its answer.
         selection = self._agreement.decide(key, request.part_type(), propose, anew=argument is not None)
         self._keep(key, selection)
         self.cache.answered(key, selection.part)
@@ -121,12 +123,12 @@ class ConfigSelectorChain:
         return selection
 
     def event(self, name: str, operation: str, **details: Any) -> None:
-        """Tells `on_event` that something happened."""
+        """Reports an event to `on_event`."""
         if self.on_event is not None and not looking():
             self.on_event(name, operation, **details)
 
     def _tell(self, selection: Selection, request: Request) -> None:
-        """The event of an answer; that of a measurement was told when it ended."""
+        """Reports the tier of an answer; a measurement was reported when it ended."""
         name, details = _EVENTS.get(selection.tier, (None, {}))
         if name is not None:
             self.event(name, request.op.name, direction=request.direction, **details)
@@ -134,16 +136,16 @@ class ConfigSelectorChain:
     def tune(
         self, request: Request, make_argument: Callable[[], Any], *, predicted: bool = False
     ) -> TuningResult | None:
-        """Measures a call, whatever is known of it, and stores the winner.
+        """Measures a call, even if a tier already has an answer, and stores the winner.
 
         Args:
             request: The call.
-            make_argument: Makes what the implementation's function is given.
+            make_argument: Returns the argument of the implementation's function.
             predicted: Whether the tuner predicts times instead of measuring them. Such a winner is kept apart, and
                 stands in for the rule alone.
 
         Returns:
-            The measurements. None in the processes of a job that took process 0's word for them.
+            The measurements. None in the processes of a job that take the result of process 0.
 
         Raises:
             TunerError: The policy forbids it, or no candidate ran.
@@ -188,6 +190,7 @@ class ConfigSelectorChain:
             self.persistent.predicted.update({str(key): Entry(config, seconds, predicted_at, predicted=True)})
 
     def _keep(self, key: ConfigKey, selection: Selection) -> None:
+        # A rule's answer is not kept: it would hide the answer of a later version of the rule.
         if selection.tier in MEASURED:
             self.cache.put(key, selection.part)
 
@@ -205,7 +208,7 @@ class ConfigSelectorChain:
         part, remark = overlay.find(request.key(), request.serves()) if overlay.overlays() else (None, "none active")
         foreign = None if part is None else foreign_part(request.op, request.implementation, part, request.direction)
         if foreign:
-            part, remark = None, f"passed over, {foreign}"
+            part, remark = None, f"skipped, {foreign}"
         if part is not None:
             trail.append(f"overlay: {remark} gives {given_values(part)}{_unread(part, request)}")
             return Selection(request.completed(part), "overlay", tuple(trail))
@@ -213,7 +216,10 @@ class ConfigSelectorChain:
         return None
 
     def _implied(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
-        """Returns what the tiers say that look at the call and not at its wishes."""
+        """Returns the answer of the first tier after `cfg=` and overlays.
+
+        A stored measurement comes before a new one, which takes seconds, and both before a rule, which is a guess.
+        """
         return (
             self._stored(key, request, trail)
             or self._tuned(key, request, argument, trail)
@@ -243,12 +249,14 @@ class ConfigSelectorChain:
         elif key in self._untunable:
             trail.append(f"autotune: failed earlier, {self._untunable[key]}")
         elif argument is None:
+            # Under a trace a clock would time the tracing. The call was recorded and can be tuned afterwards.
             trail.append("autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline")
         else:
             try:
                 part = self._measured(request, argument).winner.part
                 return Selection(part, "autotune", (*trail, "autotune: measured now"))
             except TunerError as error:
+                # Remembered, so that a loop does not measure a call that cannot be measured at every step.
                 self._untunable[key] = str(error)
                 warnings.warn(f"{request.op.name} is not tuned: {error}", TunerWarning, stacklevel=2)
                 trail.append(f"autotune: failed, {error}")

@@ -56,7 +56,7 @@ def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
         config = overlay.get(op_name)
         mismatch = None if config is None else made_for(config, serves)
         if mismatch:
-            remark = f"passed over, {mismatch}"
+            remark = f"skipped, {mismatch}"
         elif config is not None and (part := config.part_of(key.direction)) is not None:
             return part, f"entry for {op_name}"
     return None, remark
