@@ -9,20 +9,18 @@ SOURCE = "deepseek_v3.DeepseekV3MoE"
 GROUPS, TOP_GROUPS, TOP_K, SCALE = 4, 2, 3, 2.5
 
 
-def choice(scores):
-    """The scores [T, E], -inf in groups whose two best experts are not among the best."""
-    grouped = scores.reshape(len(scores), GROUPS, -1)
-    best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), TOP_GROUPS)[1]
-    chosen = (best[:, :, None] == jnp.arange(GROUPS)).any(1)
-    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
-
-
 def prefill(w, x):
     tokens = x.reshape(-1, x.shape[-1])
-    scores = jax.nn.sigmoid(tokens @ w["gate.weight"].T)
-    experts, rows, order, sizes = expert_routing(choice(scores + w["gate.e_score_correction_bias"]), TOP_K)
-    weights = jnp.take_along_axis(scores, experts, axis=1)
-    weights *= SCALE / weights.sum(-1, keepdims=True)
+    _, rows, order, sizes, weights = expert_routing(
+        tokens @ w["gate.weight"].T,
+        TOP_K,
+        scores="sigmoid",
+        selection_bias=w["gate.e_score_correction_bias"],
+        n_groups=GROUPS,
+        top_groups=TOP_GROUPS,
+        normalise=True,
+        scale=SCALE,
+    )
     expert_rows = gather_reduce(tokens, order[:, None] // TOP_K, rows)
     # The checkpoint stores [E, columns, features]: `transpose_rhs` reads it as it is.
     products = grouped_matmul(expert_rows, w["experts.gate_up_proj"], sizes, transpose_rhs=True)

@@ -12,8 +12,7 @@ TOP_K, LIMIT, ALPHA = 2, 1.5, 1.702
 def prefill(w, x):
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens @ w["router.weight"].T + w["router.bias"]
-    experts, rows, order, sizes = expert_routing(logits, TOP_K)
-    weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=1))
+    _, rows, order, sizes, weights = expert_routing(logits, TOP_K, scores="softmax", normalise=True)
     expert_rows = gather_reduce(tokens, order[:, None] // TOP_K, rows)
     bias = w["experts.gate_up_proj_bias"][:, None]
     products = grouped_matmul(expert_rows, w["experts.gate_up_proj"], sizes, rhs_bias=bias)

@@ -12,8 +12,7 @@ TOP_K = 2
 def prefill(w, x):
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens @ w["gate.weight"].T
-    experts, rows, order, sizes = expert_routing(logits, TOP_K)
-    weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=1))
+    _, rows, order, sizes, weights = expert_routing(logits, TOP_K, scores="softmax", normalise=True)
     expert_rows = gather_reduce(tokens, order[:, None] // TOP_K, rows)
     # The checkpoint stores [E, columns, features]: `transpose_rhs` reads it as it is.
     products = grouped_matmul(expert_rows, w["experts.gate_up_proj"], sizes, transpose_rhs=True)

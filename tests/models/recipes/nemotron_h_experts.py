@@ -15,10 +15,14 @@ def relu2(x):
 
 def prefill(w, x):
     tokens = x.reshape(-1, x.shape[-1])
-    scores = jax.nn.sigmoid(tokens @ w["gate.weight"].T)
-    experts, rows, order, sizes = expert_routing(scores + w["gate.e_score_correction_bias"], TOP_K)
-    weights = jnp.take_along_axis(scores, experts, axis=1)
-    weights *= SCALE / weights.sum(-1, keepdims=True)
+    _, rows, order, sizes, weights = expert_routing(
+        tokens @ w["gate.weight"].T,
+        TOP_K,
+        scores="sigmoid",
+        selection_bias=w["gate.e_score_correction_bias"],
+        normalise=True,
+        scale=SCALE,
+    )
     latent = tokens @ w["fc1_latent_proj.weight"].T
     expert_rows = gather_reduce(latent, order[:, None] // TOP_K, rows)
     # The checkpoint stores [E, columns, features]: `transpose_rhs` reads it as it is.

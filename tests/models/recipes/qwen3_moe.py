@@ -12,8 +12,8 @@ TOP_K = 2
 def prefill(w, x):
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens @ w["gate.weight"].T
-    experts, rows, order, sizes = expert_routing(logits, TOP_K)
-    weights = jnp.take_along_axis(jax.nn.softmax(logits), experts, axis=1)  # with `norm_topk_prob`, divide by the sum
+    # With `norm_topk_prob`, pass normalise=True.
+    _, rows, order, sizes, weights = expert_routing(logits, TOP_K, scores="softmax")
     expert_rows = gather_reduce(tokens, order[:, None] // TOP_K, rows)
     # The checkpoint stores [E, columns, features]: `transpose_rhs` reads it as it is.
     products = grouped_matmul(expert_rows, w["experts.gate_up_proj"], sizes, transpose_rhs=True)

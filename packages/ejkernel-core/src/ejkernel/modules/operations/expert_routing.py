@@ -1,6 +1,6 @@
 """Expert routing: the experts of every token, and the order of the experts' rows."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,17 @@ from jaxtyping import Array, Float, Int32
 from ejkernel.families import expert_routing as family
 from ejkernel.modules.operations.cases import expert_routing as cases
 from ejkernel.modules.operations.configs import ExpertRoutingConfig
-from ejkernel.modules.operations.shared.paged_arguments import settle
-from ejkernel.modules.operations.shared.shapes import as_count, check_dtype, check_not_empty, check_shape
+from ejkernel.modules.operations.shared import expert_scores
+from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
+from ejkernel.modules.operations.shared.shapes import (
+    as_count,
+    as_flag,
+    as_number,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
@@ -22,10 +31,25 @@ class ExpertRoutingArguments:
     """The arguments of `expert_routing`, which documents them; canonical from the moment they are made."""
 
     logits: jax.Array
+    selection_bias: jax.Array | None = None
     top_k: int = static()
+    scores: str | None = static(None)
+    n_groups: int | None = static(None)
+    top_groups: int | None = static(None)
+    group_score_experts: int = static(2)
+    normalise: bool = static(False)
+    scale: float = static(1.0)
 
     def __post_init__(self) -> None:
-        settle(self, top_k=as_count("top_k", self.top_k, least=1))
+        if self.scores is not None:
+            as_choice("scores", self.scores, expert_scores.SCORES)
+        counts = {name: getattr(self, name) for name in ("top_k", "n_groups", "top_groups", "group_score_experts")}
+        settle(
+            self,
+            normalise=as_flag("normalise", self.normalise),
+            scale=as_number("scale", self.scale),
+            **{name: as_count(name, n, least=1) for name, n in counts.items() if n is not None},
+        )
 
 
 @operation(lambda: OP)
@@ -33,31 +57,52 @@ def expert_routing(
     logits: Float[Array, "t e"],
     top_k: int,
     *,
+    scores: Literal["softmax", "sigmoid"] | None = None,
+    selection_bias: Float[Array, " e"] | None = None,
+    n_groups: int | None = None,
+    top_groups: int | None = None,
+    group_score_experts: int = 2,
+    normalise: bool = False,
+    scale: float = 1.0,
     platform: str | None = None,
     cfg: ExpertRoutingConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Int32[Array, "t k"], Int32[Array, "t k"], Int32[Array, " r"], Int32[Array, " e"]]:
+) -> tuple[Int32[Array, "t k"], Int32[Array, "t k"], Int32[Array, " r"], Int32[Array, " e"]] | tuple[Any, ...]:
     """The experts with the largest logits of every token, and the rows sorted by expert.
 
     Shape letters: T tokens, E experts, K experts a token, R = T * K rows of the experts' matrices, one for each pair of
     a token and one of its experts. The order is stable and the same in every run. Results are integers, and have no
-    gradient; the weights, which have one, are made of the logits of the experts:
+    gradient. With `scores` the call returns the weights of the experts too, which have one. DeepSeek V3's routing:
 
-        weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=1))
+        expert_routing(logits, 8, scores="sigmoid", selection_bias=bias, n_groups=8, top_groups=4, normalise=True,
+                       scale=2.5)
+
+    Mixtral, GPT-OSS and Qwen3 take `scores="softmax", normalise=True`, and Llama 4 `scores="sigmoid"`.
 
     Args:
         logits: [T, E] floating.
         top_k: K, from 1 to E.
+        scores: `"softmax"` over all experts, or `"sigmoid"` of each logit: what weights are made of, in float32. None
+            returns no weights; the arguments below then have no meaning and are refused.
+        selection_bias: [E] floating, added to the scores to choose experts, and not part of the weights. Has no
+            gradient.
+        n_groups: Groups of neighbouring experts, a divisor of E; experts come from the best groups of a token alone.
+        top_groups: How many groups those are; goes with n_groups.
+        group_score_experts: How many of a group's best biased scores are summed up as the score of the group: 2 in
+            DeepSeek V3, 1 in V2.
+        normalise: Divide the weights of a token by their sum.
+        scale: Factor on the weights, after that.
 
     Returns:
-        Four int32 arrays, which `gather_reduce` and `grouped_matmul` take:
+        Four int32 arrays, which `gather_reduce` and `grouped_matmul` take, and with `scores` a fifth array:
 
         - experts [T, K], the largest logit first, of equal ones the first; -0 equals 0, NaN is above infinity;
         - places [T, K], the row of each pair;
         - order [R], the pair of each row, `t * K + n`;
-        - sizes [E], how many rows each expert has.
+        - sizes [E], how many rows each expert has;
+        - weights [T, K] of the experts, float32 (float64 for float64), with `scores`.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -88,16 +133,59 @@ def validate(args: ExpertRoutingArguments) -> None:
         raise ValueError(f"top_k: got {args.top_k}, wants at most the {sizes['E']} experts")
     if sizes["T"] * args.top_k >= 2**31:
         raise ValueError(f"logits: got shape {tuple(args.logits.shape)}, wants fewer than 2**31 rows of experts")
+    if args.scores is None:
+        for name, default in _OF_SCORES.items():
+            if (value := getattr(args, name)) is not default and value != default:
+                raise ValueError(f"{name}: got {got(value)} without scores, wants scores='softmax' or 'sigmoid'")
+    if args.selection_bias is not None:
+        check_shape("selection_bias", args.selection_bias, "E", sizes)
+        check_dtype("selection_bias", args.selection_bias, jnp.floating, "a floating dtype")
+    _check_groups(args, sizes["E"])
+
+
+_OF_SCORES = {"selection_bias": None, "n_groups": None, "group_score_experts": 2, "normalise": False, "scale": 1.0}
+"""Arguments that only calls with scores have, and their defaults."""
+
+
+def _check_groups(args: ExpertRoutingArguments, experts: int) -> None:
+    """Refuses groups that do not divide the experts, and best groups with too few of them."""
+    groups, best = args.n_groups, args.top_groups
+    if (groups is None) != (best is None):
+        raise ValueError(f"top_groups: got {best} with n_groups={groups}, wants both or neither")
+    if groups is None or best is None:
+        return
+    if experts % groups:
+        raise ValueError(f"n_groups: got {groups}, wants a divisor of the {experts} experts")
+    if best > groups:
+        raise ValueError(f"top_groups: got {best}, wants at most the {groups} groups")
+    if args.top_k > best * (experts // groups):
+        raise ValueError(
+            f"top_k: got {args.top_k}, wants at most the {best * (experts // groups)} experts of the groups"
+        )
+    if args.group_score_experts > experts // groups:
+        raise ValueError(
+            f"group_score_experts: got {args.group_score_experts}, wants at most a group's {experts // groups} experts"
+        )
 
 
 def lower(args: ExpertRoutingArguments) -> family.ExpertRouting:
     """The record of a call: integers have no gradient, so a layer around the call is differentiated without it."""
-    return family.ExpertRouting(logits=jax.lax.stop_gradient(args.logits), top_k=args.top_k)
+    return family.ExpertRouting(logits=jax.lax.stop_gradient(expert_scores.choice(args)), top_k=args.top_k)
 
 
-def reference(args: ExpertRoutingArguments) -> family.Routing:
+def finish(args: ExpertRoutingArguments, output: Any) -> Any:
+    """The public results: with the weights of the chosen experts if the call has scores."""
+    return output if args.scores is None else (*output, expert_scores.weights(args, output[0]))
+
+
+def reference(args: ExpertRoutingArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return family.reference(lower(args))[0]
+    return finish(args, family.reference(lower(args))[0])
+
+
+def _axes_of(args: ExpertRoutingArguments) -> dict[str, Any]:
+    """The axis letters of the results, where the weights are among them."""
+    return {} if args.scores is None else {"output": ("t k", "t k", "r", "e", "t k")}
 
 
 class ExpertRouting(Kernel[ExpertRoutingConfig, tuple[Array, Array, Array, Array]]):
@@ -114,9 +202,11 @@ OP = Op(
     lower=lower,
     reference=reference,
     cases=cases.cases(ExpertRoutingArguments),
-    # Integers, all equal.
-    tolerance={name: Tolerance(rtol=0.0, atol=0.0) for name in ("float64", "float32", "bfloat16", "float16")},
+    # Integers are equal; the weights are the same jnp everywhere.
+    tolerance={name: Tolerance(rtol=1e-6, atol=0.0) for name in ("float64", "float32", "bfloat16", "float16")},
     make_inputs=cases.make_inputs,
+    finish=finish,
+    axes_of=_axes_of,
     axes={"logits": "t e"},
 )
 ExpertRouting.op = OP

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import normal_like, tagged
+from ejkernel.modules.operations.cases.tables import fill, normal_like, tagged
 from ejkernel.ops.model import Case
 
 # name, tokens, experts, experts a token, dtype, how far logits are rounded, tags
@@ -23,7 +23,29 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return tuple(_case(arguments, row) for row in _TABLE)
+    return (*(_case(arguments, row) for row in _TABLE), *(_scored(arguments, *row) for row in _SCORED.items()))
+
+
+_SCORED: dict[str, dict[str, Any]] = {
+    "softmax scores": {"scores": "softmax", "normalise": True},
+    "biased sigmoid scores of groups": {
+        "scores": "sigmoid",
+        "n_groups": 4,
+        "top_groups": 2,
+        "normalise": True,
+        "scale": 2.5,
+    },
+}
+
+
+def _scored(arguments: type, name: str, options: dict[str, Any]) -> Case:
+    """A call that returns weights."""
+
+    def make(key: jax.Array) -> Any:
+        bias = jnp.linspace(-0.5, 0.5, 16) if "n_groups" in options else None
+        return arguments(logits=jax.random.normal(key, (21, 16)), selection_bias=bias, top_k=3, **options)
+
+    return tagged(name, make, (), ())
 
 
 def _case(arguments: type, row: _Row) -> Case:
@@ -49,4 +71,4 @@ def _tied(logits: jax.Array, step: float) -> jax.Array:
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes: normal logits."""
-    return type(args)(logits=normal_like(key, args.logits), top_k=args.top_k)
+    return fill(args, key, lambda name, shape, key: normal_like(key, shape))

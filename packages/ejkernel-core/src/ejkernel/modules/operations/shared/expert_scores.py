@@ -1,0 +1,53 @@
+"""Scores of experts: what `expert_routing` chooses by, and the weights of the chosen experts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SCORES = ("softmax", "sigmoid")
+
+TINY = 1e-20
+"""Added to the sum of the weights before they are divided by it, as DeepSeek V3 does."""
+
+
+def scores(args: Any) -> jax.Array:
+    """The score of every expert, [T, E] in at least float32.
+
+    Args:
+        args: The argument record of `expert_routing`, with scores.
+    """
+    logits = args.logits.astype(jnp.promote_types(args.logits.dtype, jnp.float32))
+    return jax.nn.softmax(logits, axis=-1) if args.scores == "softmax" else jax.nn.sigmoid(logits)
+
+
+def choice(args: Any) -> jax.Array:
+    """What experts are chosen by, [T, E]: the logits, or biased scores that are -inf outside of the best groups."""
+    if args.selection_bias is None and args.n_groups is None:
+        return args.logits
+    biased = scores(args)
+    if args.selection_bias is not None:
+        biased = biased + args.selection_bias.astype(biased.dtype)
+    return biased if args.n_groups is None else _in_best_groups(args, biased)
+
+
+def _in_best_groups(args: Any, biased: jax.Array) -> jax.Array:
+    """The scores, -inf for experts of groups that are not among the best."""
+    grouped = biased.reshape(biased.shape[0], args.n_groups, -1)
+    of_group = jax.lax.top_k(grouped, args.group_score_experts)[0].sum(axis=-1)
+    best = jax.lax.top_k(of_group, args.top_groups)[1]
+    chosen = (best[:, :, None] == jnp.arange(args.n_groups)).any(axis=1)
+    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(biased.shape)
+
+
+def weights(args: Any, experts: jax.Array) -> jax.Array:
+    """The weights of the chosen experts [T, K], differentiable in the logits.
+
+    Args:
+        args: The argument record of `expert_routing`, with scores.
+        experts: [T, K], the chosen experts.
+    """
+    chosen = jnp.take_along_axis(scores(args), experts, axis=1)
+    if args.normalise:
+        chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + TINY)
+    return chosen * args.scale
