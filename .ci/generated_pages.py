@@ -56,7 +56,7 @@ def generated() -> dict[str, str]:
     for path in (BENCHMARKS / "results").glob("*.md"):
         content = path.read_text().replace("../../docs/", "../")
         pages[f"results/{path.name}"] = f"# benchmarks/results/{path.name}\n\n{content}"
-        scripts = scripts.replace(f"| `{path.stem}.py` |", f"| [`{path.stem}.py`]({path.name}) |")
+        scripts = re.sub(rf"\| (`\w+/{path.stem}\.py`) \|", rf"| [\1]({path.name}) |", scripts)
     return pages | {"results/scripts.md": scripts}
 
 

@@ -48,7 +48,7 @@ def draw(folder: Path) -> None:
     panels[0].invert_yaxis()  # shared
     panel(panels[1], measured["all three"], "forward and both gradients")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
-    source = "H200, bfloat16, JAX 0.11.2; benchmarks/grouped_matmul_gpu.py"
+    source = "H200, bfloat16, JAX 0.11.2; benchmarks/grouped_matmul/grouped_matmul_gpu.py"
     figure.text(0.99, -0.02, source, ha="right", fontsize=9, color=MUTED)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     save(figure, "experts", folder)

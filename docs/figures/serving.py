@@ -62,7 +62,7 @@ def draw(folder: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(11, 5))
     panel(panels[0], DECODING, DECODERS, "GB/s of keys and values", "decoding, sequences of a batch")
     panel(panels[1], PREFILL, PREFILLERS, "TFLOP/s", "prefill over pages")
-    source = "H200, bfloat16, 32/8 heads of 128, JAX 0.11.2; benchmarks/paged_attention_gpu.py"
+    source = "H200, bfloat16, 32/8 heads of 128, JAX 0.11.2; benchmarks/paged_attention/paged_attention_gpu.py"
     figure.text(0.99, -0.04, source, ha="right", fontsize=8.5, color=MUTED)
     figure.tight_layout()
     save(figure, "serving", folder)

@@ -48,7 +48,8 @@ def draw(folder: Path) -> None:
     panel(panels[0], 0, "forward")
     panel(panels[1], 2, "forward and backward")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
-    source = "H200, bfloat16, 64/4 heads of 128, 16 blocks of 64; benchmarks/native_sparse_attention_gpu.py"
+    script = "benchmarks/selected_attention/native_sparse_attention_gpu.py"
+    source = f"H200, bfloat16, 64/4 heads of 128, 16 blocks of 64; {script}"
     figure.text(0.99, -0.07, source, ha="right", fontsize=9, color=MUTED)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     save(figure, "sparse", folder)

@@ -53,7 +53,7 @@ def draw(folder: Path) -> None:
     figure.text(
         0.99,
         -0.02,
-        "H200, bfloat16, JAX 0.11.2; benchmarks/flash_attention_gpu.py",
+        "H200, bfloat16, JAX 0.11.2; benchmarks/tiled_attention/flash_attention_gpu.py",
         ha="right",
         fontsize=9,
         color=MUTED,

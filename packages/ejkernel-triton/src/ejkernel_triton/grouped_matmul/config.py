@@ -93,7 +93,7 @@ LARGE_TILES = (
 )
 """Tiles of 16-bit operands where groups have many rows, on Hopper and Blackwell; the best first.
 
-On an H200, M65536 K2048 N1536 G128: 577, 556, 511, 424 and 382 TFLOP/s (`benchmarks/grouped_matmul_gpu.py`).
+On an H200, M65536 K2048 N1536 G128: 577, 556, 511, 424 and 382 TFLOP/s (`grouped_matmul_gpu.py`).
 """
 LHS_GRADIENT_TILES = (TileChoice(128, 256, 64, 8, 3, True), *LARGE_TILES[:-1])
 """Tiles of the gradient of lhs, where flat loops are faster: both gradients at 500 TFLOP/s instead of 452."""

@@ -1,0 +1,68 @@
+"""What every benchmark prints first: where and with what it ran."""
+
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import filelock
+import jax
+
+
+def processor() -> str:
+    """Name of the CPU, as far as the system tells."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    count = sum(line.startswith("processor") for line in lines)
+    return f"{name}, {count} cores" if count else name
+
+
+def _accelerators() -> list[str]:
+    """Kinds of the devices in use that are no CPU."""
+    return sorted({device.device_kind for device in jax.devices() if device.platform != "cpu"})
+
+
+def heading() -> str:
+    """Machine, how busy it is, accelerators, versions and command, as Markdown."""
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "ejkernel-core"))
+    command = " ".join(["python", "/".join(Path(sys.argv[0]).resolve().parts[-3:]), *sys.argv[1:]])
+    accelerator = "".join(f"; {kind}" for kind in _accelerators())
+    busy = f"; load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"`{command}`\n\n{processor()}{accelerator}{busy}; Python {platform.python_version()}, {packages}\n"
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU; where there is none, it says that nothing was measured."""
+    found = jax.default_backend() == "gpu"
+    if not found:
+        print(f"{Path(sys.argv[0]).name} needs a GPU: nothing was measured")
+    return found
+
+
+def stream(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints where it ran and a table, each row as soon as it was measured."""
+    print(heading())
+    print(markdown_table(columns, ()), flush=True)
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)
+
+
+def turns(rounds: int) -> Iterator[int]:
+    """Rounds of samples. Where `EJKERNEL_BENCH_LOCK` names a file, each round holds its lock.
+
+    So several scripts may compile and check on one GPU at the same time, while one of them measures.
+    """
+    path = os.environ.get("EJKERNEL_BENCH_LOCK")
+    for number in range(rounds):
+        with filelock.FileLock(path) if path else contextlib.nullcontext():
+            yield number

@@ -1,0 +1,68 @@
+"""Two ways to compute the same thing, side by side: compiled, compared, then timed in turns."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import shared.report
+
+
+def options(description: str) -> argparse.Namespace:
+    """The command line of a benchmark; everything then runs on the CPU."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
+    chosen = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    return chosen
+
+
+def header(other: str) -> None:
+    """What the figures below were measured with, and the head of their table."""
+    print(shared.report.heading())
+    print("float32; medians of runs in turns; temporary memory\n")
+    columns = ("size", "pass", "ejkernel ms", f"{other} ms", "speed-up", "ejkernel MB", f"{other} MB")
+    print(shared.report.markdown_table(columns, ()))
+
+
+def compare(
+    size: str,
+    ours: Callable[..., Any],
+    theirs: Callable[..., Any],
+    arrays: Sequence[Any],
+    argnums: Sequence[int],
+    repeats: int,
+    tolerance: float = 2e-4,
+) -> None:
+    """Prints a line for the forward pass, and one for it and the gradients of `argnums` together.
+
+    Raises:
+        AssertionError: The two sides disagree.
+    """
+    for name, make in (("forward", lambda f: f), ("forward + backward", lambda f: _graded(f, argnums))):
+        sides = [jax.jit(make(f)).lower(*arrays).compile() for f in (ours, theirs)]
+        _check(*(side(*arrays) for side in sides), tolerance)
+        times: list[list[float]] = [[], []]
+        for _ in range(repeats):
+            for side, record in zip(sides, times, strict=True):
+                start = time.perf_counter()
+                jax.block_until_ready(side(*arrays))
+                record.append((time.perf_counter() - start) * 1e3)
+        one, other = (statistics.median(record) for record in times)
+        memory = [f"{side.memory_analysis().temp_size_in_bytes / 1e6:.1f}" for side in sides]
+        print(
+            f"| {size} | {name} | {one:.1f} | {other:.1f} | {other / one:.2f} | {memory[0]} | {memory[1]} |", flush=True
+        )
+
+
+def _graded(call: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
+    return jax.value_and_grad(lambda *a: sum(jnp.sum(x**2) for x in jax.tree.leaves(call(*a))), tuple(argnums))
+
+
+def _check(ours: Any, theirs: Any, tolerance: float) -> None:
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(jnp.abs(y).max())))
