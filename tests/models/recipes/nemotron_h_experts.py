@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules import expert_routing, gather_reduce, grouped_matmul
+from ejkernel.modules import expert_routing, gated_grouped_matmul, gather_reduce, grouped_matmul
 
 SOURCE = "nemotron_h.NemotronHMoE"
 TOP_K, SCALE = 2, 1.5
@@ -24,9 +24,10 @@ def prefill(w, x):
         scale=SCALE,
     )
     latent = tokens @ w["fc1_latent_proj.weight"].T
-    expert_rows = gather_reduce(latent, order[:, None] // TOP_K, rows)
     # The checkpoint stores [E, columns, features]: `transpose_rhs` reads it as it is.
-    hidden = relu2(grouped_matmul(expert_rows, w["experts.up_proj"], sizes, transpose_rhs=True))
+    hidden = gated_grouped_matmul(
+        latent, w["experts.up_proj"], sizes, order // TOP_K, activation="relu2", transpose_rhs=True, gated=False
+    )
     results = grouped_matmul(hidden, w["experts.down_proj"], sizes, transpose_rhs=True)
     routed = gather_reduce(results, rows, order[:, None], weights) @ w["fc2_latent_proj.weight"].T
     shared = relu2(tokens @ w["shared_experts.up_proj.weight"].T) @ w["shared_experts.down_proj.weight"].T

@@ -7,8 +7,12 @@ IMPLEMENTATIONS = (
     xla_implementation(
         "gated_grouped_matmul",
         forward="passes:forward",
-        backward=None,
-        handles=("indices", "activation", "precision"),
+        backward="passes:backward",
+        gradients=("lhs", "rhs", "rhs_bias"),
+        handles=(
+            *("indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated", "alpha", "beta", "limit"),
+            "precision",
+        ),
         config=NO_CHOICE,
     ),
 )

@@ -11,9 +11,11 @@ from ejkernel.families import grouped_matmul
 from ejkernel.families.contract import Family
 from ejkernel.families.gated_grouped_matmul.record import (
     ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
     GatedGroupedMatmul,
     gate,
     gathered,
+    named,
     product_record,
 )
 from ejkernel.families.gated_grouped_matmul.reference import reference
@@ -23,11 +25,13 @@ from ejkernel.planning.requests import PADDING, UNUSED, claimed
 __all__ = [
     "ACTIVATIONS",
     "FAMILY",
+    "PLAIN_ACTIVATIONS",
     "GatedGroupedMatmul",
     "axes",
     "gate",
     "gathered",
     "localise",
+    "named",
     "product_record",
     "reference",
     "requests",
@@ -37,7 +41,9 @@ __all__ = [
 def axes(record: GatedGroupedMatmul) -> Mapping[str, Any]:
     """Returns the axis letters of a record's fields and of its output."""
     token = "m" if record.indices is None else "t"
-    return {"lhs": f"{token} k", "rhs": "e k n", "group_sizes": "e", "indices": "m", "output": "m f"}
+    rhs = "e n k" if record.transpose_rhs else "e k n"
+    arrays = {"lhs": f"{token} k", "rhs": rhs, "group_sizes": "e", "indices": "m", "rhs_bias": "e c n"}
+    return {**arrays, "output": "m f"}
 
 
 def localise(record: GatedGroupedMatmul, offsets: Mapping[str, jax.Array]) -> GatedGroupedMatmul:
@@ -73,7 +79,7 @@ def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
 FAMILY = Family(
     name="gated_grouped_matmul",
     record=GatedGroupedMatmul,
-    differentiable=(),
+    differentiable=("lhs", "rhs", "rhs_bias"),
     dtype=lambda record: record.lhs.dtype,
     head_dims=lambda record: (record.lhs.shape[-1], record.rhs.shape[-1]),
     axes=axes,

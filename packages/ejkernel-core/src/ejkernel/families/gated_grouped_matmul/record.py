@@ -10,6 +10,10 @@ from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.types.arguments import arguments, static
 
 ACTIVATIONS = ("silu", "gelu")
+"""Activations of a gate."""
+
+PLAIN_ACTIVATIONS = (*ACTIVATIONS, "relu2")
+"""Activations without a gate; `"relu2"` is the squared ReLU."""
 
 
 @arguments
@@ -18,10 +22,17 @@ class GatedGroupedMatmul:
 
     Attributes:
         lhs: [T, K] floating.
-        rhs: [E, K, 2 F] in lhs's dtype, the columns of the gate first.
+        rhs: [E, K, 2 F] in lhs's dtype, the columns of the gate first; [E, 2 F, K] if `transpose_rhs`.
         group_sizes: [E] int32, rows of every group.
         indices: [M] int32, the token of every row; outside of 0..T-1 for none. None for row m of token m.
+        rhs_bias: [E, 1, 2 F] floating, added to the products.
         activation: Of the gate: `"silu"`, or `"gelu"` by its tanh formula.
+        transpose_rhs: Whether the matrices lie with their columns first.
+        interleaved: Whether columns of the gate and of the factor alternate.
+        gated: False for rhs with F columns, whose activation is the output.
+        alpha: Factor in the sigmoid of silu.
+        beta: Added to the factor.
+        limit: Largest value of the gate, and largest magnitude of the factor; None for none.
         precision: Of the product, as `GroupedMatmul` has it.
         left_over: The same.
     """
@@ -30,7 +41,14 @@ class GatedGroupedMatmul:
     rhs: jax.Array
     group_sizes: jax.Array
     indices: jax.Array | None = None
+    rhs_bias: jax.Array | None = None
     activation: str = static("silu")
+    transpose_rhs: bool = static(False)
+    interleaved: bool = static(False)
+    gated: bool = static(True)
+    alpha: float = static(1.0)
+    beta: float = static(0.0)
+    limit: float | None = static(None)
     precision: lax.Precision | None = static(default=None)
     left_over: str = static("zero")
 
@@ -48,10 +66,18 @@ def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> Grouped
         rhs=record.rhs,
         group_sizes=record.group_sizes,
         out_dtype=dtype,
-        transpose_rhs=False,
+        rhs_bias=record.rhs_bias,
+        transpose_rhs=record.transpose_rhs,
         precision=record.precision,
         left_over=record.left_over,
     )
+
+
+def named(record: GatedGroupedMatmul) -> jax.Array:
+    """Returns which rows name a token, bool [M]."""
+    if record.indices is None:
+        return jnp.ones(record.lhs.shape[0], bool)
+    return (record.indices >= 0) & (record.indices < record.lhs.shape[0])
 
 
 def gathered(record: GatedGroupedMatmul) -> jax.Array:
@@ -60,12 +86,32 @@ def gathered(record: GatedGroupedMatmul) -> jax.Array:
         return record.lhs
     if not record.lhs.shape[0]:  # no index names a token
         return jnp.zeros((record.indices.shape[0], record.lhs.shape[1]), record.lhs.dtype)
-    named = (record.indices >= 0) & (record.indices < record.lhs.shape[0])
-    return jnp.where(named[:, None], record.lhs[jnp.where(named, record.indices, 0)], 0)
+    of_token = named(record)
+    return jnp.where(of_token[:, None], record.lhs[jnp.where(of_token, record.indices, 0)], 0)
 
 
 def gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
-    """Returns the output of products [M, 2 F]."""
-    first, second = jnp.split(products, 2, axis=-1)
-    activation = jax.nn.silu if record.activation == "silu" else jax.nn.gelu
-    return (activation(first) * second).astype(record.lhs.dtype)
+    """Returns the output of products [M, 2 F], or [M, F] without a gate."""
+    output = _gated(record, products) if record.gated else _activation(record, products)
+    if record.rhs_bias is not None and record.indices is not None:  # the product of a row without a token is the bias
+        output = jnp.where(named(record)[:, None], output, 0)
+    return output.astype(record.lhs.dtype)
+
+
+def _gated(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
+    """The activation of the gate times the factor."""
+    if record.interleaved:
+        first, second = products[:, ::2], products[:, 1::2]
+    else:
+        first, second = jnp.split(products, 2, axis=-1)
+    if record.limit is not None:
+        first, second = jnp.minimum(first, record.limit), jnp.clip(second, -record.limit, record.limit)
+    return _activation(record, first) * (second + record.beta if record.beta else second)
+
+
+def _activation(record: GatedGroupedMatmul, x: jax.Array) -> jax.Array:
+    if record.activation == "relu2":
+        return jnp.square(jax.nn.relu(x))
+    if record.activation == "gelu":
+        return jax.nn.gelu(x)
+    return jax.nn.silu(x) if record.alpha == 1 else x * jax.nn.sigmoid(record.alpha * x)

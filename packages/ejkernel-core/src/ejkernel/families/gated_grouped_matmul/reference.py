@@ -2,7 +2,13 @@
 
 Every row names a token and is multiplied with the matrix of its group; the first half of the columns gates the second:
 
-    y = x_t W_e          t = i_m, e the group of row m          o_m = act(y[:F]) y[F:]
+    y = x_t W_e + b_e    t = i_m, e the group of row m          o_m = act(y[:F]) y[F:]
+
+With a limit L, alpha and beta, as GPT-OSS has them, u = min(y[:F], L) and v = clip(y[F:], -L, L):
+
+    o_m = u sigmoid(alpha u) (v + beta)
+
+Interleaved, u and v are the even and the odd columns of y. Without a gate, o_m = act(y).
 
 The product is taken as `grouped_matmul` takes it, and gated before it is rounded. A row that names no token, and one of
 no group, is 0; with `left_over="undefined"`, unassigned rows are any numbers.

@@ -13,7 +13,15 @@ from ejkernel.modules.operations.cases import gated_grouped_matmul as cases
 from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
 from ejkernel.modules.operations.shared.conditions import groups, has_rank
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
-from ejkernel.modules.operations.shared.shapes import as_precision, check_dtype, check_not_empty, check_shape
+from ejkernel.modules.operations.shared.recurrences import rank
+from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
+    as_number,
+    as_precision,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+)
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import operation
@@ -29,23 +37,40 @@ class GatedGroupedMatmulArguments:
     rhs: jax.Array
     group_sizes: jax.Array
     indices: jax.Array | None = None
+    rhs_bias: jax.Array | None = None
     activation: str = static("silu")
+    transpose_rhs: bool = static(False)
+    interleaved: bool = static(False)
+    gated: bool = static(True)
+    alpha: float = static(1.0)
+    beta: float = static(0.0)
+    limit: float | None = static(None)
     precision: Any = static(None)
     left_over: str = static("zero")
 
     def __post_init__(self) -> None:
         left_over = as_choice("left_over", self.left_over, LEFT_OVER)
         settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
+        settle(self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")})
+        limit = None if self.limit is None else as_number("limit", self.limit, above=0)
+        settle(self, alpha=as_number("alpha", self.alpha), beta=as_number("beta", self.beta), limit=limit)
 
 
 @operation(lambda: OP)
 def gated_grouped_matmul(
     lhs: Float[Array, "t k"],
-    rhs: Float[Array, "e k n"],
+    rhs: Float[Array, "e k n"] | Float[Array, "e n k"],
     group_sizes: Integer[Array, " e"],
     indices: Integer[Array, " m"] | None = None,
     *,
+    rhs_bias: Float[Array, "e 1 n"] | Float[Array, "e n"] | None = None,
     activation: str = "silu",
+    transpose_rhs: bool = False,
+    interleaved: bool = False,
+    gated: bool = True,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
     precision: Any = None,
     left_over: Literal["zero", "undefined"] = "zero",
     platform: str | None = None,
@@ -57,16 +82,27 @@ def gated_grouped_matmul(
     """`act(y[:, :F]) * y[:, F:]` for `y = grouped_matmul(lhs[indices], rhs, group_sizes)`, in one kernel on GPUs.
 
     Shape letters: T tokens, K contracted elements, E matrices (experts), N = 2 F columns, M rows. Neither the gathered
-    rows nor the products are in memory. It is for inference: it has no gradient and refuses to be differentiated.
-    Training needs the products again, so it takes `gather_reduce`, `grouped_matmul` and the activation one by one, as
-    `examples/moe.py` does. The formula is in `ejkernel.families.gated_grouped_matmul`.
+    rows nor the products are in memory. The gradient computes both again; to train faster with more memory, call
+    `gather_reduce`, `grouped_matmul` and the activation one by one, as `examples/moe.py` does. The formula is in
+    `ejkernel.families.gated_grouped_matmul`.
+
+    GPT-OSS's experts are `rhs_bias=..., interleaved=True, alpha=1.702, beta=1.0, limit=7.0`, and Nemotron-H's
+    `gated=False, activation="relu2", transpose_rhs=True`.
 
     Args:
-        lhs: [T, K] float16, bfloat16, float32 or float64.
-        rhs: [E, K, 2 F] in lhs's dtype, the columns of the gate first.
+        lhs: [T, K] float16, bfloat16, float32 or float64. Differentiable.
+        rhs: [E, K, 2 F] in lhs's dtype, the columns of the gate first; [E, 2 F, K] with `transpose_rhs`.
+            Differentiable.
         group_sizes: [E] int, rows of every group. May be traced; groups may be empty, and rows may be left over.
         indices: [M] int, the token of every row; a number outside of 0..T-1 names none. None for row m of token m.
-        activation: `"silu"` (SwiGLU), or `"gelu"` by its tanh formula.
+        rhs_bias: [E, 1, 2 F] or [E, 2 F] floating, added to the products of each expert. Differentiable.
+        activation: `"silu"` (SwiGLU), or `"gelu"` by its tanh formula; without a gate also `"relu2"`, the squared ReLU.
+        transpose_rhs: rhs is stored with its columns first, as most checkpoints have it.
+        interleaved: Columns of the gate (even) and of the factor (odd) alternate.
+        gated: False for experts without a gate: rhs has F columns, and the output is their activation.
+        alpha: Factor in the sigmoid of silu.
+        beta: Added to the factor.
+        limit: Largest value of the gate, and largest magnitude of the factor before beta, > 0.
         precision: `jax.lax.Precision`, or its name, of the product; as `grouped_matmul` takes it.
         left_over: Rows of no group: `"zero"`, or `"undefined"` where nothing reads them, likewise.
 
@@ -75,7 +111,6 @@ def gated_grouped_matmul(
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NotImplementedError: The call is differentiated.
         NoImplementationError: No backend serves the call; the message is the table of reasons.
 
     Example:
@@ -96,20 +131,40 @@ def gated_grouped_matmul(
 def validate(args: GatedGroupedMatmulArguments) -> None:
     """Raises ValueError for arguments that are wrong on every backend."""
     sizes: dict[str, int] = {}
-    for name, axes in (("lhs", "T K"), ("rhs", "E K N"), ("group_sizes", "E"), ("indices", "M")):
+    matrices = "E N K" if args.transpose_rhs else "E K N"
+    for name, axes in (("lhs", "T K"), ("rhs", matrices), ("group_sizes", "E"), ("indices", "M")):
         if getattr(args, name) is not None:
             check_shape(name, getattr(args, name), axes, sizes)
-    check_not_empty("rhs", args.rhs, "E K N", "E K N")
+    check_not_empty("rhs", args.rhs, matrices, matrices)
+    if args.rhs_bias is not None:
+        check_shape("rhs_bias", args.rhs_bias, "E N" if rank(args.rhs_bias) == 2 else "E 1 N", {**sizes, "1": 1})
+        check_dtype("rhs_bias", args.rhs_bias, jnp.floating, "a floating dtype")
     check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
     if args.lhs.dtype.itemsize < 2 or args.rhs.dtype != args.lhs.dtype:
         raise ValueError(f"rhs: got {args.rhs.dtype} with lhs {args.lhs.dtype}, wants one dtype of 16 bits or more")
     for name in ("group_sizes", "indices"):
         if getattr(args, name) is not None:
             check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
-    if sizes["N"] % 2:
+    if args.gated and sizes["N"] % 2:
         raise ValueError(f"rhs: got {sizes['N']} columns, wants as many of the gate as of the others")
-    if args.activation not in family.ACTIVATIONS:
-        raise ValueError(f"activation: got {args.activation!r}, wants one of {', '.join(family.ACTIVATIONS)}")
+    _check_activation(args)
+
+
+_OF_GATES = {"interleaved": False, "beta": 0.0, "limit": None}
+"""Arguments of a gate, and their defaults."""
+
+
+def _check_activation(args: GatedGroupedMatmulArguments) -> None:
+    """Refuses an activation that there is not, and arguments that it does not have."""
+    activations = family.ACTIVATIONS if args.gated else family.PLAIN_ACTIVATIONS
+    if args.activation not in activations:
+        gate = " with a gate" if args.gated else ""
+        raise ValueError(f"activation: got {args.activation!r}{gate}, wants one of {', '.join(activations)}")
+    if args.alpha != 1 and args.activation != "silu":
+        raise ValueError(f"alpha: got {args.alpha} with activation={args.activation!r}, wants 'silu'")
+    for name, default in _OF_GATES.items():
+        if not args.gated and getattr(args, name) != default:
+            raise ValueError(f"{name}: got {getattr(args, name)} with gated=False, wants a gate")
 
 
 def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
@@ -126,10 +181,22 @@ def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
         rhs=args.rhs,
         group_sizes=args.group_sizes.astype(jnp.int32),
         indices=None if args.indices is None else args.indices.astype(jnp.int32),
+        rhs_bias=args.rhs_bias if args.rhs_bias is None or args.rhs_bias.ndim == 3 else args.rhs_bias[:, None],
         activation=args.activation,
+        transpose_rhs=args.transpose_rhs,
+        interleaved=args.interleaved,
+        gated=args.gated,
+        alpha=args.alpha,
+        beta=args.beta,
+        limit=args.limit,
         precision=args.precision,
         left_over=args.left_over,
     )
+
+
+def _axes_of(args: GatedGroupedMatmulArguments) -> dict[str, str]:
+    """The axis letters of matrices with their columns first."""
+    return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 
 def reference(args: GatedGroupedMatmulArguments) -> jax.Array:
@@ -159,6 +226,7 @@ OP = Op(
         "float16": Tolerance(rtol=2e-3, atol=2e-3),
     },
     make_inputs=cases.make_inputs,
+    axes_of=_axes_of,
     axes={"lhs": "t k", "rhs": "e k n", "group_sizes": "e", "indices": "m"},
 )
 GatedGroupedMatmul.op = OP

@@ -1,5 +1,6 @@
 """Inputs for `gated_grouped_matmul`: the named cases every backend is tested on, and inputs of any given shapes."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +19,19 @@ _TABLE: tuple[_Row, ...] = (
     ("rows as they are", 70, None, 33, 20, (20, 0, 45), jnp.float32, {"activation": "gelu"}, ("awkward",)),
     # No row is left over, so that the output is defined.
     ("precision", 16, 40, 32, 16, (25, 15), jnp.float32, {"precision": "highest", "left_over": "undefined"}, ()),
+    (
+        "biased, interleaved, limited",
+        24,
+        81,
+        60,
+        36,
+        _GROUPS,
+        jnp.float32,
+        {"rhs_bias": 0.5, "interleaved": True, "alpha": 1.702, "beta": 1.0, "limit": 0.8},
+        (),
+    ),
+    ("columns first", 24, 81, 20, 36, _GROUPS, jnp.float32, {"transpose_rhs": True}, ()),
+    ("no gate", 24, 81, 20, 36, _GROUPS, jnp.float32, {"gated": False, "activation": "relu2"}, ("awkward",)),
     ("layer", 8192, 65536, 2048, 768, (512,) * 128, jnp.bfloat16, {}, ("bench",)),
     ("small layer", 256, 1024, 256, 128, (64,) * 16, jnp.float32, {}, ("bench_cpu",)),
 )
@@ -38,7 +52,12 @@ def _case(arguments: type, row: _Row) -> Case:
         # Some name no token.
         indices = None if rows is None else jax.random.randint(keys[2], (rows,), -1, tokens + 1, jnp.int32)
         sizes = jnp.array(groups, jnp.int32)
-        return arguments(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **options)
+        given = dict(options)
+        if "rhs_bias" in given:
+            given["rhs_bias"] = given["rhs_bias"] * jax.random.normal(keys[2], (len(groups), 1, 2 * columns))
+        if "transpose_rhs" in given:
+            rhs = rhs.swapaxes(1, 2)
+        return arguments(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **given)
 
     exercises = {*options, *(() if rows is None else ("indices",))} - family.FAMILY.permissions
     return tagged(name, make, tuple(sorted(exercises)), tags)
@@ -52,14 +71,13 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     tokens, groups = args.lhs.shape[0], args.group_sizes.shape[0]
     rows = tokens if args.indices is None else args.indices.shape[0]
     sizes = jnp.full(groups, rows // groups).at[0].add(rows % groups)
-    return type(args)(
-        lhs=normal_like(keys[0], args.lhs),
-        rhs=normal_like(keys[1], args.rhs, args.lhs.shape[1] ** -0.5),
-        group_sizes=sizes.astype(args.group_sizes.dtype),
-        indices=None
-        if args.indices is None
-        else jax.random.randint(keys[2], (rows,), 0, max(1, tokens)).astype(args.indices.dtype),
-        activation=args.activation,
-        precision=args.precision,
-        left_over=args.left_over,
-    )
+    made = {
+        "lhs": normal_like(keys[0], args.lhs),
+        "rhs": normal_like(keys[1], args.rhs, args.lhs.shape[1] ** -0.5),
+        "group_sizes": sizes.astype(args.group_sizes.dtype),
+    }
+    if args.indices is not None:
+        made["indices"] = jax.random.randint(keys[2], (rows,), 0, max(1, tokens)).astype(args.indices.dtype)
+    if args.rhs_bias is not None:
+        made["rhs_bias"] = normal_like(keys[2], args.rhs_bias)
+    return dataclasses.replace(args, **made)
