@@ -114,7 +114,8 @@ def test_other_programs_leave_it_stale_and_name_the_call(tree, what):
 @pytest.mark.parametrize("what", ["new", "differs"])
 def test_partial_leaves_the_tests_of_other_programs_as_not_run(tree, what, monkeypatch):
     tests = {"flash, b": [("test_b", True)], "flash, c": [("test_c", True)]}
-    monkeypatch.setattr(carrying, "tests_of", lambda implementation, label, chip: tests[label])
+    monkeypatch.setattr(carrying, "tests_of", lambda key, label, chip: tests[label])
+    monkeypatch.setattr(carrying, "only_pinned", lambda key, label, chip: False)
     result = carrying.carry(programs_of("d1"), change(programs_of("d2"), what), {}, partial=True)
     assert result.refused == 0
     assert what in result.lines[0]
@@ -125,8 +126,17 @@ def test_partial_leaves_the_tests_of_other_programs_as_not_run(tree, what, monke
         assert "not run" in evidence.trouble(found, "flash")
 
 
+def test_new_calls_that_only_a_pinned_platform_gets_do_not_keep_it_from_being_confirmed(tree, monkeypatch):
+    monkeypatch.setattr(carrying, "tests_of", lambda key, label, chip: [("test_c", True), ("test_refused", False)])
+    monkeypatch.setattr(carrying, "only_pinned", lambda key, label, chip: True)
+    carrying.carry(programs_of("d1"), change(programs_of("d2"), "new"), {}, partial=True)
+    for found in families(tree):
+        assert found.operations["flash"] == Tally(passed=3, left_out=("test_c",))
+        assert evidence.trouble(found, "flash") == ""
+
+
 def test_the_tests_of_a_call_are_known_by_its_label():
-    found = dict(carrying.tests_of("triton_latent", "mla_decode, no rotary part, bfloat16", "h200"))
+    found = dict(carrying.tests_of("tiled_attention/triton_latent", "mla_decode, no rotary part, bfloat16", "h200"))
     assert found["test_value[mla_decode-triton_latent-no rotary part, bfloat16]"]
     assert not any("model" in name and "candidates" not in name for name in found)
 

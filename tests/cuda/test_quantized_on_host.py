@@ -205,11 +205,15 @@ def test_wide_matrices_are_served_first(changes):
     assert refusals(**changes) == []
 
 
-def test_narrow_ones_are_behind_triton():
-    assert any("Triton's tiles come first" in reason for reason in refusals(n=2048))
-    assert refusals(name="cuda_behind_triton", n=2048) == refusals(transpose=True, n=2048) == []
-    ranks = {i.name: i.priority for i in registry().implementations[OP.name]}
-    assert ranks["cuda"] > ranks["triton"] > ranks["cuda_behind_triton"] > ranks["xla"]
+def ranks(**changes):
+    record = jax.eval_shape(OP.lower, sizes(**changes))
+    return {i.name: i.rank(record, H200) for i in registry().implementations[OP.name]}
+
+
+def test_narrow_ones_come_after_triton_and_are_served():
+    assert refusals(n=2048) == refusals(transpose=True, n=2048) == []
+    wide, turned, narrow = ranks(n=4096), ranks(n=2048, transpose=True), ranks(n=2048)
+    assert wide["cuda"] == turned["cuda"] > wide["triton"] > narrow["cuda"] > wide["xla"]
 
 
 @pytest.mark.parametrize("capability", [8.0, 10.0, 12.0])

@@ -116,8 +116,8 @@ def test_cases_are_served():
             assert not list(step.requires.extra(record)), name
 
 
-def refusals(tokens=8, size=128, columns=128, state=jnp.float32, packed=False, value=jnp.bfloat16, **fields):
-    """What the step has against a call."""
+def verdict(tokens=8, size=128, columns=128, state=jnp.float32, packed=False, value=jnp.bfloat16, **fields):
+    """What dispatch thinks of the step for a call."""
     rows, length, heads, array = (1 if packed else 64), (64 * tokens if packed else tokens), 16, jax.ShapeDtypeStruct
     query, shape = array((rows, length, heads, size), jnp.bfloat16), (64, heads, size, columns)
     given = {"beta": array((rows, length, heads), jnp.float32), "decay": array((1, 1, heads, size), jnp.float32)}
@@ -132,16 +132,28 @@ def refusals(tokens=8, size=128, columns=128, state=jnp.float32, packed=False, v
     record = LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, **fields)
     with target_device(H200):
         decision = dispatch.choose(registry().ops["gated_delta_rule"], record, H200, "auto", "forward")
-    (verdict,) = (v for v in decision.verdicts if v.implementation.name == "cuda_step")
-    return [reason for reason in verdict.reasons if library.MODULE not in reason]
+    (found,) = (v for v in decision.verdicts if v.implementation.name == "cuda_step")
+    return found
+
+
+def refusals(**changes):
+    """What the step has against a call."""
+    return [reason for reason in verdict(**changes).reasons if library.MODULE not in reason]
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [({"tokens": 3}, False), ({"tokens": 4}, True), ({"tokens": 6, "decay": True}, False), ({"decay": True}, True)],
+)
+def test_calls_of_few_tokens_are_served_after_triton(changes, first):
+    assert refusals(**changes) == []
+    assert (verdict(**changes).priority > 20) == first
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"tokens": 9}, "query: 9 tokens of 1 sequences are more than a step of 8 tokens a sequence has"),
-        ({"tokens": 3}, "query: 3 tokens of 1 sequences are fewer than 4 each: Triton's step is faster"),
-        ({"tokens": 6, "decay": True}, "query: 6 tokens of 1 sequences are fewer than 7 each: Triton's step is faster"),
         ({"packed": True}, "query: one of 64 packed sequences may have 449 of 512 tokens, more than 257"),
         ({"size": 96}, "96 key channels are not among 64, 128"),
         ({"columns": 48}, "48 value channels are no multiple of 32"),

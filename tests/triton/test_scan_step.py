@@ -72,4 +72,4 @@ def test_long_calls_are_refused_by_the_argument():
 
 def test_steps_are_taken_before_scans():
     found = registry().implementations["state_space_v1"]
-    assert max(found, key=lambda implementation: implementation.priority).name == "triton_decode"
+    assert max(found, key=lambda implementation: implementation.rank(record_of(tokens=5), H200)).name == "triton_decode"

@@ -259,9 +259,7 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, word
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("q_lens", "served"), [((40, 1, 130, 0, 33), "mosaic_gpu_prefill"), ((1, 1, 8, 0, 1), "triton")]
-)
+@pytest.mark.parametrize(("q_lens", "served"), [((40, 1, 130, 0, 33), "mosaic_gpu"), ((1, 1, 8, 0, 1), "triton")])
 def test_hopper_takes_prefill_and_triton_decoding(q_lens, served):
     record = make(lens=(150, 1, 140, 0, 300), q_lens=q_lens)
     found = dispatch.choose(registry().ops["unified_attention"], record, H200, "auto", "forward").verdicts

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 
 JAX_TRITON = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
@@ -42,7 +44,7 @@ def triton_implementation(
     forward: str,
     backward: str | None = None,
     name: str = "triton",
-    priority: int = 10,
+    priority: int | Callable[[Any, DeviceInfo, Direction], int] = 10,
     **fields: Any,
 ) -> Implementation:
     """An implementation in Triton.
@@ -54,7 +56,7 @@ def triton_implementation(
         forward: "folder.module:function" below this package.
         backward: The backward pass in the same form; None without one.
         name: Name among the implementations of the family.
-        priority: Its rank among those that a GPU has confirmed; XLA's is 0.
+        priority: Its place among those that a GPU has confirmed; XLA's is 0.
         **fields: Others of `Implementation`.
     """
     return Implementation(

@@ -61,7 +61,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {
         "implementation": implementation.name,
         "platform": implementation.platform,
-        "priority": implementation.priority,
+        "priority": verdict.priority,
         "status": verdict.status,
         "reasons": list(verdict.reasons),
         "remark": verdict.remark,

@@ -93,7 +93,7 @@ def _plain_implementation(implementation: Implementation, devices_here: set[Devi
     return {
         "name": implementation.name,
         "platform": implementation.platform,
-        "priority": implementation.priority,
+        "priority": implementation.usual_rank,
         "gradient": implementation.backward is not None,
         "devices": sorted(requires.devices),
         "device_here": any(requires.devices & device.names for device in devices_here),
@@ -175,7 +175,7 @@ def _implementation(implementation: Implementation, devices_here: set[DeviceInfo
     return (
         implementation.name,
         implementation.platform,
-        implementation.priority,
+        "by call" if implementation.usual_rank is None else implementation.usual_rank,
         "yes" if implementation.backward else "no",
         (f"{', '.join(sorted(requires.devices))}{'' if serves else ' (not here)'}", "green" if serves else "red"),
         (toolchain, "red" if missing else "green"),

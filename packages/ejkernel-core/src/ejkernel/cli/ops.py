@@ -73,7 +73,7 @@ def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[
                 "name": one.name,
                 **{label: describe(one) for label, describe in FACTS.items()},
                 "evidence": [msgspec.to_builtins(summary) for summary in evidence.summaries(one, op.name)],
-                "priority": one.priority,
+                "priority": one.usual_rank,
                 "backward": one.backward is not None,
                 "fields": {name: _field(op.family, one, name) for name in names},
             }
@@ -202,7 +202,7 @@ def _backward(implementation: Implementation) -> str:
 
 FACTS: dict[str, Callable[[Implementation], str]] = {
     "platform": lambda one: one.platform,
-    "priority": lambda one: str(one.priority),
+    "priority": lambda one: "by call" if one.usual_rank is None else str(one.usual_rank),
     "devices": _requires(lambda requires: ", ".join(sorted(requires.devices))),
     "modules": _requires(lambda requires: ", ".join(requires.modules)),
     "compute capability": _requires(_capability),

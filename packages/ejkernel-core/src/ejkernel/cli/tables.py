@@ -106,8 +106,8 @@ def print_decision(out: Console, decision: Decision) -> None:
 def print_choice(out: Console, choice: Choice) -> None:
     """Prints the verdicts of one direction, and where its configuration came from."""
     rows = [
-        (v.implementation.name, v.implementation.platform, v.implementation.priority, (v.status, COLORS[v.status]),
-         v.remarks)
+        (v.implementation.name, v.implementation.platform, "by call" if v.priority is None else v.priority,
+         (v.status, COLORS[v.status]), v.remarks)
         for v in choice.verdicts
     ]  # fmt: skip
     title = f"{choice.op}, {choice.direction}, on {choice.device}"

@@ -1,7 +1,8 @@
 """Names of `ejkernel.modules.base`: what code that was written around kernel classes imports with them."""
 
+from ejkernel.ops import evidence
 from ejkernel.ops.device import current_device
-from ejkernel.ops.dispatch import hardware_refusals, in_order
+from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.execution.executor import create_default_executor
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.plugins import registry
@@ -36,7 +37,8 @@ def detect_platform(
     if platform != "auto":
         return str(platform)
     op, device = registry().op(algorithm), current_device()
-    found = [i.platform for i, _ in in_order(op, device) if not hardware_refusals(i, device)]
+    runs_here = [i for i in registry().implementations[op.name] if not hardware_refusals(i, device)]
+    found = [i.platform for i in sorted(runs_here, key=lambda i: bool(evidence.unconfirmed(i, op.name, device)))]
     if not found:
         raise ValueError(f"algorithm: no implementation of {algorithm!r} runs on {device}")
     preferred = {

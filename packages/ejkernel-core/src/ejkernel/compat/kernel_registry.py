@@ -22,14 +22,14 @@ class KernelSpec:
         backend: Device kind.
         algorithm: Name of the operation.
         implementation: Name of the implementation.
-        priority: Higher is tried first.
+        priority: Higher is tried first; None where it depends on the call.
     """
 
     platform: str
     backend: str
     algorithm: str
     implementation: str
-    priority: int = 0
+    priority: int | None = 0
 
 
 def list_algorithms() -> list[str]:
@@ -45,7 +45,7 @@ def list_implementations(algorithm: str) -> list[KernelSpec]:
     """
     name = registry().op(algorithm).name
     return [
-        KernelSpec(i.platform, i.backend, name, i.name, i.priority) for i in registry().implementations.get(name, ())
+        KernelSpec(i.platform, i.backend, name, i.name, i.usual_rank) for i in registry().implementations.get(name, ())
     ]
 
 

@@ -31,6 +31,7 @@ class Verdict:
         remark: Why it is chosen, where that is more than its place in the order.
         unconfirmed: Why it comes after all that are confirmed on the device; empty where it does not.
         confirmed: On which device, and with which toolchain, all its tests have passed; empty without evidence.
+        priority: Its priority for the call; None where it depends on the call, and it cannot compute the call.
     """
 
     implementation: Implementation
@@ -39,6 +40,7 @@ class Verdict:
     remark: str = ""
     unconfirmed: str = ""
     confirmed: str = ""
+    priority: int | None = None
 
     @property
     def remarks(self) -> str:
@@ -47,7 +49,8 @@ class Verdict:
 
     def __str__(self) -> str:
         i, reasons = self.implementation, self.remarks
-        return f"{i.name:<16} {i.platform:<8} priority {i.priority:>4}  {self.status:<8} {reasons}".rstrip()
+        priority = "" if self.priority is None else f"priority {self.priority:>4}"
+        return f"{i.name:<16} {i.platform:<8} {priority:<13}  {self.status:<8} {reasons}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,30 +143,46 @@ def choose(
     """
     found = registry()
     verdicts: list[Verdict] = []
-    for implementation, unconfirmed in in_order(op, device):
+    for implementation in found.implementations.get(op.name, ()):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
         reasons += _foreign_config(op, implementation, direction, cfg)
-        about = {"unconfirmed": unconfirmed, "confirmed": evidence.confirmed(implementation, op.name, device)}
-        verdicts.append(Verdict(implementation, "refused" if reasons else "usable", reasons, **about))
+        verdicts.append(_verdict(op, implementation, record, device, direction, reasons))
     return Choice(
         op=op.name,
         direction=direction,
         device=device,
         platform=platform,
-        verdicts=_with_first_chosen(verdicts),
+        verdicts=_with_first_chosen(sorted(verdicts, key=_order)),
         failed_plugins=found.failed,
         notes=tuple(sentence for (name, _), sentence in found.renamed.items() if name == op.name),
     )
 
 
-def in_order(op: Op, device: DeviceInfo) -> list[tuple[Implementation, str]]:
-    """The implementations in the order of choice on a device, each with why it is not confirmed there, if so.
+def _verdict(
+    op: Op,
+    implementation: Implementation,
+    record: Any,
+    device: DeviceInfo,
+    direction: Direction,
+    reasons: tuple[str, ...],
+) -> Verdict:
+    # A priority that depends on the call is asked for calls that the kernels can compute, here or elsewhere.
+    asked = (
+        not reasons or implementation.usual_rank is not None or made_for(op.family, implementation, record, direction)
+    )
+    return Verdict(
+        implementation,
+        "refused" if reasons else "usable",
+        reasons,
+        unconfirmed=evidence.unconfirmed(implementation, op.name, device),
+        confirmed=evidence.confirmed(implementation, op.name, device),
+        priority=implementation.rank(record, device, direction) if asked else None,
+    )
 
-    Those that evidence confirms, and those that need none, come before all others.
-    """
-    listed = registry().implementations.get(op.name, ())
-    found = [(implementation, evidence.unconfirmed(implementation, op.name, device)) for implementation in listed]
-    return sorted(found, key=lambda pair: bool(pair[1]))
+
+def _order(verdict: Verdict) -> tuple[bool, int, str]:
+    """The order of choice: those that evidence confirms, and those that need none, come before all others."""
+    return bool(verdict.unconfirmed), -(verdict.priority or 0), verdict.implementation.name
 
 
 def _foreign_config(

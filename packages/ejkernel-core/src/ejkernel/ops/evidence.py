@@ -42,12 +42,15 @@ class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
         refused: How many were about calls that the implementation refuses.
         failed: Those that failed, and the first line of why.
         not_run: Those that did not run.
+        left_out: Those that did not run and are about calls that only a pinned `platform=` gets, because the priority
+            of the implementation is below XLA's there. They say nothing about the calls that dispatch gives it.
     """
 
     passed: int = 0
     refused: int = 0
     failed: Mapping[str, str] = {}
     not_run: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def count(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
+from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Conditions
@@ -180,7 +181,9 @@ class Implementation:
             for the forward pass of another implementation may have run.
         gradients: Record fields `backward` gives a gradient for.
         backward_requires: What the backward pass needs, where that differs.
-        priority: Higher is tried first; ties go by name.
+        priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
+            and direction. XLA's is 0: a call for which it is below 0 goes to this implementation only where a caller
+            asks for its platform.
         package: The package that ships what was measured; None for that of `forward`. Tables of tuned configurations
             are in its folder `tuned`, `<device kind>/<op>.json`. What the conformance suite found on devices is in its
             folder `evidence`, `<chip>/<name>.json`: on a GPU without, an implementation comes after all that are
@@ -203,7 +206,7 @@ class Implementation:
     backward: str | None = None
     gradients: frozenset[str] = frozenset()
     backward_requires: Requires | None = None
-    priority: int = 0
+    priority: int | Callable[[Any, DeviceInfo, Direction], int] = 0
     package: str | None = None
     only: frozenset[str] | None = None
     cases: str | None = None
@@ -240,6 +243,15 @@ class Implementation:
     def requires_for(self, direction: Direction) -> Requires:
         """The requirements of one direction."""
         return self.backward_requires or self.requires if direction == "backward" else self.requires
+
+    def rank(self, record: Any, device: DeviceInfo, direction: Direction = "forward") -> int:
+        """Its priority for one direction of a call."""
+        return self.priority(record, device, direction) if callable(self.priority) else self.priority
+
+    @property
+    def usual_rank(self) -> int | None:
+        """Its priority for every call; None where it depends on the call."""
+        return None if callable(self.priority) else self.priority
 
     def function(self, direction: Direction) -> Callable[[Any, Any], Any]:
         """Imports and returns the function of one direction."""

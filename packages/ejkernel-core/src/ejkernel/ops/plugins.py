@@ -201,7 +201,13 @@ class _Collected:
 
 
 def _ranked(declared: Iterable[_Declared]) -> tuple[Implementation, ...]:
-    return tuple(sorted((d.implementation for d in declared), key=lambda i: (-i.priority, i.name)))
+    """The implementations, those whose priority depends on the call first."""
+    return tuple(sorted((d.implementation for d in declared), key=_static_order))
+
+
+def _static_order(implementation: Implementation) -> tuple[bool, int, str]:
+    usual = implementation.usual_rank
+    return usual is not None, -(usual or 0), implementation.name
 
 
 def _enter(entries: dict[str, _Declared], declared: _Declared) -> str | bool:

@@ -1,6 +1,5 @@
 """Evidence for sources that lower to the programs that a chip has confirmed."""
 
-import collections
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,13 +9,16 @@ from typing import Any
 import msgspec
 
 from ejkernel.ops import evidence
-from ejkernel.ops.device import target_device
+from ejkernel.ops.device import find_device, target_device
 from ejkernel.ops.evidence import Carried, Confirmation, EvidenceFile, FamilyEvidence, Tally
 from ejkernel.ops.model import Implementation
+from ejkernel.ops.plugins import registry
 from ejkernel_conformance.confirm import listing, merging, programs
 from ejkernel_conformance.confirm.toolchain import digests, implementations
 from ejkernel_conformance.served import refusal_of
+from ejkernel_conformance.subjects import abstract_record
 
+NEW = "is new"
 SHOWN = 12
 """How many calls a refusal names."""
 
@@ -132,7 +134,9 @@ def _with(file: EvidenceFile, one: Confirmation) -> EvidenceFile:
     confirmations = list(file.confirmations)
     for n, other in enumerate(confirmations):
         if (other.device, other.versions) == (one.device, one.versions):
-            families = dict(sorted({**other.families, **one.families}.items()))
+            # Where two implementations became one, what was carried counts.
+            carried = {name: x for name, x in one.families.items() if name not in other.families or x.carried}
+            families = dict(sorted({**other.families, **carried}.items()))
             confirmations[n] = msgspec.structs.replace(other, families=families)
             return msgspec.structs.replace(file, confirmations=tuple(confirmations))
     return msgspec.structs.replace(file, confirmations=(*confirmations, one))
@@ -186,15 +190,14 @@ class _Judge:
             found, digest=self.current[new], stale=False, carried=Carried(digest=began, programs=count)
         )
 
-    def _without(self, found: FamilyEvidence, key: str, calls: Iterable[str]) -> FamilyEvidence:
+    def _without(self, found: FamilyEvidence, key: str, calls: Mapping[str, str]) -> FamilyEvidence:
         """The evidence in which the tests of some calls have not run."""
-        left: dict[str, list[tuple[str, bool]]] = collections.defaultdict(list)
-        for label in calls:
-            op = label.partition(", ")[0]
-            left[op] += tests_of(key.partition("/")[2], label, self.after["chip"])
         operations = {**found.operations}
-        for op, tests in left.items():
-            operations[op] = _without_tests(operations.get(op, Tally()), dict(tests))
+        for label, what in calls.items():
+            op = label.partition(", ")[0]
+            tests = dict(tests_of(key, label, self.after["chip"]))
+            field = "left_out" if what == NEW and only_pinned(key, label, self.after["chip"]) else "not_run"
+            operations[op] = _without_tests(operations.get(op, Tally()), tests, field)
         return msgspec.structs.replace(found, operations=operations)
 
     def _problems(self, key: str, new: str, known: set[str]) -> Iterator[str]:
@@ -225,7 +228,7 @@ class _Judge:
             if label not in new:
                 found[label] = "is missing"
             elif label not in old:
-                found[label] = "is new"
+                found[label] = NEW
             elif self._kernels(old[label]) != sorted(map(tuple, new[label]["kernels"])):
                 found[label] = "differs"
             elif any(old[label].get(name) != new[label].get(name) for name in ("program", "later")):
@@ -241,15 +244,16 @@ def _listed(line: str, more: list[str]) -> str:
     return "\n".join([line, *(f"  {each}" for each in more[:SHOWN]), *rest])
 
 
-def tests_of(implementation: str, label: str, chip: str) -> list[tuple[str, bool]]:
+def tests_of(key: str, label: str, chip: str) -> list[tuple[str, bool]]:
     """The tests of a call, each with whether it is of those that dispatch serves.
 
     Args:
-        implementation: Name of the implementation.
+        key: Family and implementation.
         label: From a file of `programs`.
         chip: A name in `ejkernel.ops.device.KINDS`.
     """
     op, _, case = label.removesuffix(programs.GRADIENTS).partition(", ")
+    implementation = key.partition("/")[2]
     found: list[tuple[str, bool]] = []
     with programs.stand_ins(), target_device(chip):
         for test in listing.list_tests((implementation,), (op,)):
@@ -260,11 +264,28 @@ def tests_of(implementation: str, label: str, chip: str) -> list[tuple[str, bool
     return found
 
 
-def _without_tests(tally: Tally, left: Mapping[str, bool]) -> Tally:
-    """A tally in which some tests have not run; each is told of whether dispatch serves it."""
-    left = {name: served for name, served in left.items() if name not in tally.not_run and name not in tally.failed}
-    passed = min(tally.passed, sum(left.values()))
-    refused = min(tally.refused, len(left) - passed)
-    return msgspec.structs.replace(
-        tally, passed=tally.passed - passed, refused=tally.refused - refused, not_run=(*tally.not_run, *sorted(left))
-    )
+def only_pinned(key: str, label: str, chip: str) -> bool:
+    """Whether dispatch gives an implementation a call only where its platform is asked for."""
+    op_name, _, case_name = label.removesuffix(programs.GRADIENTS).partition(", ")
+    implementation, op = implementations()[tuple(key.split("/"))], registry().ops[op_name]
+    case = next(case for case in (*op.cases, *implementation.cases_of(op)) if case.name == case_name)
+    with target_device(chip):
+        direction = "backward" if label.endswith(programs.GRADIENTS) else "forward"
+        return implementation.rank(abstract_record(op, case), find_device(chip), direction) < 0
+
+
+def _without_tests(tally: Tally, tests: Mapping[str, bool], field: str) -> Tally:
+    """A tally in which some tests have not run; each is told of whether dispatch serves it.
+
+    Of a call that was refused, the tests that are served now were refused then.
+    """
+    known = {*tally.not_run, *tally.failed, *tally.left_out}
+    tests = {name: served for name, served in tests.items() if name not in known}
+    if field == "left_out":
+        served = sorted(name for name, served in tests.items() if served)
+        refused = max(0, tally.refused - len(served))
+        return msgspec.structs.replace(tally, refused=refused, left_out=(*tally.left_out, *served))
+    passed = min(tally.passed, sum(tests.values()))
+    refused = tally.refused - min(tally.refused, len(tests) - passed)
+    not_run = (*tally.not_run, *sorted(tests))
+    return msgspec.structs.replace(tally, passed=tally.passed - passed, refused=refused, not_run=not_run)

@@ -11,11 +11,10 @@ from ejkernel_cuda.requirements import decoding_requires
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Caches that the kernels take beside those of the query's dtype."""
 
-HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_window", "logits_soft_cap"})
-"""Optional fields that the kernels honour."""
-
-WRITE_HANDLES = HANDLES | {"new_keys", "new_values", "value_scale"}
-"""Those of calls whose new tokens a kernel writes first, in place where the cache is donated."""
+HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_window", "logits_soft_cap"}) | {
+    *("new_keys", "new_values", "value_scale")
+}
+"""Optional fields that the kernels honour; a kernel writes new tokens first, in place where the cache is donated."""
 
 PIECE = 16
 """Bytes of a copy into shared memory: rows of the cache begin and end at multiples of it."""
@@ -45,20 +44,15 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array of the cache has 64 GiB or more"
 
 
-def _implementation(name: str, priority: int, handles: frozenset[str]) -> Implementation:
-    return Implementation(
+IMPLEMENTATIONS = (
+    Implementation(
         family="paged_attention",
-        name=name,
+        name="cuda_paged",
         platform="cuda",
         forward="ejkernel_cuda.paged_decode.forward:forward",
-        requires=decoding_requires(handles=handles, extra=_reasons),
+        requires=decoding_requires(handles=HANDLES, extra=_reasons),
         config=ConfigSpace(heuristic=blocks.heuristic, candidates=blocks.candidates, forward=blocks.PagedBlocks),
-        priority=priority,
+        priority=25,
         cases="ejkernel_cuda.paged_decode.cases:cases",
-    )
-
-
-IMPLEMENTATIONS = (
-    _implementation("cuda_paged", 25, HANDLES),
-    _implementation("cuda_paged_write", 25, WRITE_HANDLES),
+    ),
 )

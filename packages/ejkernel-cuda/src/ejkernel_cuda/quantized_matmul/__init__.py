@@ -1,11 +1,12 @@
 """The quantised matmul of few rows in CUDA C++: decoding, where reading the weights takes the time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.quantized_matmul import columns
 from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel.ops.device import current_device
+from ejkernel.ops.device import DeviceInfo, current_device
+from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
 from ejkernel_cuda.quantized_matmul import splits
 
@@ -57,19 +58,15 @@ def _layout_reasons(record: Any) -> Iterable[str]:
         yield f"rows of {groups} scales are not multiples of 4 bytes"
 
 
-def _first_reasons(record: Any) -> Iterable[str]:
-    """What is served as well, but behind Triton (docs/lab/quantized_matmul_gpu.md)."""
-    yield from _reasons(record)
-    width = columns(record)
-    if not record.transpose and width < FIRST_COLUMNS:
-        yield f"{width} columns without transpose, fewer than {FIRST_COLUMNS}: Triton's tiles come first"
+def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
+    """Before Triton's 10, but for few columns without transpose (docs/lab/quantized_matmul_gpu.md)."""
+    return 5 if not record.transpose and columns(record) < FIRST_COLUMNS else 20
 
 
-def _implementation(name: str, priority: int, extra: Callable[[Any], Iterable[str]]) -> Implementation:
-    """The kernels with what they are refused for."""
-    return Implementation(
+IMPLEMENTATIONS = (
+    Implementation(
         family="quantized_matmul",
-        name=name,
+        name="cuda",
         platform="cuda",
         forward="ejkernel_cuda.quantized_matmul.forward:forward",
         requires=Requires(
@@ -78,7 +75,7 @@ def _implementation(name: str, priority: int, extra: Callable[[Any], Iterable[st
             min_compute_capability=9.0,
             dtypes=frozenset({"bfloat16"}),
             handles=frozenset({"zeros", "transpose", "precision"}),
-            extra=extra,
+            extra=_reasons,
         ),
         config=ConfigSpace(
             heuristic=splits.heuristic,
@@ -86,12 +83,7 @@ def _implementation(name: str, priority: int, extra: Callable[[Any], Iterable[st
             forward=splits.QuantizedSplits,
             faces=splits.FACES,
         ),
-        priority=priority,
+        priority=_priority,
         cases="ejkernel_cuda.quantized_matmul.cases:cases",
-    )
-
-
-IMPLEMENTATIONS = (
-    _implementation("cuda", 20, _first_reasons),
-    _implementation("cuda_behind_triton", 5, _reasons),
+    ),
 )

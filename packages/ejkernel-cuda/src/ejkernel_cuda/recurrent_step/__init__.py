@@ -54,9 +54,6 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
             yield f"query: {longest} of {tokens} tokens, more than {LONGEST + 1}"
     if tokens > STEP * sequences:
         yield f"query: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
-    fewest = FEWEST_CHANNELS if by_channel(record) else FEWEST
-    if tokens < fewest * sequences:
-        yield f"query: {tokens} tokens of {sequences} sequences are fewer than {fewest} each: Triton's step is faster"
     arrays = (record.query, record.key, record.value, record.initial_state, record.sequence_state)
     if not all(x.size for x in arrays if x is not None) or not sequences:
         yield "an array is empty"
@@ -83,6 +80,13 @@ def _state_reasons(record: LinearRecurrence) -> Iterable[str]:
             yield f"{name}: dtype {state.dtype}, wants float32"
 
 
+def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
+    """Before Triton's step where there are tokens enough, which is slower there; no chip has run it with fewer."""
+    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    fewest = FEWEST_CHANNELS if by_channel(record) else FEWEST
+    return 25 if record.query.shape[1] >= fewest * sequences else -1
+
+
 IMPLEMENTATIONS = (
     Implementation(
         family="linear_recurrence",
@@ -98,8 +102,7 @@ IMPLEMENTATIONS = (
             extra=_reasons,
         ),
         config=ConfigSpace(heuristic=heuristic, candidates=candidates, forward=OneStep),
-        # Before Triton's step, which is slower where this one serves.
-        priority=25,
+        priority=_priority,
         cases="ejkernel_cuda.recurrent_step.cases:cases",
     ),
 )

@@ -5,7 +5,8 @@ from typing import Any
 
 from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel.ops.device import current_device
+from ejkernel.ops.device import DeviceInfo, current_device
+from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
 from ejkernel_cuda.selective_scan import tiles
 
@@ -30,16 +31,22 @@ def _reasons(record: Any) -> Iterable[str]:
 def _gradient_reasons(record: Any) -> Iterable[str]:
     """What the backward kernel has against a record beside that."""
     yield from _reasons(record)
-    rows, channels = scan_sequences.sequences(record), record.x.shape[2]
+    channels = record.x.shape[2]
     if channels % tiles.PIECE_CHANNELS:
         yield f"{channels} channels are no multiple of {tiles.PIECE_CHANNELS}"
-    if record.decay.shape[1] <= SMALL:
-        yield f"states of {record.decay.shape[1]} numbers fill no more than half of the kernel's"
-    if tiles.warpgroups(record) < FEWEST:
-        yield f"{rows} rows of {channels} channels are too few to fill a chip without cutting the sequence"
     capability = current_device().compute_capability
     if capability is not None and capability >= 12.0:
         yield f"compute capability {capability}: the kernel takes more shared memory than there is"
+
+
+def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
+    """Above Triton's 10: 0.70 ms instead of 1.06 forward on an H200, and more of fewer rows (docs/cuda.md).
+
+    Triton's backward pass is faster with small states and few rows, with which no chip has run the backward kernel.
+    """
+    if direction == "backward" and (record.decay.shape[1] <= SMALL or tiles.warpgroups(record) < FEWEST):
+        return -1
+    return 20
 
 
 def _requires(capability: float, extra: Callable[[Any], Iterable[str]]) -> Requires:
@@ -71,7 +78,6 @@ IMPLEMENTATIONS = (
             backward=tiles.GradientTile,
         ),
         cases="ejkernel_cuda.selective_scan.cases:cases",
-        # Above Triton's 10: 0.70 ms instead of 1.06 forward on an H200, and more of fewer rows (docs/cuda.md).
-        priority=20,
+        priority=_priority,
     ),
 )

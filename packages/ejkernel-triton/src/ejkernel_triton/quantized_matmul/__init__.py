@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.quantized_matmul import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 MOST_ROWS = 256
-"""Rows of x from which on one pass over the matrix at full width costs less than dequantising it for every tile."""
+"""Rows of x beyond which one pass over the matrix at full width costs less than dequantising it for every tile."""
 LARGEST = 2**31 - 1
 """Most words of a matrix: offsets inside of one have 32 bits."""
 
@@ -19,10 +21,13 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
     if record.format.bits not in (4, 8):
         yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
-    if record.x.shape[0] > MOST_ROWS:
-        yield f"x has {record.x.shape[0]} rows; beyond {MOST_ROWS}, dequantising once takes less time"
     if record.packed.size > LARGEST:
         yield f"w has {record.packed.size} words, more than {LARGEST}"
+
+
+def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
+    """Before XLA's, which dequantises once, up to as many rows as that takes longer for."""
+    return 10 if record.x.shape[0] <= MOST_ROWS else -1
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -33,6 +38,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="quantized_matmul.passes:forward",
             backward="quantized_matmul.passes:backward",
             gradients=frozenset({"x"}),
+            priority=_priority,
             requires=triton_requires(handles=("zeros", "tensor_scale", "transpose", "precision"), extra=_reasons),
             config=ConfigSpace(
                 forward=config.QuantizedTiles,

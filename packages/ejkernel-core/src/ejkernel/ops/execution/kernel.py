@@ -241,7 +241,8 @@ class Kernel(Generic[Cfg, Out]):
         device = plan.device if plan.device.platform == platform else _TYPICAL[platform]
         everything = registry().implementations.get(plan.op.name, ())
         fitting = [i for i in everything if i.requires.devices & device.names]
-        return [i for i in fitting if made_for(plan.op.family, i, record, "forward")], record, device
+        serving = [i for i in fitting if made_for(plan.op.family, i, record, "forward")]
+        return sorted(serving, key=lambda i: (-i.rank(record, device), i.name)), record, device
 
     def _first_rule(self, inv: Invocation, platform: str) -> Cfg:
         implementations, record, device = self._made_for(inv, platform)

@@ -193,12 +193,9 @@ def reasons(record: PagedAttention) -> Iterable[str]:
         yield "an array is empty"
 
 
-def prefill_reasons(record: PagedAttention) -> Iterable[str]:
-    """Why the kernel is not the one to take, as far as shapes say; how many tokens a sequence has is data."""
-    yield from reasons(record)
-    rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
-    if rows < PREFILL_ROWS * sequences:
-        yield f"{rows} query rows of {sequences} sequences are fewer than {PREFILL_ROWS} each: that is decoding"
+def is_prefill(record: PagedAttention) -> bool:
+    """Whether sequences have many query tokens, as far as shapes say; how many each has is data."""
+    return record.query.shape[0] >= PREFILL_ROWS * record.kv_lens.shape[0]
 
 
 def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPaged:

@@ -1,0 +1,110 @@
+"""A pinned `platform=` is refused for what the kernels cannot do, and for nothing else: speed is for priorities."""
+
+import re
+
+import pytest
+
+from ejkernel.ops.device import find_device, target_device
+from ejkernel.ops.dispatch import hardware_refusals, refusals
+from ejkernel.ops.plugins import registry
+from ejkernel_conformance.subjects import abstract_record
+
+N = r"[\d.]+"
+INABILITY = {
+    "an optional argument that the kernels do not read": r"\w+ is not handled",
+    "a dtype that they do not load or convert": "|".join(
+        [
+            r"dtype \S+ is not among [\w, ]+",
+            r"scales are \S+: the kernels read \S+",
+            r"rhs has dtype \S+, (wants|lhs has) \S+",
+            r"a cache of \S+ beside queries of \S+",
+            r"\w+: dtype \S+, wants \S+",
+        ]
+    ),
+    "a head size, or a number of channels, that they are not compiled for": "|".join(
+        [
+            r"head size [\d, ]+ is not in .*",
+            r"head sizes? [\d and]+ are not multiples of \d+",
+            rf"keys of {N} and values of {N} are not of {N} or {N}",
+            rf"keys of {N} columns and values of {N} are not .*",
+            rf"a latent size of {N} and {N} rotary columns are not {N} and {N}",
+            rf"{N} key channels are not among [\d, ]+",
+            rf"{N} value channels are no multiple of {N}",
+            rf"values of size {N}, queries and keys of {N}: wants one head size",
+            rf"{N} heads are no multiple of {N}",
+        ]
+    ),
+    "rows that do not begin where copies can, or do not fill a tile": "|".join(
+        [
+            rf"{N} (columns|rows|contracted elements|channels)[\w ]* are (not a|no) multiple of {N}(, or .*)?",
+            rf"rows of {N}( and {N})? (scales|numbers)( of \S+)? are (not|no) multiples of {N} bytes",
+            rf"a cache of {N} slots a sequence is no multiple of {N}",
+            rf"pages of {N} slots are neither a multiple of {N} nor a divisor of at least {N}",
+        ]
+    ),
+    "codes that they do not unpack": "|".join(
+        [
+            rf"\w+ codes of {N} bits: the kernels multiply affine ones of {N}",
+            rf"bits {N}: the kernels unpack codes of 4 and 8",
+            rf"groups of {N}: without transpose, groups have {N}",
+            rf"groups of {N} are smaller than {N}",
+            r"lhs_scale or rhs_scale is None, wants both",
+            r"matrices lie with their contracted elements first; WGMMA reads .*",
+        ]
+    ),
+    "a cache of another kind": "|".join(
+        [
+            "a cache of latent vectors",
+            "the cache has latent vectors: .*",
+            "the cache has no latent vectors",
+            "the cache is not dense: one row of keys for each query",
+        ]
+    ),
+    "more tokens or rows than the kernels loop over": "|".join(
+        [
+            rf"{N} query rows of {N} sequences are more than one each",
+            rf"\w+: {N} tokens( of {N}[\w ]*sequences)? are more than a step of {N} tokens a sequence has",
+            rf"\w+: one of {N} packed sequences may have .*",
+            rf"x has {N} rows, more than {N}",
+        ]
+    ),
+    "a computation that is another kernel's": "|".join(
+        [
+            "beta is not given: that is served by 'triton'",
+            r"sliding_window: .* does not end at the query's own position",
+            rf"bias: shape .*, wants all {N} queries and {N} keys",
+            "one query and one key",
+        ]
+    ),
+}
+"""Why a kernel cannot compute a call, and the sentences that say so."""
+
+
+def device_of(implementation):
+    kinds = {"nvidia": "h200", "tpu": "v5e", "cpu": "cpu"}
+    return next(kinds[name] for name in kinds if name in implementation.requires.devices)
+
+
+IMPLEMENTATIONS = {
+    (i.family, i.name): i for listed in registry().implementations.values() for i in listed if i.platform != "xla"
+}
+
+
+@pytest.mark.parametrize("key", sorted(IMPLEMENTATIONS), ids="-".join)
+def test_a_pinned_platform_is_refused_for_inability_alone(key):
+    implementation = IMPLEMENTATIONS[key]
+    known = [re.compile(pattern) for pattern in INABILITY.values()]
+    device, others = find_device(device_of(implementation)), {}
+    with target_device(device):
+        for op in registry().ops.values():
+            if implementation not in registry().implementations[op.name]:
+                continue
+            for case in (*op.cases, *implementation.cases_of(op)):
+                record = abstract_record(op, case)
+                for direction in ("forward", "backward") if implementation.backward else ("forward",):
+                    pinned = (record, device, implementation.platform, direction, frozenset())
+                    found = set(refusals(op.family, implementation, *pinned))
+                    for reason in found - set(hardware_refusals(implementation, device, direction)):
+                        if not any(pattern.fullmatch(reason) for pattern in known):
+                            others.setdefault(reason, f"{op.name}, {case.name}, {direction}")
+    assert not others
