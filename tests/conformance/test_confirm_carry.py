@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -158,6 +159,28 @@ def test_a_renamed_implementation_takes_its_evidence_along(tree):
     carrying.carry(programs_of("d1"), after, {"fast": "faster", "handler": "handler_now"})
     assert not (tree.folder / "fast.json").exists()
     assert all(found.digest == "d2" for found in families(tree, "faster"))
+
+
+def test_cases_that_are_new_keep_nothing_from_being_carried(tree):
+    before = programs_of("d1", cases={"attention/fast": ["flash, a", "flash, b"]})
+    result = carrying.carry(before, change(programs_of("d2"), "new"), {})
+    assert (result.refused, families(tree)[0].carried) == (0, Carried(digest="d1", programs=2))
+
+
+def test_where_two_became_one_the_evidence_of_the_renamed_one_counts(tree):
+    both = tuple(Confirmation(device="H", versions=x, at="1", families={"attention": FOUND}) for x in VERSIONS)
+    narrow = msgspec.structs.replace(FOUND, digest="d0", operations={"flash": Tally(passed=1)})
+    narrow = tuple(msgspec.structs.replace(one, families={"attention": narrow}) for one in both)
+    for name, confirmations in (("wide", both), ("fast", narrow)):
+        file = EvidenceFile(implementation=name, chip="sm_90", confirmations=confirmations)
+        (tree.folder / f"{name}.json").write_bytes(evidence.encode(file))
+    before = programs_of("d1", "attention/wide")
+    for part in ("programs", "digests", "sources"):
+        before[part]["attention/fast"] = {"programs": {}, "digests": "d0", "sources": {}}[part]
+    result = carrying.carry(before, programs_of("d2"), {"wide": "fast"})
+    assert "attention/fast: replaced by the evidence of attention/wide" in result.lines
+    assert not (tree.folder / "wide.json").exists()
+    assert all(found.operations == FOUND.operations and found.digest == "d2" for found in families(tree))
 
 
 def test_the_command_says_what_differs(tree, tmp_path):

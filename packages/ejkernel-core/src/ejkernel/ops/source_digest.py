@@ -40,7 +40,8 @@ def source_digest(implementation: Implementation) -> str:
         module, _, name = path.partition(":")
         closure.add(module, name)
     space = implementation.config
-    for function in (space.heuristic, space.candidates, implementation.requires.extra):
+    refusals = {implementation.requires_for(direction).extra: None for direction in ("forward", "backward")}
+    for function in (space.heuristic, space.candidates, *refusals):
         closure.add_function(function)
     pieces = [*closure.pieces(), *_declared(implementation)]
     return hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:16]

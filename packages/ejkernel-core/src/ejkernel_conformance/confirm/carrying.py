@@ -118,7 +118,7 @@ def _carried(
         for one in file.confirmations:
             for family, found in one.families.items():
                 key = judge.new_key(f"{family}/{file.implementation}")
-                if key not in judge.current:
+                if key not in judge.current or judge.replaced(f"{family}/{file.implementation}"):
                     continue
                 family_now, _, name = key.partition("/")
                 same = name == file.implementation
@@ -134,9 +134,7 @@ def _with(file: EvidenceFile, one: Confirmation) -> EvidenceFile:
     confirmations = list(file.confirmations)
     for n, other in enumerate(confirmations):
         if (other.device, other.versions) == (one.device, one.versions):
-            # Where two implementations became one, what was carried counts.
-            carried = {name: x for name, x in one.families.items() if name not in other.families or x.carried}
-            families = dict(sorted({**other.families, **carried}.items()))
+            families = dict(sorted({**other.families, **one.families}.items()))
             confirmations[n] = msgspec.structs.replace(other, families=families)
             return msgspec.structs.replace(file, confirmations=tuple(confirmations))
     return msgspec.structs.replace(file, confirmations=(*confirmations, one))
@@ -165,6 +163,14 @@ class _Judge:
         family, _, name = key.partition("/")
         return f"{self.renamed.get(family, family)}/{self.renamed.get(name, name)}"
 
+    def replaced(self, key: str) -> bool:
+        """Whether another implementation, whose evidence counts, has the name now: two have become one."""
+        others = (each for each in self.before["programs"] if each != key)
+        found = next((each for each in others if self.new_key(each) == key), "")
+        if found:
+            self.lines[key] = f"{key}: replaced by the evidence of {found}"
+        return bool(found)
+
     def judged(self, file: EvidenceFile, family: str, found: FamilyEvidence, same_name: bool) -> FamilyEvidence:
         """The evidence with the digest of the sources as they are, where they lower to the same."""
         key = f"{family}/{file.implementation}"
@@ -186,9 +192,8 @@ class _Judge:
         line = f"{name}: carried from {began} to {self.current[new]}, {count} programs are the same"
         left = [f"its tests have not run: {label}, which {what}" for label, what in differences.items()]
         self.lines[key] = _listed(line, left)
-        return msgspec.structs.replace(
-            found, digest=self.current[new], stale=False, carried=Carried(digest=began, programs=count)
-        )
+        carried = None if began == self.current[new] else Carried(digest=began, programs=count)
+        return msgspec.structs.replace(found, digest=self.current[new], stale=False, carried=carried)
 
     def _without(self, found: FamilyEvidence, key: str, calls: Mapping[str, str]) -> FamilyEvidence:
         """The evidence in which the tests of some calls have not run."""
@@ -227,13 +232,20 @@ class _Judge:
         for label in sorted(old.keys() | new.keys()):
             if label not in new:
                 found[label] = "is missing"
-            elif label not in old:
+            elif label not in old and self._was_refused(key, label):
                 found[label] = NEW
+            elif label not in old:
+                continue
             elif self._kernels(old[label]) != sorted(map(tuple, new[label]["kernels"])):
                 found[label] = "differs"
             elif any(old[label].get(name) != new[label].get(name) for name in ("program", "later")):
                 found[label] = "differs outside of its kernels"
         return found
+
+    def _was_refused(self, key: str, label: str) -> bool:
+        """Whether a call of the second file alone was refused, and not of a case that there was not yet."""
+        cases = self.before.get("cases", {}).get(key)
+        return cases is None or label.removesuffix(programs.GRADIENTS) in cases
 
     def _kernels(self, program: Mapping[str, Any]) -> list[tuple[str, str]]:
         return sorted((self.renamed.get(target, target), x) for target, x in program["kernels"])

@@ -126,6 +126,7 @@ def collect(
             "digests": {x.key: x.digest for x in subjects},
             "programs": {x.key: {} for x in subjects},
             "sources": {},
+            "cases": {x.key: x.cases for x in subjects},
         }
         _keep_earlier(out, content)
         for subject in subjects:
@@ -166,7 +167,7 @@ def _keep_earlier(out: Path, content: dict[str, Any]) -> None:
         return
     for key, programs in earlier["programs"].items():
         if earlier["digests"][key] == content["digests"].get(key, earlier["digests"][key]):
-            for part in ("programs", "digests", "sources"):
+            for part in ("programs", "digests", "sources", "cases"):
                 content[part].setdefault(key, earlier[part][key])
             content["programs"][key] = programs
 
@@ -214,13 +215,21 @@ class Listed:
         self.key = f"{implementation.family}/{implementation.name}"
         self.digest = source_digest(implementation)
 
+    @property
+    def cases(self) -> list[str]:
+        """The label of each case, served or refused."""
+        return sorted(f"{op.name}, {case.name}" for op in self.ops for case in self._cases_of(op))
+
+    def _cases_of(self, op: Any) -> tuple[Any, ...]:
+        return (*op.cases, *self.implementation.cases_of(op))
+
     def calls(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yields the label of each call that it serves, and what lowers it."""
         from ejkernel.ops.device import target_device
         from ejkernel_conformance import subjects
 
         for op in self.ops:
-            for case in (*op.cases, *self.implementation.cases_of(op)):
+            for case in self._cases_of(op):
                 subject = subjects.Subject(op=op, implementation=self.implementation, case=case)
                 with target_device(self.chip):
                     if subjects.refusal(subject, "forward"):
