@@ -122,7 +122,7 @@ def collect(
             "chip": chip,
             "toolchain": toolchain(),
             "tree": tree_digest(),
-            "whole": not ops,
+            "whole": all(x.is_whole for x in subjects),
             "digests": {x.key: x.digest for x in subjects},
             "programs": {x.key: {} for x in subjects},
             "sources": {},
@@ -208,10 +208,10 @@ def digest(text: str) -> str:
 class Listed:
     """One implementation of one family, with the operations that it is registered for."""
 
-    def __init__(self, implementation: Any, ops: Sequence[Any], chip: str) -> None:
+    def __init__(self, implementation: Any, ops: Sequence[Any], chip: str, is_whole: bool) -> None:
         from ejkernel.ops.source_digest import source_digest
 
-        self.implementation, self.ops, self.chip = implementation, ops, chip
+        self.implementation, self.ops, self.chip, self.is_whole = implementation, ops, chip, is_whole
         self.key = f"{implementation.family}/{implementation.name}"
         self.digest = source_digest(implementation)
 
@@ -247,15 +247,17 @@ def listed(names: Sequence[str], ops: Sequence[str], chip: str) -> list[Listed]:
     from ejkernel.ops.plugins import registry
 
     found, device = registry(), find_device(chip)
-    served: dict[str, tuple[Any, list[Any]]] = {}
+    served: dict[str, tuple[Any, list[Any], list[Any]]] = {}
     for op in sorted(found.ops.values(), key=lambda op: op.name):
         for each in found.implementations.get(op.name, ()):
             if each.evidence is None or not each.requires.devices & device.names or (names and each.name not in names):
                 continue
-            chosen = served.setdefault(f"{each.family}/{each.name}", (each, []))[1]
+            _, every, chosen = served.setdefault(f"{each.family}/{each.name}", (each, [], []))
+            every.append(op)
             if not ops or op.name in ops:
                 chosen.append(op)
-    return [Listed(each, chosen, chip) for _, (each, chosen) in sorted(served.items()) if chosen]
+    ordered = (served[key] for key in sorted(served))
+    return [Listed(each, chosen, chip, chosen == every) for each, every, chosen in ordered if chosen]
 
 
 def _lowered(subject: Any, gradients: bool, chip: str) -> Any:
