@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 from triton_chips import H200
 
-from ejkernel.modules.operations import mla_decode
-from ejkernel.modules.operations.mla_decode import MLADecodeArguments
+from ejkernel.modules.operations.mla_decode import MLADecodeArguments, finish, lower
 from ejkernel.ops.device import target_device
 from ejkernel_triton.paged_attention import forward, latent_decode
 
@@ -39,9 +38,9 @@ def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
     given = MLADecodeArguments(**{"rope_cache": None, **arrays}, lengths=jnp.full((batch,), length - 3))
 
     def step(given):
-        record = mla_decode.lower(given)
+        record = lower(given)
         output, _ = latent_decode.forward(record, latent_decode.heuristic(record, H200, "forward"))
-        return mla_decode.finish(given, output)
+        return finish(given, output)
 
     monkeypatch.setattr(forward, "launch", launch)
     with target_device(H200):

@@ -13,8 +13,7 @@ import pytest
 from ejkernel.families import tiled_attention
 from ejkernel.families.paged_attention import PagedAttention, latent_pages
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.modules.operations import mla_decode
-from ejkernel.modules.operations.mla_decode import MLADecodeArguments
+from ejkernel.modules.operations.mla_decode import MLADecodeArguments, finish, lower
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
 from ejkernel_pallas.gpu.hopper import wgmma
@@ -210,8 +209,8 @@ def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
         return tuple(jax.pure_callback(lambda *arrays: None, outputs, *operands.values()))
 
     def step(given):
-        output, _ = run.decode(mla_decode.lower(given), PARAMS)
-        return mla_decode.finish(given, output)
+        output, _ = run.decode(lower(given), PARAMS)
+        return finish(given, output)
 
     def update(body, operands, updated, blocks):
         shapes = {name: SHAPE(x.shape, x.dtype) for name, x in updated.items()}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ejkernel.ops import (
+    ArgumentRecord,
     BaseOperationConfig,
     Case,
     ConfigSpace,
@@ -18,21 +19,11 @@ from ejkernel.ops import (
     Pullback,
     Requires,
     Tolerance,
-    arguments,
-    call,
-    static,
+    document_options,
+    run_operation,
 )
 
 NAME = "acme_scaled_sum"
-
-
-@arguments
-class ScaledSumArguments:
-    """The arguments of `scaled_sum`, which documents them; no backend needs another form of them."""
-
-    x: jax.Array
-    weights: jax.Array | None = None
-    scale: float = static(1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +37,7 @@ class ScaledSumConfig(BaseOperationConfig):
     pieces: int | None = None
 
 
+@document_options
 def scaled_sum(
     x: Float[Array, "b n"],
     weights: Float[Array, " n"] | None = None,
@@ -64,11 +56,6 @@ def scaled_sum(
         x: [B, N] floating.
         weights: [N], dtype of x.
         scale: Factor on the sums.
-        platform: A toolchain, or `"auto"`.
-        cfg: Configuration for this call alone.
-        mesh: With `in_specs` and `out_specs`: run under `shard_map`.
-        in_specs: Partition specs of x and weights.
-        out_specs: Partition spec of the output.
 
     Returns:
         [B], dtype of x.
@@ -76,8 +63,11 @@ def scaled_sum(
     Raises:
         ValueError: x is not a matrix, or the weights do not fit its rows.
     """
-    args = ScaledSumArguments(x=x, weights=weights, scale=scale)
-    return call(OP, args, platform=platform, cfg=cfg, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return run_operation(OP, locals())
+
+
+class ScaledSumArguments(ArgumentRecord, of=scaled_sum):
+    """The arguments of a call of `scaled_sum`; no backend needs another form of them."""
 
 
 def validate(args: ScaledSumArguments) -> None:

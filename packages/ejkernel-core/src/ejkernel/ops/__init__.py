@@ -5,6 +5,7 @@ from typing import Any
 
 from ejkernel.errors import NoConfigError, NoImplementationError, TunerError
 from ejkernel.families.contract import Family
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.call import call, default_chain
 from ejkernel.ops.calls_file import read_calls, save_recorded
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request, Selection
@@ -32,7 +33,7 @@ from ejkernel.ops.fingerprint import (
 from ejkernel.ops.invocations import get_invocations, record_invocation
 from ejkernel.ops.isolation import isolate_sequences
 from ejkernel.ops.model import Case, Implementation, Op, Requires, Tolerance
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.params import BaseOperationConfig, BwdParams, FwdParams
 from ejkernel.ops.plugins import hookimpl, registry
 from ejkernel.ops.recording import clear_recorded, get_recorded, record_calls
@@ -44,6 +45,7 @@ from ejkernel.types.pullback import Pullback
 
 __all__ = [
     "NO_CHOICE",
+    "ArgumentRecord",
     "AutotunePolicy",
     "BaseOperationConfig",
     "BwdParams",
@@ -87,6 +89,7 @@ __all__ = [
     "default_chain",
     "device_fingerprint",
     "device_kind",
+    "document_options",
     "explain",
     "forward_autotune_only",
     "get_device_platform",
@@ -94,13 +97,13 @@ __all__ = [
     "get_recorded",
     "hookimpl",
     "isolate_sequences",
-    "operation",
     "overlay_cache",
     "policy_override",
     "read_calls",
     "record_calls",
     "record_invocation",
     "registry",
+    "run_operation",
     "save_recorded",
     "second_derivatives",
     "short_hash",

@@ -1,11 +1,8 @@
-"""Public functions of operations: declared by their signature and docstring alone, and carried out in one place."""
+"""What the public functions of operations have in common: what their body does, and what is documented for all."""
 
-import functools
 import inspect
-import sys
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from ejkernel.ops.call import call
 from ejkernel.ops.model import CALL_OPTIONS, Op
@@ -25,73 +22,27 @@ OPTIONS = """
 """What every operation's docstring says of its call options."""
 
 
-def operation(op: Callable[[], Op]) -> Callable[[Function], Function]:
-    """Makes a declaration the public function of an operation.
-
-    The body of the declaration is `...`. Its signature is the contract: argument names are those of the argument
-    record, and the five call options come last. Its docstring documents the arguments of the record; those of the
-    options are put behind them, from `OPTIONS`. A module named as its operation can be called as the function.
+def run_operation(op: Op, arguments: dict[str, Any]) -> Any:
+    """Carries out a call of an operation's public function: makes the argument record and goes through the engine.
 
     Args:
-        op: Returns the operation, which is declared after the function.
+        op: The operation.
+        arguments: All arguments of the function by name, call options included: `locals()` as the first statement of
+            its body.
+
+    Raises:
+        ValueError: The call is wrong.
+        NoImplementationError: No implementation serves it.
     """
-
-    def declare(function: Function) -> Function:
-        run = functools.wraps(function)(_binding(function, op))
-        run.__doc__ = complete_docstring(function.__doc__)
-        home = sys.modules.get(function.__module__)
-        if home is not None and type(home) is ModuleType and home.__name__.rpartition(".")[2] == function.__name__:
-            home.__class__ = _CallableModule
-        return cast(Function, run)
-
-    return declare
+    options = {name: arguments.pop(name, None) for name in CALL_OPTIONS}
+    with standard_promotion():
+        return call(op, op.arguments(**arguments), **options)
 
 
-class _CallableModule(ModuleType):
-    """The module of an operation of the same name, which can be called as its function.
-
-    A package has one attribute for the module and for the function; with this it is both, whichever was imported first.
-    """
-
-    @property
-    def _function(self) -> Callable[..., Any]:
-        return self.__dict__[self.__name__.rpartition(".")[2]]
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._function)
-
-    @property
-    def op(self) -> Op:
-        """What `explain` looks for."""
-        return self.__dict__["OP"]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-
-def _binding(function: Callable[..., Any], op: Callable[[], Op]) -> Any:
-    """A function with the same parameters and defaults that makes the argument record and calls the operation.
-
-    Its source is put together, as that of a dataclass's `__init__` is: binding by `inspect` would cost an eager call
-    more than all else that happens before its compiled function runs.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in parameters]
-    positional = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-    fields = ", ".join(f"{name}={name}" for name in names if name not in CALL_OPTIONS)
-    options = ", ".join(f"{name}={name}" for name in CALL_OPTIONS)
-    source = (
-        f"def run({', '.join([*names[:positional], '*', *names[positional:]])}):\n"
-        f"    op = declared()\n"
-        f"    with standard_promotion():\n"
-        f"        return call(op, op.arguments({fields}), {options})\n"
-    )
-    scope: dict[str, Any] = {"declared": op, "call": call, "standard_promotion": standard_promotion}
-    exec(compile(source, f"<call of {function.__name__}>", "exec"), scope)
-    run = scope["run"]
-    run.__defaults__, run.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    return run
+def document_options(function: Function) -> Function:
+    """Completes the docstring of an operation's public function with the call options, which all operations share."""
+    function.__doc__ = complete_docstring(function.__doc__)
+    return function
 
 
 def complete_docstring(docstring: str | None) -> str | None:

@@ -10,7 +10,7 @@ from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, g
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
 from ejkernel.modules.operations.kernel_delta_attention import KernelDeltaAttentionArguments
-from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments
+from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionArguments
 from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
 from ejkernel.ops.model import Case
 

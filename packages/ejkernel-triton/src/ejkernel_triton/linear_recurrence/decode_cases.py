@@ -6,7 +6,7 @@ from ejkernel.modules.operations.cases import delta, state_space
 from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gates, make_cases, normal
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
-from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments
+from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionArguments
 from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
 from ejkernel.ops.model import Case
 

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import attention_weights
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import attention as cases
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
 from ejkernel.modules.operations.configs import BwdParams, FlashAttentionConfig, FwdParams
 from ejkernel.modules.operations.configuration.attention import AttentionConfig
+from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import lower as lower_flash
+from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
@@ -27,61 +29,14 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.types import MaskInfo
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class AttentionArguments:
-    """The arguments of `attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None = None
-    dropout_rng: int | jax.Array | None = None
-    softmax_aux: jax.Array | None = None
-    mask_info: MaskInfo | None = None
-    init_bias: Callable[[], jax.Array] | None = static(None)
-    deterministic: bool = static(True)
-    softmax_scale: float | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    dtype: Any = static(None)
-    softmax_dtype: Any = static(None)
-    dropout_prob: float = static(0.0)
-    causal: bool = static(False)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    return_weights: bool = static(True)
-
-    def __post_init__(self) -> None:
-        scale, cap, dtype, softmax_dtype = self.softmax_scale, self.logits_soft_cap, self.dtype, self.softmax_dtype
-        canonical = {
-            "bias": made_bias(self.bias, self.init_bias),
-            "init_bias": None,  # a new lambda a call would compile every call
-            "deterministic": as_flag("deterministic", self.deterministic),
-            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
-            "dtype": None if dtype is None else as_float_dtype("dtype", dtype),
-            "softmax_dtype": None if softmax_dtype is None else as_float_dtype("softmax_dtype", softmax_dtype),
-            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
-            "causal": as_flag("causal", self.causal),
-            "sliding_window": as_window("sliding_window", self.sliding_window),
-            "return_weights": as_flag("return_weights", self.return_weights),
-        }
-        for name, value in canonical.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "dropout_rng", as_drawn_seed("dropout_rng", self.dropout_rng, self.drops))
-
-    @property
-    def drops(self) -> bool:
-        """Whether weights are dropped."""
-        return self.dropout_prob > 0 and not self.deterministic
-
-
-@operation(lambda: OP)
+@document_options
 def attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -161,13 +116,41 @@ def attention(
         assert jnp.allclose(weights.sum(axis=-1), 1, atol=1e-6)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class AttentionArguments(ArgumentRecord, of=attention):
+    """The arguments of a call of `attention`."""
+
+    def __post_init__(self) -> None:
+        scale, cap, dtype, softmax_dtype = self.softmax_scale, self.logits_soft_cap, self.dtype, self.softmax_dtype
+        canonical = {
+            "bias": made_bias(self.bias, self.init_bias),
+            "init_bias": None,  # a new lambda a call would compile every call
+            "deterministic": as_flag("deterministic", self.deterministic),
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "dtype": None if dtype is None else as_float_dtype("dtype", dtype),
+            "softmax_dtype": None if softmax_dtype is None else as_float_dtype("softmax_dtype", softmax_dtype),
+            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            "causal": as_flag("causal", self.causal),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+            "return_weights": as_flag("return_weights", self.return_weights),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "dropout_rng", as_drawn_seed("dropout_rng", self.dropout_rng, self.drops))
+
+    @property
+    def drops(self) -> bool:
+        """Whether weights are dropped."""
+        return self.dropout_prob > 0 and not self.deterministic
 
 
 def validate(args: AttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     _check_call(args)
-    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
+    jax.eval_shape(lambda args: validate_flash(_as_flash(args)), args)
 
 
 def _check_call(args: AttentionArguments) -> None:
@@ -222,7 +205,7 @@ def _seed(rng: Any) -> jax.Array:
 
 def lower(args: AttentionArguments) -> TiledAttention:
     """The tiled-attention record of a call."""
-    return flash_attention.lower(_as_flash(args))
+    return lower_flash(_as_flash(args))
 
 
 def reference(args: AttentionArguments) -> tuple[jax.Array, jax.Array]:
@@ -256,7 +239,7 @@ def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, 
         cfg = _tiles_of_output(cfg)
     if isinstance(specs, tuple | list) and len(specs) > 4 and not isinstance(specs, jax.sharding.PartitionSpec):
         specs = (*specs[:4], None, None, *specs[5:])  # cumulative lengths for the key of dropout
-    return flash_attention.OP, _as_flash(args), {**options, "cfg": cfg, "in_specs": specs}
+    return FLASH_ATTENTION, _as_flash(args), {**options, "cfg": cfg, "in_specs": specs}
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -283,7 +266,7 @@ OP = Op(
     lower=lower,
     reference=reference,
     cases=cases.cases(AttentionArguments),
-    tolerance=flash_attention.OP.tolerance,
+    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=make_inputs,
     route=_route,
     axes={

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import blocksparse_attention as cases
 from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
+from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import lower as lower_flash
+from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk,
@@ -26,55 +28,14 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
-from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import clamp_positions
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, band_of
-
-
-@arguments
-class BlockSparseAttentionArguments:
-    """The arguments of `blocksparse_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    softmax_aux: jax.Array | None = None
-    bias: jax.Array | None = None
-    mask_info: MaskInfo | None = None
-    attention_mask: jax.Array | None = None
-    sequence_parallelism_mesh_axis_name: str | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    qkv_layouts: Any = None
-    softmax_scale: float | None = static(None)
-    mask_builder: Mask | Callable[..., Mask] | None = static(None)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    chunk_size: int | None = static(None)
-    causal: bool = static(True)
-    fused_backward: bool = static(False)
-    purify: bool = static(False)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        _refuse(self.qkv_layouts, self.sequence_parallelism_mesh_axis_name)
-        scale, cap = self.softmax_scale, self.logits_soft_cap
-        canonical = {
-            "return_lse": as_flag("return_lse", self.return_lse),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
-            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
-            "mask_builder": _built(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
-            "sliding_window": as_window("sliding_window", self.sliding_window),
-            "chunk_size": as_chunk("chunk_size", self.chunk_size),
-            "causal": as_flag("causal", self.causal),
-            "fused_backward": as_flag("fused_backward", self.fused_backward),
-            "purify": as_flag("purify", self.purify),
-        }
-        for name, value in canonical.items():
-            object.__setattr__(self, name, value)
 
 
 def _refuse(qkv_layouts: Any, sequence_axis: Any) -> None:
@@ -115,7 +76,7 @@ def _as_mask(made: Any, heads: int) -> Mask:
     return made
 
 
-@operation(lambda: OP)
+@document_options
 def blocksparse_attention(
     query: Float[Array, "b h t d"],
     key: Float[Array, "b g s d"],
@@ -205,7 +166,28 @@ def blocksparse_attention(
         assert output.shape == (1, 4, 256, 32)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class BlockSparseAttentionArguments(ArgumentRecord, of=blocksparse_attention):
+    """The arguments of a call of `blocksparse_attention`."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.qkv_layouts, self.sequence_parallelism_mesh_axis_name)
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        canonical = {
+            "return_lse": as_flag("return_lse", self.return_lse),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "mask_builder": _built(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+            "chunk_size": as_chunk("chunk_size", self.chunk_size),
+            "causal": as_flag("causal", self.causal),
+            "fused_backward": as_flag("fused_backward", self.fused_backward),
+            "purify": as_flag("purify", self.purify),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
 
 
 def validate(args: BlockSparseAttentionArguments) -> None:
@@ -229,7 +211,7 @@ def validate(args: BlockSparseAttentionArguments) -> None:
             raise ValueError(f"mask_builder: got a mask of shape {pattern.shape}, wants [T={wants[0]}, S={wants[1]}]")
         if pattern.heads not in (None, sizes["H"]):
             raise ValueError(f"mask_builder: got masks of {pattern.heads} heads, wants those of query's {sizes['H']}")
-    jax.eval_shape(lambda args: flash_attention.validate(_as_flash(args)), args)
+    jax.eval_shape(lambda args: validate_flash(_as_flash(args)), args)
 
 
 def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
@@ -254,7 +236,7 @@ def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
 
 def lower(args: BlockSparseAttentionArguments) -> TiledAttention:
     """The tiled-attention record of a call."""
-    record = flash_attention.lower(_as_flash(args))
+    record = lower_flash(_as_flash(args))
     pattern = cast("Mask | None", args.mask_builder)  # the record called the builder when it was made
     changes: dict[str, Any] = _pattern(record, pattern)
     if args.attention_mask is not None:
@@ -322,7 +304,7 @@ OP = Op(
     lower=lower,
     reference=reference,
     cases=cases.cases(BlockSparseAttentionArguments),
-    tolerance=flash_attention.OP.tolerance,
+    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
     axes={
         "query": "b h t d",

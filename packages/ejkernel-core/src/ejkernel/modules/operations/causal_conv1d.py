@@ -12,35 +12,15 @@ from ejkernel.modules.operations.configs import CausalConv1dConfig
 from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, rank
 from ejkernel.modules.operations.shared.shapes import as_flag, check_cumulative, check_not_empty, check_shape, got
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 LARGEST_WIDTH = 8
 
 
-@arguments
-class CausalConv1dArguments:
-    """The arguments of `causal_conv1d`, which documents them; canonical from the moment they are made."""
-
-    x: jax.Array
-    weight: jax.Array
-    bias: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    activation: str | None = static(None)
-    return_state: bool = static(False)
-
-    def __post_init__(self) -> None:
-        if self.activation not in (None, "silu"):
-            raise ValueError(f"activation: got {got(self.activation)}, wants None or 'silu'")
-        object.__setattr__(self, "return_state", as_flag("return_state", self.return_state))
-        if self.cu_seqlens is not None and rank(self.x) == 3:
-            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
-
-
-@operation(lambda: OP)
+@document_options
 def causal_conv1d(
     x: Float[Array, "b t i"],
     weight: Float[Array, "i w"],
@@ -100,7 +80,18 @@ def causal_conv1d(
         assert jnp.allclose(jnp.concatenate([prompt, token], axis=1), whole, atol=1e-6)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class CausalConv1dArguments(ArgumentRecord, of=causal_conv1d):
+    """The arguments of a call of `causal_conv1d`."""
+
+    def __post_init__(self) -> None:
+        if self.activation not in (None, "silu"):
+            raise ValueError(f"activation: got {got(self.activation)}, wants None or 'silu'")
+        object.__setattr__(self, "return_state", as_flag("return_state", self.return_state))
+        if self.cu_seqlens is not None and rank(self.x) == 3:
+            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
 
 
 def validate(args: CausalConv1dArguments) -> None:

@@ -29,49 +29,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class ChunkedPrefillPagedDecodeArguments:
-    """The arguments of `chunked_prefill_paged_decode`, which documents them; canonical once they are made."""
-
-    queries: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    key_cache: jax.Array
-    value_cache: jax.Array
-    kv_lens: jax.Array
-    block_tables: jax.Array
-    query_start_loc: jax.Array
-    alibi_slopes: jax.Array | None = None
-    softmax_aux: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    causal: bool = static(True)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    seq_threshold_3d: int | None = static(None)
-    num_par_softmax_segments: int | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            causal=as_flag("causal", self.causal),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
-            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def chunked_prefill_paged_decode(
     queries: Float[Array, "t h d"],
     keys: Float[Array, "t g d"],
@@ -152,7 +117,23 @@ def chunked_prefill_paged_decode(
         assert output.shape == (8, 4, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class ChunkedPrefillPagedDecodeArguments(ArgumentRecord, of=chunked_prefill_paged_decode):
+    """The arguments of a call of `chunked_prefill_paged_decode`."""
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            causal=as_flag("causal", self.causal),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
+            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
+        )
 
 
 def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:

@@ -86,6 +86,7 @@ __all__ = [
     "RaggedPageAttentionv2Config",
     "RaggedPageAttentionv3Config",
     "RecurrentAttentionConfig",
+    "RingAttentionConfig",
     "ScaledDotProductAttentionConfig",
     "StateSpaceV1Config",
     "StateSpaceV2Config",

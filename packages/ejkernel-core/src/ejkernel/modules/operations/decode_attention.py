@@ -26,42 +26,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class DecodeAttentionArguments:
-    """The arguments of `decode_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key_buffer: jax.Array
-    value_buffer: jax.Array
-    req_to_tokens: jax.Array
-    seq_lens: jax.Array
-    softmax_scale: float | None = static(None)
-    num_kv_splits: int | None = static(None)
-    page_size: int = static(1)
-    logits_soft_cap: float | None = static(None)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    softmax_aux: jax.Array | None = None
-
-    def __post_init__(self) -> None:
-        if as_count("page_size", self.page_size) is None:
-            raise ValueError(f"page_size: got {got(self.page_size)}, wants an int >= 1")
-        settle(
-            self,
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            num_kv_splits=as_count("num_kv_splits", self.num_kv_splits),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def decode_attention(
     query: Float[Array, "r h d"],
     key_buffer: Float[Array, "total g d"],
@@ -124,7 +96,22 @@ def decode_attention(
         assert output.shape == (2, 8, 64) and lse.shape == (2, 8)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class DecodeAttentionArguments(ArgumentRecord, of=decode_attention):
+    """The arguments of a call of `decode_attention`."""
+
+    def __post_init__(self) -> None:
+        if as_count("page_size", self.page_size) is None:
+            raise ValueError(f"page_size: got {got(self.page_size)}, wants an int >= 1")
+        settle(
+            self,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            num_kv_splits=as_count("num_kv_splits", self.num_kv_splits),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+        )
 
 
 def validate(args: DecodeAttentionArguments) -> None:

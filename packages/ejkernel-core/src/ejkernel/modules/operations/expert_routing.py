@@ -20,39 +20,13 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class ExpertRoutingArguments:
-    """The arguments of `expert_routing`, which documents them; canonical from the moment they are made."""
-
-    logits: jax.Array
-    selection_bias: jax.Array | None = None
-    top_k: int = static()
-    scores: str | None = static(None)
-    n_groups: int | None = static(None)
-    top_groups: int | None = static(None)
-    group_score_experts: int = static(2)
-    normalise: bool = static(False)
-    scale: float = static(1.0)
-
-    def __post_init__(self) -> None:
-        if self.scores is not None:
-            as_choice("scores", self.scores, expert_scores.SCORES)
-        counts = {name: getattr(self, name) for name in ("top_k", "n_groups", "top_groups", "group_score_experts")}
-        settle(
-            self,
-            normalise=as_flag("normalise", self.normalise),
-            scale=as_number("scale", self.scale),
-            **{name: as_count(name, n, least=1) for name, n in counts.items() if n is not None},
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def expert_routing(
     logits: Float[Array, "t e"],
     top_k: int,
@@ -120,7 +94,22 @@ def expert_routing(
         assert places.tolist() == [[1, 2], [0, 3]] and sizes.tolist() == [1, 1, 2]
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class ExpertRoutingArguments(ArgumentRecord, of=expert_routing):
+    """The arguments of a call of `expert_routing`."""
+
+    def __post_init__(self) -> None:
+        if self.scores is not None:
+            as_choice("scores", self.scores, expert_scores.SCORES)
+        counts = {name: getattr(self, name) for name in ("top_k", "n_groups", "top_groups", "group_score_experts")}
+        settle(
+            self,
+            normalise=as_flag("normalise", self.normalise),
+            scale=as_number("scale", self.scale),
+            **{name: as_count(name, n, least=1) for name, n in counts.items() if n is not None},
+        )
 
 
 def validate(args: ExpertRoutingArguments) -> None:

@@ -29,70 +29,17 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
-from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import clamp_positions, exact_segment_ids
 
 
-@arguments
-class FlashAttentionArguments:
-    """The arguments of `flash_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None = None
-    cum_seqlens_q: jax.Array | None = None
-    cum_seqlens_k: jax.Array | None = None
-    softmax_aux: jax.Array | None = None
-    block_tables: jax.Array | None = None
-    mask_info: MaskInfo | None = None
-    softmax_scale: float | None = static(None)
-    dropout_prob: float = static(0.0)
-    causal: bool = static(False)
-    dropout_seed: int | jax.Array | None = None
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    normalize_output: bool = static(True)
-    precision: Any = static(None)
-    logits_dtype: Any = static(jnp.float32)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        scale, cap = self.softmax_scale, self.logits_soft_cap
-        dropout = as_number("dropout_prob", self.dropout_prob, least=0, below=1)
-        canonical = {
-            "return_lse": as_flag("return_lse", self.return_lse),
-            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
-            "dropout_prob": dropout,
-            "causal": as_flag("causal", self.causal),
-            "dropout_seed": as_drawn_seed("dropout_seed", self.dropout_seed, dropout > 0),
-            "sliding_window": as_window("sliding_window", self.sliding_window),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
-            "normalize_output": as_flag("normalize_output", self.normalize_output),
-            "precision": as_precision("precision", self.precision),
-            "logits_dtype": as_float_dtype("logits_dtype", self.logits_dtype),
-        }
-        for name, value in canonical.items():
-            object.__setattr__(self, name, value)
-        # The call goes on under a trace, where no values can be seen.
-        for name, side in (("cum_seqlens_q", self.query), ("cum_seqlens_k", self.key)):
-            lengths = getattr(self, name)
-            if lengths is not None and getattr(side, "ndim", 0) == 4 and self.block_tables is None:
-                check_cumulative(name, lengths, *side.shape[:2])
-
-
-def flash_call(**fields: Any) -> FlashAttentionArguments:
-    """A call of `flash_attention`, by which other operations say what they have in common with it."""
-    return FlashAttentionArguments(**fields)
-
-
-@operation(lambda: OP)
+@document_options
 def flash_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -177,7 +124,39 @@ def flash_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
+    """The arguments of a call of `flash_attention`."""
+
+    def __post_init__(self) -> None:
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        dropout = as_number("dropout_prob", self.dropout_prob, least=0, below=1)
+        canonical = {
+            "return_lse": as_flag("return_lse", self.return_lse),
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "dropout_prob": dropout,
+            "causal": as_flag("causal", self.causal),
+            "dropout_seed": as_drawn_seed("dropout_seed", self.dropout_seed, dropout > 0),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "normalize_output": as_flag("normalize_output", self.normalize_output),
+            "precision": as_precision("precision", self.precision),
+            "logits_dtype": as_float_dtype("logits_dtype", self.logits_dtype),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        # The call goes on under a trace, where no values can be seen.
+        for name, side in (("cum_seqlens_q", self.query), ("cum_seqlens_k", self.key)):
+            lengths = getattr(self, name)
+            if lengths is not None and getattr(side, "ndim", 0) == 4 and self.block_tables is None:
+                check_cumulative(name, lengths, *side.shape[:2])
+
+
+def flash_call(**fields: Any) -> FlashAttentionArguments:
+    """A call of `flash_attention`, by which other operations say what they have in common with it."""
+    return FlashAttentionArguments(**fields)
 
 
 def validate(args: FlashAttentionArguments) -> None:

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, PRNGKeyArray
 
-import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_mla as cases
 from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
+from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import flash_call
+from ejkernel.modules.operations.flash_attention import lower as lower_flash
+from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import (
     as_logits_dtype,
@@ -33,62 +35,14 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.types import MaskInfo
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class FlashMLAArguments:
-    """The arguments of `flash_mla`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key_value: jax.Array
-    w_kc: jax.Array
-    w_vc: jax.Array
-    b_q: jax.Array | None = None
-    b_k: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    causal: bool = static(False)
-    attention_mask: jax.Array | None = None
-    bias: jax.Array | None = None
-    softmax_aux: jax.Array | None = None
-    logits_soft_cap: float | None = static(None)
-    deterministic: bool = static(True)
-    dropout_rng: int | jax.Array | None = None
-    dropout_prob: float = static(0.0)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    softmax_dtype: Any = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        scale, cap = self.softmax_scale, self.logits_soft_cap
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
-            causal=as_flag("causal", self.causal),
-            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
-            deterministic=as_flag("deterministic", self.deterministic),
-            dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, below=1),
-            sliding_window=as_window("sliding_window", self.sliding_window),
-            softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
-        )
-        settle(self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.drops > 0))
-        # The call goes on under a trace, where no values can be seen.
-        if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
-            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
-
-    @property
-    def drops(self) -> float:
-        """The probability of dropping a weight in this call."""
-        return 0.0 if self.deterministic else self.dropout_prob
-
-
-@operation(lambda: OP)
+@document_options
 def flash_mla(
     query: Float[Array, "b t h d"],
     key_value: Float[Array, "b t r"],
@@ -186,7 +140,34 @@ def flash_mla(
         assert output.shape == (1, 128, 8, 40)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class FlashMLAArguments(ArgumentRecord, of=flash_mla):
+    """The arguments of a call of `flash_mla`."""
+
+    def __post_init__(self) -> None:
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
+            causal=as_flag("causal", self.causal),
+            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            deterministic=as_flag("deterministic", self.deterministic),
+            dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            sliding_window=as_window("sliding_window", self.sliding_window),
+            softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
+        )
+        settle(self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.drops > 0))
+        # The call goes on under a trace, where no values can be seen.
+        if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
+            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
+
+    @property
+    def drops(self) -> float:
+        """The probability of dropping a weight in this call."""
+        return 0.0 if self.deterministic else self.dropout_prob
 
 
 mla_attention = flash_mla
@@ -212,9 +193,7 @@ def validate(args: FlashMLAArguments) -> None:
     shape = args.query.shape
     keys = jax.ShapeDtypeStruct((*shape[:2], sizes["Hk"], shape[3]), args.query.dtype)
     # What is said of these two there holds here.
-    flash_attention.validate(
-        flash_call(query=args.query, key=keys, value=keys, bias=args.bias, softmax_aux=args.softmax_aux)
-    )
+    validate_flash(flash_call(query=args.query, key=keys, value=keys, bias=args.bias, softmax_aux=args.softmax_aux))
 
 
 def _check_rng(args: FlashMLAArguments) -> None:
@@ -236,7 +215,7 @@ def lower(args: FlashMLAArguments) -> TiledAttention:
     if args.b_q is not None:
         query = jnp.concatenate([query, _for_heads(args.b_q, query.shape[2])], axis=-1)
     mask = args.attention_mask
-    return flash_attention.lower(
+    return lower_flash(
         flash_call(
             query=query,
             key=key,
@@ -283,7 +262,7 @@ OP = Op(
     conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(FlashMLAArguments),
-    tolerance=flash_attention.OP.tolerance,
+    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
     lse="b h t",
     axes={

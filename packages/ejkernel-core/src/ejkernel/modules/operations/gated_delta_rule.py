@@ -15,52 +15,13 @@ from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, settle_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, got
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class GatedDeltaRuleArguments:
-    """The arguments of `gated_delta_rule`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    beta: jax.Array
-    decay: jax.Array | None = None
-    seg_ids: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    use_qk_l2norm: bool = static(True)
-    use_chunked: bool = static(True)
-    return_state: bool = static(False)
-    autotune_chunk_candidates: tuple[int, ...] | None = static(None)
-
-    def __post_init__(self) -> None:
-        for name in ("use_qk_l2norm", "use_chunked", "return_state"):
-            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
-        sizes = self.autotune_chunk_candidates
-        if sizes is not None:
-            settle(self, autotune_chunk_candidates=tuple(as_count("autotune_chunk_candidates", n, 1) for n in sizes))
-            if len(sizes) != 1:
-                raise NotImplementedError(
-                    f"autotune_chunk_candidates: got {sizes}; `ejkernel tune` measures the candidates of the kernels, "
-                    "and cfg=GatedDeltaRuleConfig(chunk_size=...) fixes one"
-                )
-        if rank(self.seg_ids) == 4:  # a state, where calls without segments have it
-            if self.initial_state is not None:
-                raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
-            object.__setattr__(self, "initial_state", self.seg_ids)
-            object.__setattr__(self, "seg_ids", None)
-        settle_packing(self)
-        scale = self.softmax_scale
-        settle(self, softmax_scale=None if scale is None else as_number("softmax_scale", scale))
-
-
-@operation(lambda: OP)
+@document_options
 def gated_delta_rule(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
@@ -131,7 +92,31 @@ def gated_delta_rule(
         assert output.shape == (1, 128, 4, 32) and state.shape == (1, 4, 32, 32)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class GatedDeltaRuleArguments(ArgumentRecord, of=gated_delta_rule):
+    """The arguments of a call of `gated_delta_rule`."""
+
+    def __post_init__(self) -> None:
+        for name in ("use_qk_l2norm", "use_chunked", "return_state"):
+            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+        sizes = self.autotune_chunk_candidates
+        if sizes is not None:
+            settle(self, autotune_chunk_candidates=tuple(as_count("autotune_chunk_candidates", n, 1) for n in sizes))
+            if len(sizes) != 1:
+                raise NotImplementedError(
+                    f"autotune_chunk_candidates: got {sizes}; `ejkernel tune` measures the candidates of the kernels, "
+                    "and cfg=GatedDeltaRuleConfig(chunk_size=...) fixes one"
+                )
+        if rank(self.seg_ids) == 4:  # a state, where calls without segments have it
+            if self.initial_state is not None:
+                raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
+            object.__setattr__(self, "initial_state", self.seg_ids)
+            object.__setattr__(self, "seg_ids", None)
+        settle_packing(self)
+        scale = self.softmax_scale
+        settle(self, softmax_scale=None if scale is None else as_number("softmax_scale", scale))
 
 
 gdr_attention = gated_delta_rule

@@ -22,41 +22,14 @@ from ejkernel.modules.operations.shared.shapes import (
     check_not_empty,
     check_shape,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class GatedGroupedMatmulArguments:
-    """The arguments of `gated_grouped_matmul`, which documents them; canonical from the moment they are made."""
-
-    lhs: jax.Array
-    rhs: jax.Array
-    group_sizes: jax.Array
-    indices: jax.Array | None = None
-    rhs_bias: jax.Array | None = None
-    activation: str = static("silu")
-    transpose_rhs: bool = static(False)
-    interleaved: bool = static(False)
-    gated: bool = static(True)
-    alpha: float = static(1.0)
-    beta: float = static(0.0)
-    limit: float | None = static(None)
-    precision: Any = static(None)
-    left_over: str = static("zero")
-
-    def __post_init__(self) -> None:
-        left_over = as_choice("left_over", self.left_over, LEFT_OVER)
-        settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
-        settle(self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")})
-        limit = None if self.limit is None else as_number("limit", self.limit, above=0)
-        settle(self, alpha=as_number("alpha", self.alpha), beta=as_number("beta", self.beta), limit=limit)
-
-
-@operation(lambda: OP)
+@document_options
 def gated_grouped_matmul(
     lhs: Float[Array, "t k"],
     rhs: Float[Array, "e k n"] | Float[Array, "e n k"],
@@ -125,7 +98,18 @@ def gated_grouped_matmul(
         assert jnp.allclose(rows[:, 0], jax.nn.silu(jnp.array([2.0, 1.0, 2.0])) * jnp.array([6.0, 5.0, 10.0]))
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class GatedGroupedMatmulArguments(ArgumentRecord, of=gated_grouped_matmul):
+    """The arguments of a call of `gated_grouped_matmul`."""
+
+    def __post_init__(self) -> None:
+        left_over = as_choice("left_over", self.left_over, LEFT_OVER)
+        settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
+        settle(self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")})
+        limit = None if self.limit is None else as_number("limit", self.limit, above=0)
+        settle(self, alpha=as_number("alpha", self.alpha), beta=as_number("beta", self.beta), limit=limit)
 
 
 def validate(args: GatedGroupedMatmulArguments) -> None:

@@ -9,38 +9,18 @@ from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
+from ejkernel.modules.operations.recurrent_attention import as_recurrent
 from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
+from ejkernel.modules.operations.shared.plain_recurrence import canonicalise
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class GLAttentionArguments:
-    """The arguments of `gated_linear_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    g: jax.Array | None = None
-    g_gamma: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    state_indices: jax.Array | None = None
-    seg_ids: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    reverse: bool = static(False)
-    return_state: bool = static(False)
-
-    def __post_init__(self) -> None:
-        canonicalise(self)
-
-
-@operation(lambda: OP)
+@document_options
 def gated_linear_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
@@ -111,13 +91,20 @@ def gated_linear_attention(
         assert output.shape == (1, 128, 4, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class GLAttentionArguments(ArgumentRecord, of=gated_linear_attention):
+    """The arguments of a call of `gated_linear_attention`."""
+
+    def __post_init__(self) -> None:
+        canonicalise(self)
 
 
 gla_attention = gated_linear_attention
 
 
-def _recurrent(args: GLAttentionArguments) -> RecurrentAttentionArguments:
+def _recurrent(args: GLAttentionArguments) -> Any:
     return as_recurrent(args)
 
 

@@ -14,28 +14,14 @@ from ejkernel.modules.operations.cases import gather_reduce as cases
 from ejkernel.modules.operations.configs import GatherReduceConfig
 from ejkernel.modules.operations.shared.conditions import has_rank, same_pairs
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments
 
 
-@arguments
-class GatherReduceArguments:
-    """The arguments of `gather_reduce`, which documents them; canonical from the moment they are made."""
-
-    rows: jax.Array
-    indices: jax.Array
-    inverse: jax.Array
-    weights: jax.Array | None = None
-
-    def __post_init__(self) -> None:
-        # The call goes on under a trace, where no values can be seen.
-        check_inverse(self.indices, self.inverse)
-
-
-@operation(lambda: OP)
+@document_options
 def gather_reduce(
     rows: Float[Array, "m d"],
     indices: Integer[Array, "t k"],
@@ -88,7 +74,15 @@ def gather_reduce(
         assert sums.tolist() == [[51.0], [20.0]]
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class GatherReduceArguments(ArgumentRecord, of=gather_reduce):
+    """The arguments of a call of `gather_reduce`."""
+
+    def __post_init__(self) -> None:
+        # The call goes on under a trace, where no values can be seen.
+        check_inverse(self.indices, self.inverse)
 
 
 def check_inverse(indices: Any, inverse: Any) -> None:

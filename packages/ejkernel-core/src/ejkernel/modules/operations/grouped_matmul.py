@@ -23,72 +23,14 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning.precision import rounded
 from ejkernel.planning.quantized_formats import WORD, Format, Mode, decode, make_format, whole_rows
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
-from ejkernel.types.arguments import arguments, static
-
-
-@arguments
-class GroupedMatmulArguments:
-    """The arguments of `grouped_matmul`, which documents them; canonical from the moment they are made."""
-
-    lhs: jax.Array
-    rhs: jax.Array
-    group_sizes: jax.Array
-    group_offset: jax.Array | int | None = None
-    existing_out: jax.Array | None = None
-    preferred_element_type: Any = static(None)
-    rhs_scale: jax.Array | None = None
-    rhs_bias: jax.Array | None = None
-    lhs_scale: jax.Array | None = None
-    rhs_zeros: jax.Array | None = None
-    rhs_tensor_scale: jax.Array | None = None
-    transpose_rhs: bool = static(False)
-    rhs_mode: Any = static(None)
-    rhs_bits: int | None = static(None)
-    rhs_group_size: int | None = static(None)
-    precision: Any = static(None)
-    left_over: str = static("zero")
-    use_v2: bool = static(False)
-    use_v3: bool = static(False)
-    do_padding: bool = static(True)
-    interpret: bool = static(False)
-    out_shard_callback: Any = static(None)
-
-    def __post_init__(self) -> None:
-        _refuse(self.interpret, self.out_shard_callback)
-        wanted, form = self.preferred_element_type, _format(self)
-        if form is not None:
-            zeros, tensor_scale = split_third(self.rhs_zeros, self.rhs_tensor_scale, form)
-            settle(self, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
-        settle(
-            self,
-            rhs_bits=None if form is None else form.bits,
-            rhs_group_size=None if form is None else form.group_size,
-            preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
-            transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
-            precision=as_precision("precision", self.precision),
-            left_over=as_choice("left_over", self.left_over, family.LEFT_OVER),
-            # Dispatch chooses the kernel and none pads: these mean nothing, and calls with them are one.
-            use_v2=as_flag("use_v2", self.use_v2) and False,
-            use_v3=as_flag("use_v3", self.use_v3) and False,
-            do_padding=as_flag("do_padding", self.do_padding) or True,
-        )
-
-
-def _format(args: GroupedMatmulArguments) -> Format | None:
-    """The format of packed matrices; None for others, which have none of its arguments."""
-    if args.rhs_mode is not None:
-        return make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-    for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"{name}: got a value without rhs_mode, wants None")
-    return None
 
 
 def _refuse(interpret: Any, out_shard_callback: Any) -> None:
@@ -98,7 +40,7 @@ def _refuse(interpret: Any, out_shard_callback: Any) -> None:
         raise NotImplementedError("out_shard_callback: apply it to the result, or give mesh, in_specs and out_specs")
 
 
-@operation(lambda: OP)
+@document_options
 def grouped_matmul(
     lhs: Float[Array, "m k"],
     rhs: Num[Array, "e k n"] | Num[Array, "e n k"] | Integer[Array, "e rows words"],
@@ -195,7 +137,41 @@ def grouped_matmul(
         assert output[:, 0].tolist() == [0.0, 4.0, 4.0, 4.0, 0.0]
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
+    """The arguments of a call of `grouped_matmul`."""
+
+    def __post_init__(self) -> None:
+        _refuse(self.interpret, self.out_shard_callback)
+        wanted, form = self.preferred_element_type, _format(self)
+        if form is not None:
+            zeros, tensor_scale = split_third(self.rhs_zeros, self.rhs_tensor_scale, form)
+            settle(self, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
+        settle(
+            self,
+            rhs_bits=None if form is None else form.bits,
+            rhs_group_size=None if form is None else form.group_size,
+            preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
+            transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
+            precision=as_precision("precision", self.precision),
+            left_over=as_choice("left_over", self.left_over, family.LEFT_OVER),
+            # Dispatch chooses the kernel and none pads: these mean nothing, and calls with them are one.
+            use_v2=as_flag("use_v2", self.use_v2) and False,
+            use_v3=as_flag("use_v3", self.use_v3) and False,
+            do_padding=as_flag("do_padding", self.do_padding) or True,
+        )
+
+
+def _format(args: GroupedMatmulArguments) -> Format | None:
+    """The format of packed matrices; None for others, which have none of its arguments."""
+    if args.rhs_mode is not None:
+        return make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"{name}: got a value without rhs_mode, wants None")
+    return None
 
 
 def validate(args: GroupedMatmulArguments) -> None:

@@ -11,27 +11,13 @@ from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import GRUConfig
 from ejkernel.modules.operations.shared import recurrent_networks
 from ejkernel.modules.operations.shared.conditions import of_rows
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class GRUArguments:
-    """The arguments of `gru`, which documents them; canonical from the moment they are made."""
-
-    x: jax.Array
-    weight_ih: jax.Array
-    weight_hh: jax.Array
-    bias_ih: jax.Array | None = None
-    bias_hh: jax.Array | None = None
-    weight_ih_deep: jax.Array | None = None
-    initial_hidden: jax.Array | None = None
-    seq_lengths: jax.Array | None = None
-
-
-@operation(lambda: OP)
+@document_options
 def gru(
     x: Float[Array, "b t f"],
     weight_ih: Float[Array, "r g f"],
@@ -89,7 +75,11 @@ def gru(
         assert not output[1, 7:].any() and jnp.allclose(hidden[0], output[jnp.arange(2), jnp.array([9, 6]), :5])
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class GRUArguments(ArgumentRecord, of=gru):
+    """The arguments of a call of `gru`."""
 
 
 class GRU(Kernel[GRUConfig, tuple[Array, Array]]):

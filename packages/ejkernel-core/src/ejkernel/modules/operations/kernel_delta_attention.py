@@ -15,41 +15,14 @@ from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, settle_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.promotion import promoting
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class KernelDeltaAttentionArguments:
-    """The arguments of `kernel_delta_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    beta: jax.Array
-    decay: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    seg_ids: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    chunk_size: int | None = static(None)
-    use_qk_l2norm: bool = static(True)
-    use_chunked: bool = static(True)
-    return_state: bool = static(False)
-
-    def __post_init__(self) -> None:
-        scale, size = self.softmax_scale, self.chunk_size
-        object.__setattr__(self, "softmax_scale", None if scale is None else as_number("softmax_scale", scale))
-        object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
-        for name in ("use_qk_l2norm", "use_chunked", "return_state"):
-            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
-        settle_packing(self)
-
-
-@operation(lambda: OP)
+@document_options
 def kernel_delta_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
@@ -121,7 +94,19 @@ def kernel_delta_attention(
         assert output.shape == (1, 128, 4, 32)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class KernelDeltaAttentionArguments(ArgumentRecord, of=kernel_delta_attention):
+    """The arguments of a call of `kernel_delta_attention`."""
+
+    def __post_init__(self) -> None:
+        scale, size = self.softmax_scale, self.chunk_size
+        object.__setattr__(self, "softmax_scale", None if scale is None else as_number("softmax_scale", scale))
+        object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
+        for name in ("use_qk_l2norm", "use_chunked", "return_state"):
+            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+        settle_packing(self)
 
 
 kda_attention = kernel_delta_attention

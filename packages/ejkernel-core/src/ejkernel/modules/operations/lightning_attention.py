@@ -10,47 +10,19 @@ from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import LightningAttentionConfig
+from ejkernel.modules.operations.recurrent_attention import as_recurrent
 from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, as_recurrent, canonicalise
+from ejkernel.modules.operations.shared.plain_recurrence import canonicalise
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, with_state
 from ejkernel.modules.operations.shared.shapes import as_count, check_dtype, check_shape
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class LightningAttentionArguments:
-    """The arguments of `lightning_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    initial_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    state_indices: jax.Array | None = None
-    seg_ids: jax.Array | None = None
-    slopes: jax.Array | None = None
-    layer_idx: int | None = static(None)
-    num_layers: int | None = static(None)
-    softmax_scale: float | None = static(None)
-    reverse: bool = static(False)
-    return_state: bool = static(False)
-
-    def __post_init__(self) -> None:
-        for name, least in (("layer_idx", 0), ("num_layers", 1)):
-            number = getattr(self, name)
-            if self.slopes is None:
-                number = as_count(name, number, least)
-            elif number is not None:
-                raise ValueError(f"{name}: got {number} with slopes, wants slopes alone or layer_idx and num_layers")
-            object.__setattr__(self, name, number)
-        canonicalise(self)
-
-
-@operation(lambda: OP)
+@document_options
 def lightning_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
@@ -123,7 +95,21 @@ def lightning_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class LightningAttentionArguments(ArgumentRecord, of=lightning_attention):
+    """The arguments of a call of `lightning_attention`."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("layer_idx", 0), ("num_layers", 1)):
+            number = getattr(self, name)
+            if self.slopes is None:
+                number = as_count(name, number, least)
+            elif number is not None:
+                raise ValueError(f"{name}: got {number} with slopes, wants slopes alone or layer_idx and num_layers")
+            object.__setattr__(self, name, number)
+        canonicalise(self)
 
 
 def default_decay(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -131,7 +117,7 @@ def default_decay(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.
     return -(8 / max(heads, 1)) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
 
 
-def _recurrent(args: LightningAttentionArguments) -> RecurrentAttentionArguments:
+def _recurrent(args: LightningAttentionArguments) -> Any:
     """The same call with its decay spelt out; without decay where every slope is 0."""
     if args.slopes is not None:
         return as_recurrent(args, g_gamma=-args.slopes)

@@ -22,11 +22,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 CHUNK_SIZE = 32
 """Tokens a chunk of values with heads, where the call does not say."""
@@ -34,24 +34,7 @@ CHUNK_SIZE = 32
 AXES = {2: "T C", 3: "B T C", 4: "B T H D"}
 
 
-@arguments
-class MeanPoolingArguments:
-    """The arguments of `mean_pooling`, which documents them; canonical from the moment they are made."""
-
-    x: jax.Array
-    cu_seqlens: jax.Array | None = None
-    chunk_size: int | None = static(None)
-
-    def __post_init__(self) -> None:
-        if self.chunk_size is not None:
-            settle(self, chunk_size=as_count("chunk_size", self.chunk_size, least=1))
-        # The call goes on under a trace, where no values can be seen.
-        if self.cu_seqlens is not None and jnp.ndim(self.x) in AXES:
-            rows, tokens = (1, self.x.shape[0]) if jnp.ndim(self.x) == 2 else self.x.shape[:2]
-            check_cumulative("cu_seqlens", self.cu_seqlens, rows, tokens)
-
-
-@operation(lambda: OP)
+@document_options
 def mean_pooling(
     x: Float[Array, "t d"] | Float[Array, "b t d"] | Float[Array, "b t h d"],
     cu_seqlens: Integer[Array, " n"] | None = None,
@@ -98,7 +81,19 @@ def mean_pooling(
         assert means.tolist() == [[1.0, 2.0], [0.0, 0.0], [7.0, 8.0]]
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class MeanPoolingArguments(ArgumentRecord, of=mean_pooling):
+    """The arguments of a call of `mean_pooling`."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None:
+            settle(self, chunk_size=as_count("chunk_size", self.chunk_size, least=1))
+        # The call goes on under a trace, where no values can be seen.
+        if self.cu_seqlens is not None and jnp.ndim(self.x) in AXES:
+            rows, tokens = (1, self.x.shape[0]) if jnp.ndim(self.x) == 2 else self.x.shape[:2]
+            check_cumulative("cu_seqlens", self.cu_seqlens, rows, tokens)
 
 
 def validate(args: MeanPoolingArguments) -> None:

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import mla_decode as cases
 from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
+from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import flash_call
+from ejkernel.modules.operations.flash_attention import lower as lower_flash
+from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.latent_inputs import (
     check_latent_sizes,
@@ -23,46 +25,16 @@ from ejkernel.modules.operations.shared.latent_inputs import (
 )
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, as_window, check_dtype, check_shape
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning.precision import product_precision
 from ejkernel.types import MaskInfo
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class MLADecodeArguments:
-    """The arguments of `mla_decode`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    latent_cache: jax.Array
-    rope_cache: jax.Array | None = None
-    w_kc: jax.Array
-    w_vc: jax.Array
-    lengths: jax.Array
-    softmax_scale: float | None = static(None)
-    softmax_aux: jax.Array | None = None
-    logits_soft_cap: float | None = static(None)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        scale, cap = self.softmax_scale, self.logits_soft_cap
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
-            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
-            sliding_window=as_window("sliding_window", self.sliding_window),
-        )
-        # The call goes on under a trace, where no values can be seen.
-        if getattr(self.latent_cache, "ndim", 0) == 3:
-            check_lengths("lengths", self.lengths, self.latent_cache.shape[1])
-
-
-@operation(lambda: OP)
+@document_options
 def mla_decode(
     query: Float[Array, "b h d"],
     latent_cache: Float[Array, "b s r"],
@@ -138,7 +110,24 @@ def mla_decode(
         assert output.shape == (2, 8, 40)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class MLADecodeArguments(ArgumentRecord, of=mla_decode):
+    """The arguments of a call of `mla_decode`."""
+
+    def __post_init__(self) -> None:
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
+            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            sliding_window=as_window("sliding_window", self.sliding_window),
+        )
+        # The call goes on under a trace, where no values can be seen.
+        if getattr(self.latent_cache, "ndim", 0) == 3:
+            check_lengths("lengths", self.lengths, self.latent_cache.shape[1])
 
 
 flash_mla_decode = mla_decode
@@ -157,7 +146,7 @@ def validate(args: MLADecodeArguments) -> None:
     check_dtype("lengths", args.lengths, jnp.integer, "an integer dtype")
     row = jax.ShapeDtypeStruct((sizes["B"], 1, sizes["H"], sizes["Dq"]), args.query.dtype)
     # What is said of sinks there holds here.
-    flash_attention.validate(flash_call(query=row, key=row, value=row, softmax_aux=args.softmax_aux))
+    validate_flash(flash_call(query=row, key=row, value=row, softmax_aux=args.softmax_aux))
 
 
 def conditions(args: MLADecodeArguments) -> Iterable[Condition]:
@@ -180,7 +169,7 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
     both_caches = cache if args.rope_cache is None else jnp.concatenate([cache, args.rope_cache], axis=-1)
     lengths = args.lengths.astype(jnp.int32)[:, None]
     token = jnp.arange(cache.shape[1], dtype=jnp.int32)
-    return flash_attention.lower(
+    return lower_flash(
         flash_call(
             query=query[:, None],
             key=both_caches[:, :, None],
@@ -236,7 +225,7 @@ OP = Op(
     conditions=conditions,
     reference=reference,
     cases=cases.cases(MLADecodeArguments),
-    tolerance=flash_attention.OP.tolerance,
+    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
     axes={
         "query": "b h d",

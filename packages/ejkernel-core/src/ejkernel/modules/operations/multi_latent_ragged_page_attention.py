@@ -35,48 +35,14 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class MultiLatentRaggedPageAttentionArguments:
-    """The arguments of `multi_latent_ragged_page_attention`, which documents them; canonical once they are made."""
-
-    queries_nope: jax.Array
-    queries_pe: jax.Array
-    keys_values: jax.Array
-    keys_pe: jax.Array
-    kv_cache: jax.Array
-    kv_lens: jax.Array
-    block_tables: jax.Array
-    query_start_loc: jax.Array
-    distribution: jax.Array
-    softmax_scale: float | None = static(None)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    mask_value: float | None = static(None)
-    q_scale: float | None = static(None)
-    k_scale: float | None = static(None)
-    v_scale: float | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            mask_value=as_mask_value("mask_value", self.mask_value),
-            **cache_scales(self),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def multi_latent_ragged_page_attention(
     queries_nope: Float[Array, "t h r"],
     queries_pe: Float[Array, "t h c"],
@@ -172,7 +138,22 @@ def multi_latent_ragged_page_attention(
         assert output.shape == (8, 4, 96)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class MultiLatentRaggedPageAttentionArguments(ArgumentRecord, of=multi_latent_ragged_page_attention):
+    """The arguments of a call of `multi_latent_ragged_page_attention`."""
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            **cache_scales(self),
+        )
 
 
 def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:

@@ -5,24 +5,27 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Integer, Num
 
-import ejkernel.modules.operations.multi_latent_ragged_page_attention as first
 from ejkernel.families import paged_attention
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionV2Config
+from ejkernel.modules.operations.multi_latent_ragged_page_attention import (
+    AXES,
+    MultiLatentRaggedPageAttentionArguments,
+    conditions,
+    finish,
+    lower,
+    reference,
+    validate,
+)
+from ejkernel.modules.operations.multi_latent_ragged_page_attention import OP as FIRST
 from ejkernel.modules.operations.shared.lse import WithLse
 from ejkernel.modules.operations.shared.paged_arguments import TOLERANCE
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class MultiLatentRaggedPageAttentionV2Arguments(first.MultiLatentRaggedPageAttentionArguments):
-    """The arguments of `multi_latent_ragged_page_attention_v2`, which are those of the first version."""
-
-
-@operation(lambda: OP)
+@document_options
 def multi_latent_ragged_page_attention_v2(
     queries_nope: Float[Array, "t h r"],
     queries_pe: Float[Array, "t h c"],
@@ -93,7 +96,13 @@ def multi_latent_ragged_page_attention_v2(
         assert jnp.allclose(output, 1)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class MultiLatentRaggedPageAttentionV2Arguments(
+    MultiLatentRaggedPageAttentionArguments, of=multi_latent_ragged_page_attention_v2
+):
+    """The arguments of a call of `multi_latent_ragged_page_attention_v2`."""
 
 
 class MultiLatentRaggedPageAttentionV2(Kernel[MultiLatentRaggedPageAttentionV2Config, tuple[Array, Array]]):
@@ -106,17 +115,17 @@ OP = Op(
     arguments=MultiLatentRaggedPageAttentionV2Arguments,
     family=paged_attention.FAMILY,
     config=MultiLatentRaggedPageAttentionV2Config,
-    validate=first.validate,
-    lower=first.lower,
-    conditions=first.conditions,
-    reference=first.reference,
+    validate=validate,
+    lower=lower,
+    conditions=conditions,
+    reference=reference,
     cases=cases.cases_v2(MultiLatentRaggedPageAttentionV2Arguments),
     tolerance=TOLERANCE,
     make_inputs=cases.make_inputs,
-    axes=first.AXES,
-    finish=first.finish,
-    axes_of=first.OP.axes_of,
-    output=first.OP.output,
-    lse=first.OP.lse,
+    axes=AXES,
+    finish=finish,
+    axes_of=FIRST.axes_of,
+    output=FIRST.output,
+    lse=FIRST.lse,
 )
 MultiLatentRaggedPageAttentionV2.op = OP

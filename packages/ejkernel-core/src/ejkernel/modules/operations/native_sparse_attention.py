@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
 from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
+from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import settle
 from ejkernel.modules.operations.shared.native_sparse_blocks import (
@@ -32,10 +32,10 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.types.integers import NO_LIMIT
 
 BLOCKS = 16
@@ -51,40 +51,7 @@ class Slots:
     count: int
 
 
-@arguments
-class NativeSparseAttentionArguments:
-    """The arguments of `native_sparse_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    g_cmp: jax.Array | None = None
-    g_slc: jax.Array | None = None
-    block_indices: jax.Array | None = None
-    block_counts: Any = BLOCKS
-    cu_seqlens: jax.Array | None = None
-    g_swa: jax.Array | None = None
-    block_size: int = static(64)
-    window_size: int = static(512)
-    softmax_scale: float | None = static(None)
-
-    def __post_init__(self) -> None:
-        counts, scale = self.block_counts, self.softmax_scale
-        if not isinstance(counts, Slots) and not hasattr(counts, "shape"):
-            counts = Slots(as_count("block_counts", counts, least=1))
-        settle(
-            self,
-            block_counts=counts,
-            block_size=as_count("block_size", self.block_size, least=1),
-            window_size=as_count("window_size", self.window_size, least=1),
-            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
-        )
-        # The call goes on under a trace, where no values can be seen.
-        if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
-            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
-
-
-@operation(lambda: OP)
+@document_options
 def native_sparse_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b t g d"],
@@ -166,7 +133,26 @@ def native_sparse_attention(
         assert output.shape == (1, 256, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class NativeSparseAttentionArguments(ArgumentRecord, of=native_sparse_attention):
+    """The arguments of a call of `native_sparse_attention`."""
+
+    def __post_init__(self) -> None:
+        counts, scale = self.block_counts, self.softmax_scale
+        if not isinstance(counts, Slots) and not hasattr(counts, "shape"):
+            counts = Slots(as_count("block_counts", counts, least=1))
+        settle(
+            self,
+            block_counts=counts,
+            block_size=as_count("block_size", self.block_size, least=1),
+            window_size=as_count("window_size", self.window_size, least=1),
+            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
+        )
+        # The call goes on under a trace, where no values can be seen.
+        if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
+            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
 
 
 def validate(args: NativeSparseAttentionArguments) -> None:
@@ -284,7 +270,7 @@ OP = Op(
     conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(NativeSparseAttentionArguments),
-    tolerance=flash_attention.OP.tolerance,
+    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
     configure=configure,
     axes={

@@ -31,53 +31,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class PageAttentionArguments:
-    """The arguments of `page_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key_cache: jax.Array
-    value_cache: jax.Array
-    context_lens: jax.Array
-    block_tables: jax.Array
-    attn_scale: float | None = static(None)
-    max_context_len: int | None = static(None)
-    num_splits: int | None = static(None)
-    mask_value: float | None = static(None)
-    attn_logits_soft_cap: float | None = static(None)
-    pages_per_compute_block: int | None = static(None)
-    megacore_mode: str | None = static(None)
-    inline_seq_dim: bool = static(True)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    softmax_aux: jax.Array | None = None
-    kv_layout: Any = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            attn_scale=as_scale("attn_scale", self.attn_scale),
-            max_context_len=as_count("max_context_len", self.max_context_len),
-            num_splits=as_count("num_splits", self.num_splits, least=0) or None,
-            mask_value=as_mask_value("mask_value", self.mask_value),
-            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
-            pages_per_compute_block=as_count("pages_per_compute_block", self.pages_per_compute_block),
-            megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
-            inline_seq_dim=as_flag("inline_seq_dim", self.inline_seq_dim),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def page_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
     key_cache: Float[Array, "p s g d"],
@@ -156,7 +117,27 @@ def page_attention(
         assert output.shape == (2, 1, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class PageAttentionArguments(ArgumentRecord, of=page_attention):
+    """The arguments of a call of `page_attention`."""
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            attn_scale=as_scale("attn_scale", self.attn_scale),
+            max_context_len=as_count("max_context_len", self.max_context_len),
+            num_splits=as_count("num_splits", self.num_splits, least=0) or None,
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
+            pages_per_compute_block=as_count("pages_per_compute_block", self.pages_per_compute_block),
+            megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
+            inline_seq_dim=as_flag("inline_seq_dim", self.inline_seq_dim),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
+        )
 
 
 def validate(args: PageAttentionArguments) -> None:

@@ -29,43 +29,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class PrefillPageAttentionArguments:
-    """The arguments of `prefill_page_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key_cache: jax.Array
-    value_cache: jax.Array
-    context_len: jax.Array
-    page_indices: jax.Array
-    softmax_scale: float | None = static(None)
-    mask_value: float | None = static(None)
-    attn_logits_soft_cap: float | None = static(None)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    softmax_aux: jax.Array | None = None
-    kv_layout: Any = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            mask_value=as_mask_value("mask_value", self.mask_value),
-            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def prefill_page_attention(
     query: Float[Array, "t h d"],
     key_cache: Float[Array, "g p s d"],
@@ -130,7 +101,22 @@ def prefill_page_attention(
         assert output.shape == (24, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class PrefillPageAttentionArguments(ArgumentRecord, of=prefill_page_attention):
+    """The arguments of a call of `prefill_page_attention`."""
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"),
+        )
 
 
 def validate(args: PrefillPageAttentionArguments) -> None:

@@ -13,58 +13,12 @@ from ejkernel.modules.operations.cases import quantized_matmul as cases
 from ejkernel.modules.operations.configs import QuantizedMatmulConfig
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
 from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning.quantized_formats import WORD, Format, Mode, in_groups, make_format, whole_rows
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
-from ejkernel.types.arguments import arguments, static
-
-
-@arguments
-class QuantizedMatmulArguments:
-    """The arguments of `quantized_matmul`, which documents them; canonical from the moment they are made."""
-
-    x: jax.Array
-    w: jax.Array
-    scales: jax.Array
-    zeros: jax.Array | None = None
-    tensor_scale: jax.Array | None = None
-    transpose: bool = static(False)
-    group_size: int | None = static(None)
-    bits: int | None = static(None)
-    mode: Any = static("affine")
-    axis: str | None = static(None)
-    precision: Any = static(None)
-    gemv_mode: Any = static("auto")
-    revsplit_k: Any = static("auto")
-    revsplit_k_parts: Any = static(None)
-    fuse: bool = static(True)
-    strict_fuse: Any = static(None)
-    tpu_path: Any = static(None)
-    allow_dense_fallback: Any = static(None)
-    use_best_config: bool = static(False)
-
-    def __post_init__(self) -> None:
-        form = make_format(self.mode, self.bits, self.group_size)
-        transpose = as_flag("transpose", self.transpose)
-        if self.axis not in (None, "col" if transpose else "row"):
-            wants = "'col' or None with transpose=True, 'row' or None without"
-            raise ValueError(f"axis: got {self.axis!r} with transpose={transpose}, wants {wants}")
-        zeros, tensor_scale = split_third(self.zeros, self.tensor_scale, form)
-        settle(
-            self,
-            zeros=zeros,
-            tensor_scale=tensor_scale,
-            transpose=transpose,
-            group_size=form.group_size,
-            bits=form.bits,
-            axis=None,
-            precision=as_precision("precision", self.precision),
-            # Means nothing: dispatch chooses the kernel, and takes the tuned configuration.
-            use_best_config=as_flag("use_best_config", self.use_best_config) and False,
-        )
-
 
 # The arguments that choose a kernel elsewhere, with what leaves the choice open. They are fields of the configuration.
 _CHOICES = {
@@ -78,13 +32,7 @@ _CHOICES = {
 }
 
 
-def _configure(args: QuantizedMatmulArguments, cfg: Any) -> Any:
-    """The configuration with the arguments that chose a kernel: they only tune, and dispatch chooses it here."""
-    chosen = {name: getattr(args, name) for name, default in _CHOICES.items() if getattr(args, name) != default}
-    return tuned(QuantizedMatmulConfig, cfg, **chosen)
-
-
-@operation(lambda: OP)
+@document_options
 def quantized_matmul(
     x: Float[Array, "*m k"],
     w: UInt32[Array, "rows words"] | Int32[Array, "rows words"],
@@ -164,7 +112,37 @@ def quantized_matmul(
         assert jnp.allclose(output[0], dequantize(w, scales, zeros, group_size=32).sum(axis=1), atol=1e-4)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class QuantizedMatmulArguments(ArgumentRecord, of=quantized_matmul):
+    """The arguments of a call of `quantized_matmul`."""
+
+    def __post_init__(self) -> None:
+        form = make_format(self.mode, self.bits, self.group_size)
+        transpose = as_flag("transpose", self.transpose)
+        if self.axis not in (None, "col" if transpose else "row"):
+            wants = "'col' or None with transpose=True, 'row' or None without"
+            raise ValueError(f"axis: got {self.axis!r} with transpose={transpose}, wants {wants}")
+        zeros, tensor_scale = split_third(self.zeros, self.tensor_scale, form)
+        settle(
+            self,
+            zeros=zeros,
+            tensor_scale=tensor_scale,
+            transpose=transpose,
+            group_size=form.group_size,
+            bits=form.bits,
+            axis=None,
+            precision=as_precision("precision", self.precision),
+            # Means nothing: dispatch chooses the kernel, and takes the tuned configuration.
+            use_best_config=as_flag("use_best_config", self.use_best_config) and False,
+        )
+
+
+def _configure(args: QuantizedMatmulArguments, cfg: Any) -> Any:
+    """The configuration with the arguments that chose a kernel: they only tune, and dispatch chooses it here."""
+    chosen = {name: getattr(args, name) for name, default in _CHOICES.items() if getattr(args, name) != default}
+    return tuned(QuantizedMatmulConfig, cfg, **chosen)
 
 
 def validate(args: QuantizedMatmulArguments) -> None:

@@ -24,45 +24,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_window, check_not_empty, got
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class RaggedDecodeAttentionArguments:
-    """The arguments of `ragged_decode_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    sequence_start: jax.Array
-    sequence_end: jax.Array
-    softmax_aux: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    sliding_window: tuple[int | None, int | None] | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        window: Any = self.sliding_window
-        if window is not None and not isinstance(window, tuple):
-            raise ValueError(
-                f"sliding_window: got {got(window)}, wants (left, right): an int means (w, w) in operations on dense "
-                "keys and the newest w keys in those on a cache"
-            )
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            sliding_window=as_window("sliding_window", window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def ragged_decode_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
     key: Float[Array, "r s g d"],
@@ -122,7 +91,26 @@ def ragged_decode_attention(
         assert output.shape == (2, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class RaggedDecodeAttentionArguments(ArgumentRecord, of=ragged_decode_attention):
+    """The arguments of a call of `ragged_decode_attention`."""
+
+    def __post_init__(self) -> None:
+        window: Any = self.sliding_window
+        if window is not None and not isinstance(window, tuple):
+            raise ValueError(
+                f"sliding_window: got {got(window)}, wants (left, right): an int means (w, w) in operations on dense "
+                "keys and the newest w keys in those on a cache"
+            )
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            sliding_window=as_window("sliding_window", window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+        )
 
 
 def validate(args: RaggedDecodeAttentionArguments) -> None:

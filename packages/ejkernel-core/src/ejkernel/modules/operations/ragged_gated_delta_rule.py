@@ -16,37 +16,13 @@ from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class RaggedGatedDeltaRuleArguments:
-    """The arguments of `ragged_gated_delta_rule`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    beta: jax.Array
-    decay: jax.Array | None
-    recurrent_state: jax.Array
-    query_start_loc: jax.Array
-    state_indices: jax.Array
-    chunk_size: int | None = static(None)
-    use_qk_l2norm: bool = static(True)
-
-    def __post_init__(self) -> None:
-        size = self.chunk_size
-        object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
-        object.__setattr__(self, "use_qk_l2norm", as_flag("use_qk_l2norm", self.use_qk_l2norm))
-        starts: Any = self.query_start_loc
-        if starts is not None and rank(self.query) == 3:
-            check_cumulative("query_start_loc", starts, 1, self.query.shape[0])
-
-
-@operation(lambda: OP)
+@document_options
 def ragged_gated_delta_rule(
     query: Float[Array, "t h k"],
     key: Float[Array, "t g k"],
@@ -107,7 +83,19 @@ def ragged_gated_delta_rule(
         assert output.shape == (7, 2, 16) and not slots[2].any()
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class RaggedGatedDeltaRuleArguments(ArgumentRecord, of=ragged_gated_delta_rule):
+    """The arguments of a call of `ragged_gated_delta_rule`."""
+
+    def __post_init__(self) -> None:
+        size = self.chunk_size
+        object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
+        object.__setattr__(self, "use_qk_l2norm", as_flag("use_qk_l2norm", self.use_qk_l2norm))
+        starts: Any = self.query_start_loc
+        if starts is not None and rank(self.query) == 3:
+            check_cumulative("query_start_loc", starts, 1, self.query.shape[0])
 
 
 def validate(args: RaggedGatedDeltaRuleArguments) -> None:

@@ -37,50 +37,14 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class RaggedPageAttentionv2Arguments:
-    """The arguments of `ragged_page_attention_v2`, which documents them; canonical from the moment they are made."""
-
-    queries: jax.Array
-    kv_pages: jax.Array
-    context_lens: jax.Array
-    block_tables: jax.Array
-    query_start_loc: jax.Array
-    num_seqs: int | jax.Array
-    softmax_aux: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    compute_dtype: Any = static(None)
-    optimized: bool = static(False)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    mask_value: float | None = static(None)
-    vmem_limit_bytes: int | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        dtype = self.compute_dtype
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
-            optimized=as_flag("optimized", self.optimized),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            mask_value=as_mask_value("mask_value", self.mask_value),
-            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def ragged_page_attention_v2(
     queries: Float[Array, "t h d"],
     kv_pages: Float[Array, "p s 2*g d"],
@@ -154,7 +118,26 @@ def ragged_page_attention_v2(
         assert output.shape == (8, 4, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class RaggedPageAttentionv2Arguments(ArgumentRecord, of=ragged_page_attention_v2):
+    """The arguments of a call of `ragged_page_attention_v2`."""
+
+    def __post_init__(self) -> None:
+        dtype = self.compute_dtype
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
+            optimized=as_flag("optimized", self.optimized),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            mask_value=as_mask_value("mask_value", self.mask_value),
+            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
+        )
 
 
 ragged_page_attention = ragged_page_attention_v2

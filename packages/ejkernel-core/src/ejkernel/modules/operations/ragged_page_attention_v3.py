@@ -42,52 +42,16 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
 )
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 Layout = Literal["interleaved", "lanes"]
 
 
-@arguments
-class RaggedPageAttentionv3Arguments:
-    """The arguments of `ragged_page_attention_v3`, which documents them; canonical from the moment they are made."""
-
-    queries: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    kv_cache: jax.Array
-    kv_lens: jax.Array
-    block_tables: jax.Array
-    query_start_loc: jax.Array
-    distribution: jax.Array
-    softmax_aux: jax.Array | None = None
-    softmax_scale: float | None = static(1.0)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    q_scale: float | None = static(None)
-    k_scale: float | None = static(None)
-    v_scale: float | None = static(None)
-    vmem_limit_bytes: int | None = static(None)
-    kv_layout: Layout | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            **cache_scales(self),
-            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
-            kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def ragged_page_attention_v3(
     queries: Float[Array, "t h d"],
     keys: Num[Array, "t g d"],
@@ -182,7 +146,23 @@ def ragged_page_attention_v3(
         assert output.shape == (8, 4, 128)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class RaggedPageAttentionv3Arguments(ArgumentRecord, of=ragged_page_attention_v3):
+    """The arguments of a call of `ragged_page_attention_v3`."""
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            **cache_scales(self),
+            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
+            kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
+        )
 
 
 def validate(args: RaggedPageAttentionv3Arguments) -> None:

@@ -1,5 +1,6 @@
 """Recurrent attention: linear attention whose state decays by any combination of gates."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,14 +10,15 @@ from ejkernel.families import linear_recurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
 from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.plain_recurrence import RecurrentAttentionArguments, finish, lower, validate
+from ejkernel.modules.operations.shared.plain_recurrence import canonicalise, finish, lower, validate
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@operation(lambda: OP)
+@document_options
 def recurrent_attention(
     query: Float[Array, "b t h k"],
     key: Float[Array, "b t g k"],
@@ -94,7 +96,25 @@ def recurrent_attention(
         assert output.shape == (1, 128, 4, 64) and state.shape == (1, 4, 32, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class RecurrentAttentionArguments(ArgumentRecord, of=recurrent_attention):
+    """The arguments of a call of `recurrent_attention`."""
+
+    def __post_init__(self) -> None:
+        canonicalise(self)
+
+
+def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
+    """The `recurrent_attention` call that another operation of this kind means.
+
+    Args:
+        args: Its record.
+        **gates: The gates that are not the record's own.
+    """
+    names = [field.name for field in dataclasses.fields(RecurrentAttentionArguments)]
+    return RecurrentAttentionArguments(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **gates)
 
 
 def reference(args: RecurrentAttentionArguments) -> Any:

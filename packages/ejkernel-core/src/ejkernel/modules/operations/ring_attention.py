@@ -9,13 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-import ejkernel.modules.operations.flash_attention as flash
 from ejkernel import _compat
 from ejkernel.families import ring_attention as family
 from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
+from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import lower as lower_flash
+from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.ring_placement import placement
 from ejkernel.modules.operations.shared.shapes import (
@@ -27,59 +30,16 @@ from ejkernel.modules.operations.shared.shapes import (
     describe,
     got,
 )
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
-from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import clamp_positions
 
 
-@arguments
-class RingAttentionArguments:
-    """The arguments of `ring_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    softmax_aux: jax.Array | None = None
-    bias: jax.Array | None = None
-    mask_info: MaskInfo | None = None
-    mask_builder: Any = static(None)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    chunk_size: int | None = static(None)
-    causal: bool = static(False)
-    logits_soft_cap: float | None = static(None)
-    softmax_scale: float | None = static(None)
-    axis_name: str | None = static(None)
-    fused_backward: bool = static(False)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        if self.mask_builder is not None:
-            raise NotImplementedError(
-                "mask_builder: ring_attention has no patterns, blocksparse_attention has; give the mask as mask_info, "
-                "causal, sliding_window or chunk_size"
-            )
-        axis: Any = self.axis_name
-        if not isinstance(axis, str | None):
-            raise ValueError(f"axis_name: got {got(axis)}, wants the name of one mesh axis, or None")
-        scale, cap = self.softmax_scale, self.logits_soft_cap
-        canonical = {
-            "return_lse": as_flag("return_lse", self.return_lse),
-            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
-            "causal": as_flag("causal", self.causal),
-            "sliding_window": as_window("sliding_window", self.sliding_window),
-            "chunk_size": as_chunk("chunk_size", self.chunk_size),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
-            "fused_backward": as_flag("fused_backward", self.fused_backward),
-        }
-        for name, value in canonical.items():
-            object.__setattr__(self, name, value)
-
-
-@operation(lambda: OP)
+@document_options
 def ring_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -167,7 +127,33 @@ def ring_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class RingAttentionArguments(ArgumentRecord, of=ring_attention):
+    """The arguments of a call of `ring_attention`."""
+
+    def __post_init__(self) -> None:
+        if self.mask_builder is not None:
+            raise NotImplementedError(
+                "mask_builder: ring_attention has no patterns, blocksparse_attention has; give the mask as mask_info, "
+                "causal, sliding_window or chunk_size"
+            )
+        axis: Any = self.axis_name
+        if not isinstance(axis, str | None):
+            raise ValueError(f"axis_name: got {got(axis)}, wants the name of one mesh axis, or None")
+        scale, cap = self.softmax_scale, self.logits_soft_cap
+        canonical = {
+            "return_lse": as_flag("return_lse", self.return_lse),
+            "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
+            "causal": as_flag("causal", self.causal),
+            "sliding_window": as_window("sliding_window", self.sliding_window),
+            "chunk_size": as_chunk("chunk_size", self.chunk_size),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "fused_backward": as_flag("fused_backward", self.fused_backward),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
 
 
 def validate(args: RingAttentionArguments) -> None:
@@ -175,7 +161,7 @@ def validate(args: RingAttentionArguments) -> None:
     info: Any = args.mask_info
     if not isinstance(info, MaskInfo | None):
         raise ValueError(f"mask_info: got {got(info)}, wants a MaskInfo")
-    flash.validate(_dense(args))
+    validate_flash(_dense(args))
     _check_pairs("bias", args.bias, args)
     if args.bias is not None:
         check_dtype("bias", args.bias, jnp.floating, "a floating dtype")
@@ -197,7 +183,7 @@ def _check_pairs(name: str, array: Any, args: RingAttentionArguments) -> None:
 
 def lower(args: RingAttentionArguments) -> Record:
     """The ring record of a call."""
-    dense = flash.lower(_dense(args))
+    dense = lower_flash(_dense(args))
     same = ("query", "key", "value", "softmax_scale", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
     same = (*same, "softmax_aux", "causal", "sliding_window", "logits_soft_cap")
     record = Record(
@@ -212,9 +198,9 @@ def lower(args: RingAttentionArguments) -> Record:
     return _compat.as_varying(record, record)
 
 
-def _dense(args: RingAttentionArguments) -> flash.FlashAttentionArguments:
+def _dense(args: RingAttentionArguments) -> FlashAttentionArguments:
     """The call without its (query, key) pairs, of which a device may hold another part than of its tokens."""
-    return flash.FlashAttentionArguments(
+    return FlashAttentionArguments(
         query=args.query,
         key=args.key,
         value=args.value,
@@ -296,7 +282,7 @@ OP = Op(
     lower=lower,
     reference=reference,
     cases=cases.cases(RingAttentionArguments),
-    tolerance=flash.OP.tolerance,
+    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
     axes={
         "query": "b t h d",

@@ -12,31 +12,13 @@ from ejkernel.modules.operations.configs import RNNConfig
 from ejkernel.modules.operations.shared import recurrent_networks
 from ejkernel.modules.operations.shared.conditions import of_rows
 from ejkernel.modules.operations.shared.paged_arguments import as_choice
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class RNNArguments:
-    """The arguments of `rnn`, which documents them; canonical from the moment they are made."""
-
-    x: jax.Array
-    weight_ih: jax.Array
-    weight_hh: jax.Array
-    bias_ih: jax.Array | None = None
-    bias_hh: jax.Array | None = None
-    weight_ih_deep: jax.Array | None = None
-    initial_hidden: jax.Array | None = None
-    seq_lengths: jax.Array | None = None
-    nonlinearity: str = static("tanh")
-
-    def __post_init__(self) -> None:
-        as_choice("nonlinearity", self.nonlinearity, ("tanh", "relu"))
-
-
-@operation(lambda: OP)
+@document_options
 def rnn(
     x: Float[Array, "b t f"],
     weight_ih: Float[Array, "r g f"],
@@ -96,7 +78,14 @@ def rnn(
         assert not output[1, 7:].any() and jnp.allclose(hidden[0], output[jnp.arange(2), jnp.array([9, 6]), :5])
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class RNNArguments(ArgumentRecord, of=rnn):
+    """The arguments of a call of `rnn`."""
+
+    def __post_init__(self) -> None:
+        as_choice("nonlinearity", self.nonlinearity, ("tanh", "relu"))
 
 
 def validate(args: RNNArguments) -> None:

@@ -7,45 +7,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-import ejkernel.modules.operations.flash_attention as flash_attention
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
 from ejkernel.modules.operations.cases import scaled_dot_product_attention as cases
 from ejkernel.modules.operations.configuration.attention import ScaledDotProductAttentionConfig
+from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import conditions as flash_conditions
+from ejkernel.modules.operations.flash_attention import lower as lower_flash
+from ejkernel.modules.operations.flash_attention import reference as flash_reference
+from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.lse import WithLse
 from ejkernel.modules.operations.shared.shapes import got
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.types import MaskInfo
-from ejkernel.types.arguments import arguments, static
-
-
-@arguments
-class ScaledDotProductAttentionArguments:
-    """The arguments of `scaled_dot_product_attention`, which documents them; canonical once they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None = None
-    cum_seqlens_q: jax.Array | None = None
-    cum_seqlens_k: jax.Array | None = None
-    mask_info: MaskInfo | None = None
-    init_bias: Callable[[], jax.Array] | None = static(None)
-    softmax_scale: float | None = static(None)
-    causal: bool = static(False)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bias", made_bias(self.bias, self.init_bias))
-        object.__setattr__(self, "init_bias", None)  # a new lambda a call would compile every call
-        checked = _as_flash(self)
-        for name in ("softmax_scale", "causal", "sliding_window", "return_lse"):
-            object.__setattr__(self, name, getattr(checked, name))
 
 
 def made_bias(bias: Any, init_bias: Any) -> Any:
@@ -59,29 +38,7 @@ def made_bias(bias: Any, init_bias: Any) -> Any:
     return init_bias() if bias is None and init_bias is not None else bias
 
 
-def _as_flash(args: ScaledDotProductAttentionArguments) -> FlashAttentionArguments:
-    """The same call of `flash_attention`."""
-    return FlashAttentionArguments(
-        query=args.query,
-        key=args.key,
-        value=args.value,
-        bias=args.bias,
-        cum_seqlens_q=args.cum_seqlens_q,
-        cum_seqlens_k=args.cum_seqlens_k,
-        mask_info=args.mask_info,
-        softmax_scale=args.softmax_scale,
-        dropout_prob=0.0,
-        causal=args.causal,
-        sliding_window=args.sliding_window,
-        logits_soft_cap=None,
-        normalize_output=True,
-        precision=None,
-        logits_dtype=jnp.float32,
-        return_lse=args.return_lse,
-    )
-
-
-@operation(lambda: OP)
+@document_options
 def scaled_dot_product_attention(
     query: Float[Array, "b t h d"],
     key: Float[Array, "b s g d"],
@@ -150,22 +107,55 @@ def scaled_dot_product_attention(
         assert output.shape == (1, 128, 8, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class ScaledDotProductAttentionArguments(ArgumentRecord, of=scaled_dot_product_attention):
+    """The arguments of a call of `scaled_dot_product_attention`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bias", made_bias(self.bias, self.init_bias))
+        object.__setattr__(self, "init_bias", None)  # a new lambda a call would compile every call
+        checked = _as_flash(self)
+        for name in ("softmax_scale", "causal", "sliding_window", "return_lse"):
+            object.__setattr__(self, name, getattr(checked, name))
+
+
+def _as_flash(args: ScaledDotProductAttentionArguments) -> FlashAttentionArguments:
+    """The same call of `flash_attention`."""
+    return FlashAttentionArguments(
+        query=args.query,
+        key=args.key,
+        value=args.value,
+        bias=args.bias,
+        cum_seqlens_q=args.cum_seqlens_q,
+        cum_seqlens_k=args.cum_seqlens_k,
+        mask_info=args.mask_info,
+        softmax_scale=args.softmax_scale,
+        dropout_prob=0.0,
+        causal=args.causal,
+        sliding_window=args.sliding_window,
+        logits_soft_cap=None,
+        normalize_output=True,
+        precision=None,
+        logits_dtype=jnp.float32,
+        return_lse=args.return_lse,
+    )
 
 
 def validate(args: ScaledDotProductAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    flash_attention.validate(_as_flash(args))
+    validate_flash(_as_flash(args))
 
 
 def lower(args: ScaledDotProductAttentionArguments) -> TiledAttention:
     """The tiled-attention record of a call."""
-    return flash_attention.lower(_as_flash(args))
+    return lower_flash(_as_flash(args))
 
 
 def reference(args: ScaledDotProductAttentionArguments) -> Any:
     """The operation's meaning in plain jnp."""
-    return flash_attention.reference(_as_flash(args))
+    return flash_reference(_as_flash(args))
 
 
 class ScaledDotProductAttention(Kernel[ScaledDotProductAttentionConfig, Array]):
@@ -180,12 +170,12 @@ OP = Op(
     config=ScaledDotProductAttentionConfig,
     validate=validate,
     lower=lower,
-    conditions=lambda args: flash_attention.conditions(_as_flash(args)),
+    conditions=lambda args: flash_conditions(_as_flash(args)),
     reference=reference,
     cases=cases.cases(ScaledDotProductAttentionArguments),
-    tolerance=flash_attention.OP.tolerance,
+    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=flash_attention_cases.make_inputs,
-    lse=flash_attention.OP.lse,
-    axes={name: axes for name, axes in flash_attention.OP.axes.items() if name not in ("softmax_aux", "block_tables")},
+    lse=FLASH_ATTENTION.lse,
+    axes={name: axes for name, axes in FLASH_ATTENTION.axes.items() if name not in ("softmax_aux", "block_tables")},
 )
 ScaledDotProductAttention.op = OP

@@ -22,10 +22,10 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.modules.operations.shared.step_sizes import as_limits, check_bias, step_sizes
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 AXES = {
     "hidden_states": "B T I",
@@ -39,38 +39,7 @@ AXES = {
 }
 
 
-@arguments
-class StateSpaceV1Arguments:
-    """The arguments of `state_space_v1`, which documents them; canonical from the moment they are made."""
-
-    hidden_states: jax.Array
-    A: jax.Array
-    B: jax.Array
-    C: jax.Array
-    dt: jax.Array
-    D: jax.Array | None = None
-    gate: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    conv_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    state_indices: jax.Array | None = None
-    dt_bias: jax.Array | None = None
-    dt_softplus: bool = static(False)
-    dt_limit: tuple[float, float] | None = static(None)
-    act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
-
-    def __post_init__(self) -> None:
-        if self.act_fn is not None and not callable(self.act_fn):
-            raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
-        if self.act_fn is not None and self.gate is None:
-            raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
-        object.__setattr__(self, "dt_softplus", as_flag("dt_softplus", self.dt_softplus))
-        object.__setattr__(self, "dt_limit", as_limits(self.dt_limit))
-        if self.cu_seqlens is not None and rank(self.hidden_states) == 3:
-            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.hidden_states.shape[1])
-
-
-@operation(lambda: OP)
+@document_options
 def state_space_v1(
     hidden_states: Float[Array, "b t i"],
     A: Float[Array, "i e"],
@@ -151,7 +120,21 @@ def state_space_v1(
         assert jnp.allclose(last, state, atol=1e-5)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class StateSpaceV1Arguments(ArgumentRecord, of=state_space_v1):
+    """The arguments of a call of `state_space_v1`."""
+
+    def __post_init__(self) -> None:
+        if self.act_fn is not None and not callable(self.act_fn):
+            raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
+        if self.act_fn is not None and self.gate is None:
+            raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
+        object.__setattr__(self, "dt_softplus", as_flag("dt_softplus", self.dt_softplus))
+        object.__setattr__(self, "dt_limit", as_limits(self.dt_limit))
+        if self.cu_seqlens is not None and rank(self.hidden_states) == 3:
+            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.hidden_states.shape[1])
 
 
 def validate(args: StateSpaceV1Arguments) -> None:

@@ -29,61 +29,13 @@ from ejkernel.modules.operations.shared.shapes import (
     got,
 )
 from ejkernel.modules.operations.shared.step_sizes import as_limits, check_bias, step_sizes
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
-from ejkernel.types.arguments import arguments, static
+from ejkernel.ops.operation import document_options, run_operation
 
 
-@arguments
-class StateSpaceV2Arguments:
-    """The arguments of `state_space_v2`, which documents them; canonical from the moment they are made."""
-
-    x: jax.Array
-    A: jax.Array
-    B: jax.Array
-    C: jax.Array
-    dt: jax.Array
-    D: jax.Array | None = None
-    gate: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    conv_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    state_indices: jax.Array | None = None
-    dt_bias: jax.Array | None = None
-    dt_softplus: bool = static(False)
-    dt_limit: tuple[float, float] | None = static(None)
-    n_groups: int | None = static(None)
-    act_fn: Callable[[jax.Array], jax.Array] | None = static(None)
-    use_gated_rmsnorm: bool = static(False)
-    rmsnorm_eps: float = static(1e-5)
-    norm_before_gate: bool = static(True)
-    norm_group_size: int | None = static(None)
-    precision: Any = static(None)
-
-    def __post_init__(self) -> None:
-        groups, size = self.n_groups, self.norm_group_size
-        if self.act_fn is not None and not callable(self.act_fn):
-            raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
-        if self.act_fn is not None and self.gate is None:
-            raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
-        canonical = {
-            "n_groups": None if groups is None else as_count("n_groups", groups, 1),
-            "dt_softplus": as_flag("dt_softplus", self.dt_softplus),
-            "dt_limit": as_limits(self.dt_limit),
-            "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
-            "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, above=0),
-            "norm_before_gate": as_flag("norm_before_gate", self.norm_before_gate),
-            "norm_group_size": None if size is None else as_count("norm_group_size", size, 1),
-            "precision": as_precision("precision", self.precision),
-        }
-        for name, value in canonical.items():
-            object.__setattr__(self, name, value)
-        if self.cu_seqlens is not None and len(getattr(self.x, "shape", ())) == 4:
-            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
-
-
-@operation(lambda: OP)
+@document_options
 def state_space_v2(
     x: Float[Array, "b t h p"],
     A: Float[Array, " h"],
@@ -175,7 +127,32 @@ def state_space_v2(
         assert y.shape == (1, 128, 128) and state.shape == (1, 8, 16, 32)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class StateSpaceV2Arguments(ArgumentRecord, of=state_space_v2):
+    """The arguments of a call of `state_space_v2`."""
+
+    def __post_init__(self) -> None:
+        groups, size = self.n_groups, self.norm_group_size
+        if self.act_fn is not None and not callable(self.act_fn):
+            raise ValueError(f"act_fn: got {got(self.act_fn)}, wants a function of an array")
+        if self.act_fn is not None and self.gate is None:
+            raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
+        canonical = {
+            "n_groups": None if groups is None else as_count("n_groups", groups, 1),
+            "dt_softplus": as_flag("dt_softplus", self.dt_softplus),
+            "dt_limit": as_limits(self.dt_limit),
+            "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
+            "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, above=0),
+            "norm_before_gate": as_flag("norm_before_gate", self.norm_before_gate),
+            "norm_group_size": None if size is None else as_count("norm_group_size", size, 1),
+            "precision": as_precision("precision", self.precision),
+        }
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        if self.cu_seqlens is not None and len(getattr(self.x, "shape", ())) == 4:
+            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
 
 
 def validate(args: StateSpaceV2Arguments) -> None:

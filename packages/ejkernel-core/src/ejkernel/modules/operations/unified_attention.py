@@ -31,51 +31,14 @@ from ejkernel.modules.operations.shared.paged_arguments import (
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.types.arguments import arguments, static
 
 
-@arguments
-class UnifiedAttentionArguments:
-    """The arguments of `unified_attention`, which documents them; canonical from the moment they are made."""
-
-    queries: jax.Array
-    key_cache: jax.Array
-    value_cache: jax.Array
-    kv_lens: jax.Array
-    block_tables: jax.Array
-    query_start_loc: jax.Array
-    alibi_slopes: jax.Array | None = None
-    qq_bias: jax.Array | None = None
-    softmax_aux: jax.Array | None = None
-    shared_prefix: int | jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    causal: bool = static(True)
-    sliding_window: int | tuple[int | None, int | None] | None = static(None)
-    logits_soft_cap: float | None = static(None)
-    seq_threshold_3d: int | None = static(None)
-    num_par_softmax_segments: int | None = static(None)
-    return_lse: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        prefix = self.shared_prefix
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            shared_prefix=np.int32(prefix) if isinstance(prefix, int) else prefix,
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            causal=as_flag("causal", self.causal),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
-            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
-        )
-
-
-@operation(lambda: OP)
+@document_options
 def unified_attention(
     queries: Float[Array, "t h d"],
     key_cache: Float[Array, "p s g d"],
@@ -157,7 +120,25 @@ def unified_attention(
         assert output.shape == (8, 4, 64)
         ```
     """
-    ...
+    return run_operation(OP, locals())
+
+
+class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
+    """The arguments of a call of `unified_attention`."""
+
+    def __post_init__(self) -> None:
+        prefix = self.shared_prefix
+        settle(
+            self,
+            return_lse=as_flag("return_lse", self.return_lse),
+            shared_prefix=np.int32(prefix) if isinstance(prefix, int) else prefix,
+            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
+            causal=as_flag("causal", self.causal),
+            sliding_window=as_newest("sliding_window", self.sliding_window),
+            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
+            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
+            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
+        )
 
 
 def validate(args: UnifiedAttentionArguments) -> None:

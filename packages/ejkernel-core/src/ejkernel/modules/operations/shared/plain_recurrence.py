@@ -3,7 +3,6 @@
 `recurrent_attention` is all of it; `gated_linear_attention` and `lightning_attention` give some of its gates.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -22,31 +21,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     wide,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number
-from ejkernel.types.arguments import arguments, static
 from ejkernel.types.integers import exact_ids
-
-
-@arguments
-class RecurrentAttentionArguments:
-    """The arguments of `recurrent_attention`, which documents them; canonical from the moment they are made."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    g: jax.Array | None = None
-    g_gamma: jax.Array | None = None
-    gk: jax.Array | None = None
-    gv: jax.Array | None = None
-    initial_state: jax.Array | None = None
-    cu_seqlens: jax.Array | None = None
-    state_indices: jax.Array | None = None
-    seg_ids: jax.Array | None = None
-    softmax_scale: float | None = static(None)
-    reverse: bool = static(False)
-    return_state: bool = static(False)
-
-    def __post_init__(self) -> None:
-        canonicalise(self)
 
 
 def canonicalise(args: Any) -> None:
@@ -58,7 +33,7 @@ def canonicalise(args: Any) -> None:
     settle_packing(args)
 
 
-def validate(args: RecurrentAttentionArguments) -> None:
+def validate(args: Any) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     rows = "" if _flat(args) else "B "
     sizes = {"B": 1, **check_tokens(args, rows)}
@@ -73,7 +48,7 @@ def validate(args: RecurrentAttentionArguments) -> None:
     check_states(args, "H K V", sizes)
 
 
-def lower(args: RecurrentAttentionArguments) -> LinearRecurrence:
+def lower(args: Any) -> LinearRecurrence:
     """The family's record of a call: gates added up, one order of time."""
     tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
     tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
@@ -110,17 +85,6 @@ def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
         state = jnp.flip(state, axis=0) if by_sequence else state
     read = read[0] if _flat(args) else read
     return (read, state) if args.return_state else read
-
-
-def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
-    """The `recurrent_attention` call that another operation of this kind means.
-
-    Args:
-        args: Its record.
-        **gates: The gates that are not the record's own.
-    """
-    names = [field.name for field in dataclasses.fields(RecurrentAttentionArguments)]
-    return RecurrentAttentionArguments(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **gates)
 
 
 def _flat(args: Any) -> bool:

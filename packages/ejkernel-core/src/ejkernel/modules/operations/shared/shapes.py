@@ -240,7 +240,7 @@ def as_drawn_seed(name: str, value: Any, drops: bool) -> Any:
     if not _warned:
         _warned.add(name)
         message = f"{name}: got None, which means 0; every call drops the same pairs until a seed is given"
-        warnings.warn(message, UserWarning, stacklevel=5)
+        warnings.warn(message, UserWarning, stacklevel=6)
     return np.uint32(0)
 
 
