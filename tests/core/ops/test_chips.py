@@ -22,10 +22,9 @@ def test_consumer_blackwell_has_the_multiprocessors_of_its_largest_product():
     assert chips.gpu_named("sm_120").multiprocessors == 24064 // 128
 
 
-@pytest.mark.parametrize("gpu", chips.GPUS.values(), ids=str)
+@pytest.mark.parametrize("gpu", chips.GPUS.values(), ids=lambda gpu: gpu.target)
 def test_a_block_leaves_the_driver_its_share_of_a_multiprocessor(gpu):
-    reserved = 1024 if gpu.vendor == "nvidia" else 0
-    assert gpu.total_shared_memory - gpu.shared_memory == reserved
+    assert gpu.total_shared_memory - gpu.shared_memory == (1024 if gpu.vendor == "nvidia" else 0)
     assert gpu.capability == (int(gpu.target.removeprefix("sm_")) if gpu.vendor == "nvidia" else 0)
 
 

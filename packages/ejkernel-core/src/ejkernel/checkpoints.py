@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _compat
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.quantized_formats import WORD, pack, unpack
 from ejkernel.promotion import promoting
 
@@ -181,7 +182,7 @@ def from_fp8_blocks(
         ValueError: Shapes do not fit together.
     """
     rows, columns = weight.shape[-2:]
-    wants = (-(-rows // block[0]), -(-columns // block[1]))
+    wants = (cdiv(rows, block[0]), cdiv(columns, block[1]))
     if weight.dtype != jnp.float8_e4m3fn or columns % block[1]:
         raise ValueError(
             f"weight: got {weight.dtype}{list(weight.shape)}, wants float8_e4m3fn with K % {block[1]} == 0"

@@ -16,7 +16,7 @@ KIBI, MEBI = 2**10, 2**20
 Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna3"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Gpu:
     """What a kernel can have of a GPU.
 
@@ -25,22 +25,25 @@ class Gpu:
         product: The product that the figures are of.
         architecture: Its generation. Consumer Blackwell (sm_120) has `ada`'s matrix instructions, and counts as that.
         multiprocessors: How many it has.
-        shared_memory: Bytes of shared memory that one thread block can have.
         total_shared_memory: Bytes of a multiprocessor for its resident blocks; each takes 1 KiB more on NVIDIA.
-        registers: 32-bit registers of a multiprocessor, which its resident blocks share.
         l2: Bytes of the L2 cache, of all its parts together.
         bandwidth: Bytes a second of its memory.
+        registers: 32-bit registers of a multiprocessor, which its resident blocks share.
     """
 
     target: str
     product: str
     architecture: Architecture
     multiprocessors: int
-    shared_memory: int
     total_shared_memory: int
-    registers: int = 64 * KIBI
     l2: int
     bandwidth: float
+    registers: int = 64 * KIBI
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one block can have; on NVIDIA the driver keeps 1 KiB for each."""
+        return self.total_shared_memory - (KIBI if self.vendor == "nvidia" else 0)
 
     @property
     def capability(self) -> int:
@@ -53,7 +56,7 @@ class Gpu:
         return "nvidia" if self.target.startswith("sm_") else "amd"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Tpu:
     """One kind of TPU, as JAX shows it: a device of v7x is one of the two cores of a chip.
 
@@ -65,9 +68,9 @@ class Tpu:
         bandwidth: HBM bytes a second of a device.
         link_bandwidth: Bytes a second that a link between chips takes in one direction: the vendor's figure for a chip,
             which is of both directions, over two and over its links (four in a plane, six in space).
-        cores: Cores that share the bandwidth; a kernel runs on all of them.
         mxus: Matrix units of a core.
         vmem: VMEM bytes of a core.
+        cores: Cores that share the bandwidth; a kernel runs on all of them.
     """
 
     name: str
@@ -76,9 +79,9 @@ class Tpu:
     flops: float
     bandwidth: float
     link_bandwidth: float
-    cores: int = 1
     mxus: int
     vmem: int
+    cores: int = 1
 
     @property
     def core_bandwidth(self) -> float:
@@ -86,70 +89,31 @@ class Tpu:
         return self.bandwidth / self.cores
 
 
-GPUS = {
-    gpu.target: gpu
-    for gpu in (
-        Gpu(
-            target="sm_80", product="A100", architecture="ampere", multiprocessors=108, shared_memory=163 * KIBI,
-            total_shared_memory=164 * KIBI, l2=40 * MEBI, bandwidth=2039e9,
-        ),
-        Gpu(
-            target="sm_86", product="RTX A6000", architecture="ampere", multiprocessors=84, shared_memory=99 * KIBI,
-            total_shared_memory=100 * KIBI, l2=6 * MEBI, bandwidth=768e9,
-        ),
-        Gpu(
-            target="sm_87", product="Jetson AGX Orin", architecture="ampere", multiprocessors=16,
-            shared_memory=163 * KIBI, total_shared_memory=164 * KIBI, l2=4 * MEBI, bandwidth=204.8e9,
-        ),
-        Gpu(
-            target="sm_89", product="RTX 6000 Ada", architecture="ada", multiprocessors=142, shared_memory=99 * KIBI,
-            total_shared_memory=100 * KIBI, l2=96 * MEBI, bandwidth=960e9,
-        ),
-        Gpu(
-            target="sm_90", product="H200", architecture="hopper", multiprocessors=132, shared_memory=227 * KIBI,
-            total_shared_memory=228 * KIBI, l2=50 * MEBI, bandwidth=4800e9,
-        ),
-        Gpu(
-            target="sm_100", product="B200", architecture="blackwell", multiprocessors=148, shared_memory=227 * KIBI,
-            total_shared_memory=228 * KIBI, l2=126 * MEBI, bandwidth=8000e9,
-        ),
-        Gpu(
-            target="sm_103", product="B300", architecture="blackwell", multiprocessors=148, shared_memory=227 * KIBI,
-            total_shared_memory=228 * KIBI, l2=126 * MEBI, bandwidth=8000e9,
-        ),
-        Gpu(  # An RTX 5090 has 170 of the chip's 192 multiprocessors and 96 MiB of its L2.
-            target="sm_120", product="RTX PRO 6000 Blackwell", architecture="ada", multiprocessors=188,
-            shared_memory=99 * KIBI, total_shared_memory=100 * KIBI, l2=128 * MEBI, bandwidth=1792e9,
-        ),
-        Gpu(  # Vector registers: 64 lanes, in 32-bit words a lane.
-            target="gfx942", product="MI300X", architecture="cdna3", multiprocessors=304, shared_memory=64 * KIBI,
-            total_shared_memory=64 * KIBI, registers=128 * KIBI, l2=32 * MEBI, bandwidth=5300e9,
-        ),
-    )
-}  # fmt: skip
+_GPUS = (
+    # target, product, architecture, multiprocessors, KiB of shared memory of each, MiB of L2, bytes a second
+    Gpu("sm_80", "A100", "ampere", 108, 164 * KIBI, 40 * MEBI, 2039e9),
+    Gpu("sm_86", "RTX A6000", "ampere", 84, 100 * KIBI, 6 * MEBI, 768e9),
+    Gpu("sm_87", "Jetson AGX Orin", "ampere", 16, 164 * KIBI, 4 * MEBI, 204.8e9),
+    Gpu("sm_89", "RTX 6000 Ada", "ada", 142, 100 * KIBI, 96 * MEBI, 960e9),
+    Gpu("sm_90", "H200", "hopper", 132, 228 * KIBI, 50 * MEBI, 4800e9),
+    Gpu("sm_100", "B200", "blackwell", 148, 228 * KIBI, 126 * MEBI, 8000e9),
+    Gpu("sm_103", "B300", "blackwell", 148, 228 * KIBI, 126 * MEBI, 8000e9),
+    # An RTX 5090 has 170 of the die's 192 multiprocessors, and 96 MiB of its L2.
+    Gpu("sm_120", "RTX PRO 6000 Blackwell", "ada", 188, 100 * KIBI, 128 * MEBI, 1792e9),
+    # Registers are vector registers: of 64 lanes, in 32-bit words a lane.
+    Gpu("gfx942", "MI300X", "cdna3", 304, 64 * KIBI, 32 * MEBI, 5300e9, registers=128 * KIBI),
+)
+GPUS = {gpu.target: gpu for gpu in _GPUS}
 """GPUs by target."""
 
-TPUS = {
-    tpu.name: tpu
-    for tpu in (
-        Tpu(
-            name="v5e", kind="TPU v5 lite", clock=1.50e9, flops=197e12, bandwidth=819e9, link_bandwidth=400e9 / 2 / 4,
-            mxus=4, vmem=128 * MEBI,
-        ),
-        Tpu(
-            name="v5p", kind="TPU v5", clock=1.75e9, flops=459e12, bandwidth=2765e9, link_bandwidth=1200e9 / 2 / 6,
-            cores=2, mxus=4, vmem=64 * MEBI,
-        ),
-        Tpu(
-            name="v6e", kind="TPU v6 lite", clock=1.75e9, flops=918e12, bandwidth=1640e9, link_bandwidth=800e9 / 2 / 4,
-            mxus=2, vmem=128 * MEBI,
-        ),
-        Tpu(
-            name="v7x", kind="TPU7x", clock=2.20e9, flops=2307e12 / 2, bandwidth=7380e9 / 2,
-            link_bandwidth=1200e9 / 2 / 6, mxus=2, vmem=64 * MEBI,
-        ),
-    )
-}  # fmt: skip
+_TPUS = (
+    # name, kind, clock, operations, bytes of HBM and of a link a second, matrix units and VMEM of a core, cores
+    Tpu("v5e", "TPU v5 lite", 1.50e9, 197e12, 819e9, 400e9 / 2 / 4, 4, 128 * MEBI),
+    Tpu("v5p", "TPU v5", 1.75e9, 459e12, 2765e9, 1200e9 / 2 / 6, 4, 64 * MEBI, cores=2),
+    Tpu("v6e", "TPU v6 lite", 1.75e9, 918e12, 1640e9, 800e9 / 2 / 4, 2, 128 * MEBI),
+    Tpu("v7x", "TPU7x", 2.20e9, 2307e12 / 2, 7380e9 / 2, 1200e9 / 2 / 6, 2, 64 * MEBI),
+)
+TPUS = {tpu.name: tpu for tpu in _TPUS}
 """TPUs by short name."""
 
 

@@ -350,14 +350,14 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
     if symbolic and not requires.symbolic:
         yield f"sizes of {', '.join(symbolic)} are symbolic"
         return
-    reasons = tuple(requires.extra(record))
     empty = [
         name for name, x in array_fields(record).items() if any(size == 0 for size in x.shape if type(size) is int)
     ]
     # What runs on every device is XLA's programs, which have no grid to be empty.
-    if empty and not reasons and "cpu" not in requires.devices:
+    if empty and "cpu" not in requires.devices:
         yield f"{empty[0]} is empty"
-    yield from reasons
+        return
+    yield from requires.extra(record)
 
 
 def _is_symbolic(value: Any) -> bool:

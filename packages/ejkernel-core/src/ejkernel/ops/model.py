@@ -150,7 +150,7 @@ class Requires:
             refused by that name. And `"lse_cotangent"`, where its backward pass honours that of the `Pullback`.
         symbolic: Whether sizes may be symbolic, as they can be in `jax.export`.
         extra: Record -> sentences saying why it cannot be served; empty if it can. Never raises, and is not asked
-            about symbolic sizes that are not accepted.
+            about symbolic sizes that are not accepted, nor, but for CPUs, about arrays that are empty.
     """
 
     devices: frozenset[str]

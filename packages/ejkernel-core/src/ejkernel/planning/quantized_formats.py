@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.planning.arithmetic import cdiv
+
 Mode = Literal["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8", "symmetric", "fp8"]
 MODES: tuple[str, ...] = get_args(Mode)
 
@@ -126,7 +128,7 @@ class Format:
 
     def words(self, columns: int) -> int:
         """Returns words of a row of that many columns."""
-        return -(-columns * self.bits // WORD)
+        return cdiv(columns * self.bits, WORD)
 
 
 def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) -> Format:

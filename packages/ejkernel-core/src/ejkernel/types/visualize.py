@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.types.checks import check_choice, check_static_size
 from ejkernel.types.debug import is_traced
 from ejkernel.types.mask_parts import MaskParts
@@ -117,8 +118,8 @@ def _side(ids: np.ndarray, block_size: Any, limit: tuple[str, int | None]) -> _S
     block = check_static_size("block_size", block_size, minimum=1)
     name, most_cells = limit
     if most_cells is not None:
-        cells = -(-len(ids) // block)
-        block *= max(1, -(-cells // check_static_size(name, most_cells, minimum=1)))
+        cells = cdiv(len(ids), block)
+        block *= max(1, cdiv(cells, check_static_size(name, most_cells, minimum=1)))
     return _Side(len(ids), block, ids)
 
 

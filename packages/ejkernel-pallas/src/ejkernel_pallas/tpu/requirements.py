@@ -11,7 +11,7 @@ DTYPES = frozenset({"bfloat16", "float32"})
 
 
 def tpu_requires(
-    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]], head_dims: range | None = None
+    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]] = lambda record: (), head_dims: range | None = None
 ) -> Requires:
     """TPUs; the CPU too where kernels are interpreted.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix, rows
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 
 
@@ -53,7 +54,7 @@ def over_tiles(
     # Large tiles for the bulk, small ones for what they leave: a group of few rows wastes at most one small tile.
     for size in sizes:
         remaining = end - first
-        count = -(-remaining // size) if size == sizes[-1] else remaining // size
+        count = cdiv(remaining, size) if size == sizes[-1] else remaining // size
 
         def step(n: jax.Array, carry: Any, first: jax.Array = first, size: int = size) -> Any:
             tile_start = first + n * size

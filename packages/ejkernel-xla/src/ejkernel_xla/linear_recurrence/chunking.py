@@ -19,6 +19,7 @@ from ejkernel.families.linear_recurrence import (
     head_count,
     segment_roles,
 )
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.linear_recurrence.chunk import ChunkTokens
 from ejkernel_xla.tiled_attention.blocks import add, put, take
 
@@ -68,7 +69,7 @@ class Chunking:
             return ChunkSlice(0, jnp.minimum(first, self.tokens - self.length), first, self.tokens)
         sequence = jnp.searchsorted(self.last, step, side="right").astype(jnp.int32)
         begin, end = self.bounds[sequence], self.bounds[sequence + 1]
-        chunks = -(-(end - begin) // self.length)
+        chunks = cdiv(end - begin, self.length)
         first = begin + (chunks - (self.last[sequence] - step)) * self.length
         return ChunkSlice(sequence, jnp.minimum(first, self.tokens - self.length), first, end)
 
@@ -84,14 +85,14 @@ def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
     length = 2 ** (min(length, tokens).bit_length() - 1)
     roles = None if record.segment_ids is None else segment_roles(record.segment_ids)
     if record.cu_seqlens is None:
-        count = -(-tokens // length)
+        count = cdiv(tokens, length)
         return Chunking(length, tokens, count, count, None, None, roles)
     # Lengths that are constants of the program would make the trip count and the offsets of slices constant
     # too. XLA for GPUs then evaluates an offset for each step, and fails to compile where it depends on a table that
     # the loop carries: "Failed to evaluate instruction ... since it depends on infeed or parameters".
     bounds = lax.optimization_barrier(record.cu_seqlens.astype(jnp.int32))
     sizes = jnp.diff(bounds)
-    last = jnp.cumsum(jnp.where(sizes > 1, -(-sizes // length), 0), dtype=jnp.int32)
+    last = jnp.cumsum(jnp.where(sizes > 1, cdiv(sizes, length), 0), dtype=jnp.int32)
     max_chunks = tokens // length + min(bounds.shape[0] - 1, tokens // 2)
     return Chunking(length, tokens, max_chunks, last[-1], bounds, last, roles)
 

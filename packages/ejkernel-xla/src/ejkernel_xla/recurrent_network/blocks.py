@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.recurrent_network import RecurrentNetwork, real_tokens
+from ejkernel.planning.arithmetic import cdiv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,13 @@ class Blocks:
     def of(cls, record: RecurrentNetwork, max_tokens: int, backwards: bool) -> "Blocks":
         """As few blocks as there can be with `max_tokens` tokens, and as little padding."""
         tokens = record.x.shape[1]
-        count = -(-tokens // max(1, min(max_tokens, tokens)))
-        return cls(tokens=tokens, length=-(-tokens // count), backwards=backwards)
+        count = cdiv(tokens, max(1, min(max_tokens, tokens)))
+        return cls(tokens=tokens, length=cdiv(tokens, count), backwards=backwards)
 
     @property
     def count(self) -> int:
         """How many blocks there are."""
-        return -(-self.tokens // self.length)
+        return cdiv(self.tokens, self.length)
 
     @property
     def padding(self) -> int:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, spans
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.segment_pooling.tiles import TokenTiles, block_size, rows_at_once
 
 
@@ -63,7 +64,7 @@ def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Arr
 
     def pool(m: jax.Array, sums: jax.Array) -> jax.Array:
         first, end = ranges[m, 0], ranges[m, 1]
-        first_tile = -(-first // size)
+        first_tile = cdiv(first, size)
         end_tile = jnp.maximum(end // size, first_tile)
         total = _add_rows(sums[m], values, first, jnp.minimum(first_tile * size, end), step)
         total = _add_rows(total, tiles, first_tile, end_tile, step)
@@ -87,4 +88,4 @@ def _add_rows(total: jax.Array, rows: jax.Array, first: jax.Array, end: jax.Arra
         part = lax.dynamic_slice_in_dim(rows, at, step).astype(total.dtype)
         return total + jnp.sum(jnp.where(((row >= start) & (row < end))[:, None], part, 0), axis=0)
 
-    return lax.fori_loop(jnp.int32(0), -(-(end - first) // step), add, total)
+    return lax.fori_loop(jnp.int32(0), cdiv(end - first, step), add, total)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selected_attention import SelectedAttention, blocks, query_positions, starts
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.selected_attention.tiles import SelectedTiles, sizes
 
 Carry = TypeVar("Carry")
@@ -51,7 +52,7 @@ def make_plan(record: SelectedAttention, config: SelectedTiles) -> SelectedPlan:
     """Cuts a record."""
     (batch, length, heads, _), kv_heads = record.query.shape, record.key.shape[2]
     queries, rows = sizes(record, config)
-    return SelectedPlan(batch, kv_heads, heads // kv_heads, queries, -(-length // queries), rows, blocks(record))
+    return SelectedPlan(batch, kv_heads, heads // kv_heads, queries, cdiv(length, queries), rows, blocks(record))
 
 
 class Operands(NamedTuple):
@@ -164,7 +165,7 @@ def fold(
             rows = lax.dynamic_slice(readers.rows, (at,), (plan.rows,))
             return step(c, jnp.where(at + lane < end, rows, plan.queries + lane), carry)
 
-        return lax.fori_loop(jnp.int32(0), -(-(end - first) // plan.rows), tile, carry)
+        return lax.fori_loop(jnp.int32(0), cdiv(end - first, plan.rows), tile, carry)
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(plan.blocks), block, carry)
 

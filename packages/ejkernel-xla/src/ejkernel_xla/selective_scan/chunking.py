@@ -8,6 +8,7 @@ from jax import lax
 
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, accumulator, packed_scan
 from ejkernel.families.selective_scan.packed_scan import PackedIntervals
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.selective_scan.chunk import Tokens
 
 
@@ -34,7 +35,7 @@ def chunks(record: SelectiveScan) -> int:
     """Returns number of chunks; of packed sequences the most that there can be."""
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
-        return -(-tokens // INTERVAL)
+        return cdiv(tokens, INTERVAL)
     return packed_scan.interval_count(tokens, record.cu_seqlens.shape[0] - 1)
 
 

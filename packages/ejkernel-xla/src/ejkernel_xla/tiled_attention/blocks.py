@@ -16,6 +16,7 @@ from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import Cut
+from ejkernel.planning.arithmetic import cdiv
 
 TILE_ELEMENTS = 2**20
 """Scores computed at once: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
@@ -38,7 +39,7 @@ class Axis:
         """How many there are."""
         if self.symbolic:
             return 1
-        return -(-self.length // self.block)
+        return cdiv(self.length, self.block)
 
     @property
     def ragged(self) -> bool:

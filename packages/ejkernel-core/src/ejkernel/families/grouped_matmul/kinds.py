@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul.record import GroupedMatmul, columns
+from ejkernel.planning.arithmetic import cdiv
 
 LARGE = 2**24
 """Elements of a matrix from which on it is large: caches hold no two of them."""
@@ -10,7 +11,7 @@ LARGE = 2**24
 
 def average_rows(record: GroupedMatmul) -> int:
     """Returns rows of a group, about."""
-    return -(-record.lhs.shape[0] // max(1, record.group_sizes.shape[0]))
+    return cdiv(record.lhs.shape[0], max(1, record.group_sizes.shape[0]))
 
 
 def kind_of(record: GroupedMatmul) -> str:

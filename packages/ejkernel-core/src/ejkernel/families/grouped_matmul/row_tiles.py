@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_rows, running_sum
+from ejkernel.planning.arithmetic import cdiv
 
 NONE = -1
 """In place of a matrix: the rows are of no group that has one."""
@@ -81,7 +82,7 @@ def _segments(record: GroupedMatmul, block: int) -> Segments:
     begins, ends = group_rows(record)
     first = jnp.concatenate((jnp.zeros((1,), jnp.int32), begins, ends[-1:]))
     end = jnp.concatenate((begins[:1], ends, jnp.full((1,), rows, jnp.int32)))
-    tiles = -(-(end - first) // block)
+    tiles = cdiv(end - first, block)
     if record.left_over == "undefined":
         segment = jnp.arange(tiles.shape[0])
         tiles = jnp.where((segment > 0) & (segment <= record.rhs.shape[0]), tiles, 0)

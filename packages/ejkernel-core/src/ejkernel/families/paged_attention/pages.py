@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention.record import PagedAttention
+from ejkernel.planning.arithmetic import cdiv
 
 COMBINED = "pshcd"
 """The layout in which one array holds keys (component 0) and values (component 1)."""
@@ -124,10 +125,10 @@ def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: R
         rows_of = jnp.where((rows_of >= lengths.least) & (rows_of <= lengths.most), rows_of, 0)
         # So many sequences have the least rows at most, and none has more tiles than the most rows make.
         among = min(sequences, record.query.shape[0] // max(1, lengths.least))
-        bound = min(record.query.shape[0] // size + among, among * -(-min(lengths.most, record.query.shape[0]) // size))
-    count = -(-rows_of // size)
+        bound = min(record.query.shape[0] // size + among, among * cdiv(min(lengths.most, record.query.shape[0]), size))
+    count = cdiv(rows_of, size)
     ends = jnp.cumsum(count, dtype=jnp.int32)
-    tile = jnp.arange(-(-bound // multiple) * multiple, dtype=jnp.int32)
+    tile = jnp.arange(cdiv(bound, multiple) * multiple, dtype=jnp.int32)
     # Unrolled: as a loop, the search is a chain of small launches in front of a kernel of a tenth of a millisecond.
     found = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
     sequence = jnp.minimum(found, starts.shape[0] - 1)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import PagedAttention, band
+from ejkernel.planning.arithmetic import cdiv
 
 
 class Work(NamedTuple):
@@ -92,12 +93,12 @@ def deal(work: Work, block_kv: int, kv_heads: int, programs: int) -> Deal:
         kv_heads: KV heads, whose tiles are apart.
         programs: P.
     """
-    spanned = -(-work.high // block_kv) - work.low // block_kv
+    spanned = cdiv(work.high, block_kv) - work.low // block_kv
     # A tile without keys still has rows to write.
     tiles = jnp.where(work.rows > 0, jnp.maximum(jnp.where(work.high > work.low, spanned, 0), 1), 0)
     ends = jnp.cumsum(tiles * kv_heads, dtype=jnp.int32)
     total = ends[-1]
-    share = jnp.maximum(-(-total // programs), 1)
+    share = jnp.maximum(cdiv(total, programs), 1)
     begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, total)
     entry = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
     return Deal(ends - tiles * kv_heads, tiles, jnp.minimum(entry, ends.shape[0] - 1), begin, share, total)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.types.arguments import arguments, static
 
 
@@ -57,7 +58,7 @@ def chunk_ranges(cum_seqlens: jax.Array, chunk_size: int, total: int) -> jax.Arr
     bounds = cum_seqlens.astype(jnp.int32)
     sequences = bounds.shape[0] - 1
     most = min(total, (total + sequences * (chunk_size - 1)) // chunk_size)
-    last = jnp.cumsum(-(-jnp.diff(bounds) // chunk_size), dtype=jnp.int32)  # chunks up to and with each sequence
+    last = jnp.cumsum(cdiv(jnp.diff(bounds), chunk_size), dtype=jnp.int32)  # chunks up to and with each sequence
     chunk = jnp.arange(most, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(last, chunk, side="right").astype(jnp.int32), sequences - 1)
     behind = bounds[sequence + 1]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 
 SCORES = 2**20
@@ -55,7 +56,7 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
     query, keys = lax.stop_gradient((query, keys))
     rows, tokens, heads, _ = query.shape
     tile = max(1, min(tokens, SCORES // max(1, rows * heads * keys.shape[1])))
-    tiles = -(-tokens // tile)
+    tiles = cdiv(tokens, tile)
     others = max(0, min(count, keys.shape[1]) - 1)
     current = current_blocks(places)
     if not others:

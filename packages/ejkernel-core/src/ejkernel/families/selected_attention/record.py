@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.families.selected_attention import block_selection
 from ejkernel.families.selected_attention.block_selection import BlockPlaces
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.types.arguments import arguments, static
 
 
@@ -100,7 +101,7 @@ def blocks(record: SelectedAttention) -> int:
         return record.block_starts.shape[0]
     if record.compressed_key is not None:
         return record.compressed_key.shape[1]
-    return -(-record.key.shape[1] // record.block_size)
+    return cdiv(record.key.shape[1], record.block_size)
 
 
 def slots(record: SelectedAttention) -> int:

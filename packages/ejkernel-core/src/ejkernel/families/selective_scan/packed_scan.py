@@ -15,6 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.planning.arithmetic import cdiv
+
 INTERVAL = 64
 """Tokens between the states that a forward pass leaves for the backward pass."""
 
@@ -45,7 +47,7 @@ def interval_count(tokens: int, sequences: int) -> int:
 def first_intervals(cu_seqlens: jax.Array) -> jax.Array:
     """Returns the number of every sequence's first interval, and of the one after the last; [N + 1] int32."""
     lengths = jnp.maximum(jnp.diff(cu_seqlens.astype(jnp.int32)), 0)
-    return jnp.pad(jnp.cumsum(-(-lengths // INTERVAL), dtype=jnp.int32), (1, 0))
+    return jnp.pad(jnp.cumsum(cdiv(lengths, INTERVAL), dtype=jnp.int32), (1, 0))
 
 
 def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:

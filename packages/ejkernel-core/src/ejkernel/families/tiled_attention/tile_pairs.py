@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention.record import TiledAttention, band
+from ejkernel.planning.arithmetic import cdiv
 
 
 def tiles(length: int, block: int) -> int:
     """Tiles that cover a length."""
-    return -(-length // block)
+    return cdiv(length, block)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.params import Direction
+from ejkernel.planning.arithmetic import cdiv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,8 @@ def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
     """The larger of the time that products take, with what tiles compute in vain, and that copies take."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
-    across, steps = -(-width // n), -(-depth // k)
-    items = -(-rows // m) + groups / 2
+    across, steps = cdiv(width, n), cdiv(depth, k)
+    items = cdiv(rows, m) + groups / 2
     matrices = record.rhs.shape[0] if steps == 1 else items
     copied = across * items * m * depth * record.lhs.dtype.itemsize
     copied += matrices * depth * width * record.rhs.dtype.itemsize
@@ -133,4 +134,4 @@ def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
 
 
 def _padded(size: int) -> int:
-    return -(-size // LANES) * LANES
+    return cdiv(size, LANES) * LANES

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+from ejkernel.planning.arithmetic import cdiv
 
 WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
 """Rows of the tile belong to the matrix; all of them do; first, and last, item of a tile that is accumulated; the
@@ -83,11 +84,11 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
     """Work items for a kernel that accumulates for tiles of rows: every tile at least once, its items in a row."""
     first, end = group_rows(record)
     rows = record.lhs.shape[0]
-    tiles, nonempty = -(-rows // size), end > first
+    tiles, nonempty = cdiv(rows, size), end > first
     start, counts = first // size, jnp.where(nonempty, (end - 1) // size + 1 - first // size, 0)
     # Rows of no matrix lie before those of the first and after those of the last: tiles that have no others.
     before = first[0] // size
-    after = jnp.where(nonempty.any(), -(-end[-1] // size), before)
+    after = jnp.where(nonempty.any(), cdiv(end[-1], size), before)
     counts = jnp.concatenate([before[None], counts, (tiles - after)[None]])
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
     # Neighbouring groups share at most one tile, so the list has that bound and the grid needs no other.
@@ -107,7 +108,7 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
 def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
     """WorkList for a kernel that owns matrices: every matrix at least once."""
     first, end = group_rows(record)
-    tiles, nonempty = -(-record.lhs.shape[0] // size), end > first
+    tiles, nonempty = cdiv(record.lhs.shape[0], size), end > first
     counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
     start = jnp.minimum(first // size, tiles - 1)
     matrix, tile, count = _listed(start, counts, tiles + first.shape[0])

@@ -10,6 +10,7 @@ from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.device import current_device
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
@@ -64,7 +65,7 @@ class GroupedSpec:
     @property
     def steps(self) -> int:
         """Tiles of contracted elements."""
-        return -(-self.contracted // self.blocks.contracted)
+        return cdiv(self.contracted, self.blocks.contracted)
 
     @property
     def ragged(self) -> bool:

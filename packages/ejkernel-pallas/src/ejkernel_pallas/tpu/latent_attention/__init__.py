@@ -20,9 +20,6 @@ HANDLES = frozenset(
 
 def _reasons(record: Any) -> Generator[str]:
     """Why a record cannot be served; nothing if it can."""
-    if not (record.query.size and record.key.size):
-        yield "an array is empty"
-        return
     yield from paged_attention.reasons(paged_shapes(record))
 
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.planning.arithmetic import cdiv
+
 LANES, SUBLANES = 128, 8
 
 
@@ -22,7 +24,7 @@ def widen(x: jax.Array, width: int) -> jax.Array:
     """Repeats [n, 128], the same in every lane, to [n, width]."""
     if width <= LANES:
         return x if width == LANES else x[:, :width]
-    made = jnp.concatenate([x] * -(-width // LANES), axis=1)
+    made = jnp.concatenate([x] * cdiv(width, LANES), axis=1)
     return made[:, :width] if width % LANES else made
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
@@ -69,9 +70,6 @@ def reasons(record: PagedAttention) -> Generator[str]:
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
     if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
         yield f"head size {record.query.shape[-1]}, {paged_cache.value_size(record)} is more than {most}"
-    if not (record.query.size and record.kv_lens.size and pages.size and paged_cache.capacity(record)):
-        yield "an array is empty"
-        return
     if pages.dtype.name not in CACHES:
         yield f"key_pages: caches of {pages.dtype.name} are not read, those of {', '.join(CACHES)} are"
         return
@@ -93,7 +91,7 @@ def reasons(record: PagedAttention) -> Generator[str]:
 def _tiles(record: PagedAttention) -> int:
     """The most tiles of query rows by default; the kernel may cut tiles, but not to less than half."""
     sequences, rows = record.kv_lens.shape[0], record.query.shape[0]
-    return sequences if record.query_start is None else rows // -(-config.tile_rows(record) // 2) + sequences
+    return sequences if record.query_start is None else rows // cdiv(config.tile_rows(record), 2) + sequences
 
 
 def _pages(record: PagedAttention) -> Generator[str]:
@@ -109,7 +107,7 @@ def _pages(record: PagedAttention) -> Generator[str]:
         if slots % multiple:
             yield f"key_pages: pages of {slots} slots where heads come first; wants a multiple of {multiple}"
         return
-    if any(size > LANES and size % LANES for size in sizes) or len({-(-size // LANES) for size in sizes}) > 1:
+    if any(size > LANES and size % LANES for size in sizes) or len({cdiv(size, LANES) for size in sizes}) > 1:
         yield f"key_pages: rows of {' and '.join(map(str, sizes))}; beyond {LANES} wants the same multiple of it"
     rows, pack = token_rows(record), paged_cache.packing(dtype)
     if record.new_keys is not None and letters == paged_cache.COMBINED:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedTiles, along_lanes, shares_products
@@ -73,7 +74,7 @@ def tile_rows(record: PagedAttention) -> int:
     tokens, heads, size = record.query.shape
     if record.query_start is None or tokens <= record.kv_lens.shape[0]:
         return 1
-    words = -(-record.query.dtype.itemsize // 2)
+    words = cdiv(record.query.dtype.itemsize, 2)
     most = min(
         MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads, MAX_TILE_ELEMENTS // (heads * max(LANES, size) * words)
     )
@@ -87,8 +88,8 @@ def _keys(record: PagedAttention, kind: str) -> int:
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
     dense = record.latent is not None and record.kv_layout != paged_cache.LATENT
     units = [TILE if dense and along_lanes(x.shape[-1]) else LANES for x in arrays]  # what memory pads rows to
-    token = sum(n * -(-x.shape[-1] // unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
+    token = sum(n * cdiv(x.shape[-1], unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
     keys = 128
     while keys < 4096 and 2 * keys * token <= most:
         keys *= 2
-    return min(keys, -(-paged_cache.capacity(record) // 128) * 128)
+    return min(keys, cdiv(paged_cache.capacity(record), 128) * 128)

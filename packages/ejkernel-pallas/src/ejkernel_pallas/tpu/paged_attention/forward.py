@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, paged_tiles
@@ -55,7 +56,7 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
     # lse is written as rows of lanes, whole ones.
-    lanes = -(-spec.rows // LANES) * LANES
+    lanes = cdiv(spec.rows, LANES) * LANES
     outputs = {
         "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), record.query.dtype),
         "lse": jax.ShapeDtypeStruct((work.items.size // len(FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
@@ -109,7 +110,7 @@ def _scratch(
         "acc": pltpu.VMEM((heads, spec.rows, spec.value_dim), jnp.float32),
     }
     chunks = heads // head_groups(spec) * spec.chunks_per_step
-    rows, keys = -(-chunks // BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product
+    rows, keys = cdiv(chunks, BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product
     scratch["small"] = staged(rows, keys, spec.weights)
     if spec.keeps_limits:
         scratch["score_limits"] = pltpu.VMEM(
@@ -125,7 +126,7 @@ def _scratch(
         elif cache.head_major:
             shape = (PREFETCH + 1, heads, spec.block_kv, x.shape[-1])
         else:
-            groups = -(-x.shape[-1] // LANES)
+            groups = cdiv(x.shape[-1], LANES)
             shape = (PREFETCH + 1, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
         scratch[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
     if spec.rows > spec.small_rows:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 FIELDS = (
@@ -51,7 +52,7 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
     starts, lengths = paged_cache.query_ranges(record)
     first_item, total, sequence, skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
     # Each sequence begins at a row that copies can begin at, so queries are packed with gaps.
-    padded = -(-lengths // spec.token_align) * spec.token_align
+    padded = cdiv(lengths, spec.token_align) * spec.token_align
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
     low, high = _key_range(record, spec, sequence, position, tokens)
     tables = _tables(record)
@@ -64,10 +65,10 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
         "low": low,
         "high": high,
         "first_page": low // spec.cache.slots,
-        "end_page": -(-high // spec.cache.slots),
+        "end_page": cdiv(high, spec.cache.slots),
         "first_block": low // spec.block_kv,
         # One block at least: an item without keys has an output too, which its loop writes.
-        "end_block": jnp.maximum(-(-high // spec.block_kv), low // spec.block_kv + 1),
+        "end_block": jnp.maximum(cdiv(high, spec.block_kv), low // spec.block_kv + 1),
         "missing_pages": _has_missing_pages(tables, spec, sequence, low, high),
         "token": starts[sequence],
         # Once a sequence: its first item writes the new tokens of all.
@@ -117,7 +118,7 @@ def _has_missing_pages(
     """Whether a page between two keys is absent."""
     # Sums over the table, so that a range of pages takes two look-ups whatever its length.
     absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-    first, end = low // spec.cache.slots, -(-high // spec.cache.slots)
+    first, end = low // spec.cache.slots, cdiv(high, spec.cache.slots)
     return (absent[sequence, end] - absent[sequence, jnp.minimum(first, end)]) > 0
 
 
@@ -137,7 +138,7 @@ def _packed(record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax
     """The token at every index of the packed queries; T where there is none."""
     total, sequences = record.query.shape[0], ends.shape[0]
     bound = sequences * spec.token_align if record.query_start is None else total + sequences * (spec.token_align - 1)
-    index = jnp.arange(-(-bound // spec.token_align) * spec.token_align, dtype=jnp.int32)
+    index = jnp.arange(cdiv(bound, spec.token_align) * spec.token_align, dtype=jnp.int32)
     # The bound on the size is static and lengths are not: indices after the last sequence have no token.
     sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sequences - 1)
     return jnp.where(index < filled[sequence], index + shift[sequence], total)

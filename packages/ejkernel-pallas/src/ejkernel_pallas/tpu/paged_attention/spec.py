@@ -16,11 +16,11 @@ from jax import lax
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-LOG2E = math.log2(math.e)
 TILE = 8
 """Sublanes: rows of 32-bit words in one tile of memory."""
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
@@ -204,7 +204,7 @@ class PagedSpec:
             return 0
         copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
         once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache.head_groups == 1
-        return -(-copies // self.copies_per_slice) if self.tokens == 1 and once and copies <= AT_ONCE else 0
+        return cdiv(copies, self.copies_per_slice) if self.tokens == 1 and once and copies <= AT_ONCE else 0
 
     @property
     def whole_blocks(self) -> bool:
@@ -252,7 +252,7 @@ def along_lanes(size: int) -> bool:
     By default XLA gives an array the order of axes that pads least. Rows of 576 numbers would be padded to 640 lanes;
     columns of 576 are whole tiles of 8 sublanes. A kernel that wanted rows would have XLA copy the cache in every call.
     """
-    return -(-size // TILE) * TILE < -(-size // LANES) * LANES
+    return cdiv(size, TILE) * TILE < cdiv(size, LANES) * LANES
 
 
 def _columns(record: PagedAttention, pages: jax.Array) -> jax.Array:
@@ -306,7 +306,7 @@ def make_cache(record: PagedAttention) -> Cache:
         words=max(1, token_rows(record) // pack),
         packing=pack,
         size=size,
-        groups=-(-size // LANES),
+        groups=cdiv(size, LANES),
     )
 
 
@@ -316,11 +316,11 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     left, right = band(record)
     operand = _operand(record)
     single = record.query_start is None or sizes.queries == 1
-    heads = -(-paged_cache.kv_heads(record) // cache.heads_per_unit) * cache.heads_per_unit
+    heads = cdiv(paged_cache.kv_heads(record), cache.heads_per_unit) * cache.heads_per_unit
     heads_per_product = cache.heads_per_group if single and shares_products(record) else 1
     group *= heads_per_product
     row_align = 32 // operand.itemsize
-    token_align, small_rows = row_align // math.gcd(row_align, group), -(-group // row_align) * row_align
+    token_align, small_rows = row_align // math.gcd(row_align, group), cdiv(group, row_align) * row_align
     tokens = 1 if single else max(1, sizes.queries // token_align) * token_align
     rows = small_rows if single else tokens * group
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
@@ -380,7 +380,7 @@ def _products(block: int, single: bool, heads_per_product: int, most: int) -> tu
 def _block(slots: int, keys: int) -> int:
     """Keys of whole pages and whole lanes, at least as many as asked for where that is possible."""
     step = math.lcm(slots, LANES)
-    return max(1, -(-keys // step)) * step
+    return max(1, cdiv(keys, step)) * step
 
 
 def _weights(record: PagedAttention) -> Any:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
+from ejkernel.planning.arithmetic import cdiv
+
 _LANES = 128
 _SUBLANES = 8
 _CONTROL_FLOW = ("while", "scan", "cond")
@@ -182,7 +184,7 @@ def _tiled(array: np.ndarray[Any, Any], per_word: int) -> np.ndarray[Any, Any]:
     rows, columns = array.shape[-2:]
     tile = _SUBLANES if rows >= _SUBLANES else max(per_word, 1 << (rows - 1).bit_length())
     leading = int(np.prod(array.shape[:-2]))
-    padded = np.zeros((leading, -(-rows // tile) * tile, -(-columns // _LANES) * _LANES), array.dtype)
+    padded = np.zeros((leading, cdiv(rows, tile) * tile, cdiv(columns, _LANES) * _LANES), array.dtype)
     padded[:, :rows, :columns] = array.reshape(-1, rows, columns)
     grid = padded.reshape(leading, -1, tile, padded.shape[2] // _LANES, _LANES)
     tiles = grid.transpose(0, 1, 3, 2, 4)

@@ -5,6 +5,7 @@ from typing import Any
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.params import Direction
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.quantized_formats import WORD
 
 LANES = 128
@@ -49,8 +50,8 @@ def heuristic(record: QuantizedMatmul, device: Any, direction: Direction) -> Tpu
 def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tuple[TpuQuantized, ...]:
     """Tiles worth measuring for a record on a device."""
     over_rows = record.transpose == (direction == "backward")
-    rows, words = (-(-size // LANES) * LANES for size in record.packed.shape)
-    height = -(-record.x.shape[0] // ROWS) * ROWS
+    rows, words = (cdiv(size, LANES) * LANES for size in record.packed.shape)
+    height = cdiv(record.x.shape[0], ROWS) * ROWS
     tiles = [
         TpuQuantized(block_m=min(m, height), block_r=min(r, rows), block_w=min(w, words))
         for m in (1024, 512, 256, 128)

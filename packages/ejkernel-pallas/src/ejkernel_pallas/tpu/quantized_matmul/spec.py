@@ -9,6 +9,7 @@ from jax import lax
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import current_device
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel.planning.quantized_formats import WORD, Format
 from ejkernel_pallas.tpu.generations import is_wide
@@ -78,7 +79,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
     wide = record.x.dtype == jnp.float32
     return QuantizedSpec(
-        rows=-(-record.x.shape[0] // ROWS) * ROWS,
+        rows=cdiv(record.x.shape[0], ROWS) * ROWS,
         packed_rows=record.packed.shape[0],
         words=record.packed.shape[1],
         groups=record.scales.shape[1],

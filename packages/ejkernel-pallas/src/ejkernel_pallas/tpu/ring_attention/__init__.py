@@ -1,19 +1,11 @@
 """Ring attention in Mosaic TPU: the tiles of tiled attention, over one device's keys after the other."""
 
-from collections.abc import Iterable
-from typing import Any
-
 from ejkernel.families.ring_attention import FAMILY
 from ejkernel.families.tiled_attention import MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import tpu_requires
 from ejkernel_pallas.tpu.ring_attention import config
 from ejkernel_pallas.tpu.tiled_attention.config import PUBLIC_FIELDS, TpuBackward, TpuForward
-
-
-def _empty(record: Any) -> Iterable[str]:
-    if not (record.query.size and record.key.size and record.value.size):
-        yield "an array is empty"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -29,7 +21,6 @@ def implementations() -> tuple[Implementation, ...]:
             requires=tpu_requires(
                 head_dims=range(1, 257),
                 handles=MASKS | SOFTMAX | {"bias", "lse_cotangent"},
-                extra=_empty,
             ),
             config=ConfigSpace(
                 heuristic=config.heuristic,

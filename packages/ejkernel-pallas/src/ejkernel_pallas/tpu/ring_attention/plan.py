@@ -20,6 +20,7 @@ from jax import lax
 from ejkernel.families.ring_attention import RingAttention, axis_size, tiled
 from ejkernel.families.ring_attention.schedule import Load, Ring, local_part, step_record
 from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.interpret import interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.ring_attention.config import fitted
@@ -42,7 +43,7 @@ def uses_remote_copies(record: RingAttention) -> bool:
     rows = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
     batch = max(1 if x is None else x.shape[0] for x in rows)
     blocks = fitted(record, Blocks(512, 512, 512, 512))
-    return shards * batch * -(-lengths[0] // blocks.queries) * -(-lengths[1] // blocks.keys) <= MAX_PAIRS
+    return shards * batch * cdiv(lengths[0], blocks.queries) * cdiv(lengths[1], blocks.keys) <= MAX_PAIRS
 
 
 @dataclasses.dataclass(frozen=True)

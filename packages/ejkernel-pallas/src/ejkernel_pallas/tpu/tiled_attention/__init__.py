@@ -9,6 +9,7 @@ from typing import Any
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX, band
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.requirements import tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
 
@@ -23,9 +24,6 @@ MAX_TILES = 2**14
 
 def _reasons(record: Any) -> Iterable[str]:
     """What `Requires` has no word for."""
-    if not (record.query.size and record.key.size and record.value.size):
-        yield "an array is empty"
-        return
     yield from pattern_reasons(record)
     yield from _pair_list_reasons(record)
 
@@ -34,7 +32,7 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
     """Why the list of a record's tile pairs does not fit scalar memory, at the tiles that it gets by default."""
     block = 512 if config.is_narrow(record) else 1024
     (left, right), arrays = band(record), (record.q_segment_ids, record.q_positions, record.kv_positions)
-    queries, keys = (-(-x.shape[1] // block) for x in (record.query, record.key))
+    queries, keys = (cdiv(x.shape[1], block) for x in (record.query, record.key))
     if any(x is not None for x in arrays):
         pairs = queries * keys * max(x.shape[0] for x in arrays if x is not None)
     elif left is not None and right is not None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
+from ejkernel.planning.arithmetic import LOG2E
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
@@ -24,7 +25,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import queries_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import canonical, operands, per_query, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.plan import pair_flags, pairs_by_key, pairs_by_query
-from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, Blocks, TiledSpec, make_spec
+from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, Blocks, TiledSpec, make_spec
 
 Gradients = dict[str, jax.Array]
 QueryRows = tuple[jax.Array, jax.Array, jax.Array]

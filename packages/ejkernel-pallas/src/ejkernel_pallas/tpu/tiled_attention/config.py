@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.families.tiled_attention import kinds as attention_kinds
 from ejkernel.ops.params import Direction
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, padded
@@ -170,5 +171,5 @@ def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackw
 
 def _clamped(record: TiledAttention, size: int) -> TileShape:
     """A tile no larger than what covers the lengths."""
-    queries, keys = (min(size, -(-x.shape[1] // LANES) * LANES) for x in (record.query, record.key))
+    queries, keys = (min(size, cdiv(x.shape[1], LANES) * LANES) for x in (record.query, record.key))
     return queries, keys

@@ -14,11 +14,11 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
+from ejkernel.planning.arithmetic import LOG2E, cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-LOG2E = math.log2(math.e)
 LOWEST = -3e38
 """The least score in powers of two: a bias of the least finite float32 must stay finite when scaled by log2(e)."""
 
@@ -153,7 +153,7 @@ def _sums_on_mxu(record: TiledAttention) -> bool:
 
 def padded(size: int) -> int:
     """The head dimension padded to whole lanes, which VMEM takes for it anyway."""
-    return -(-size // LANES) * LANES
+    return cdiv(size, LANES) * LANES
 
 
 def _fitting(length: int, block: int) -> int:

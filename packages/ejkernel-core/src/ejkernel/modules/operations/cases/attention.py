@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, exact, qkv
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, exact, model_rows, qkv
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -52,20 +52,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     ("capped, with sinks", SMALL, _sinks, ("softmax_aux", "logits_soft_cap", "sliding_window"), ()),
     ("coarse logits", SQUARE, lambda k: {**exact(k, SQUARE), "softmax_dtype": jnp.bfloat16}, ("logits_dtype",), ()),
     ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
-    (
-        "model",
-        AttentionSizes(b=1, t=1024, s=1024, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
-        lambda k: {"causal": True},
-        (),
-        ("bench",),
-    ),
-    (
-        "small model",
-        AttentionSizes(b=1, t=512, s=512, h=8, g=2, d=64, v=64),
-        lambda k: {"causal": True},
-        (),
-        ("bench_cpu",),
-    ),
+    *model_rows(1024),
 )
 
 

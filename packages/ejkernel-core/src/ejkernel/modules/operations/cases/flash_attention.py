@@ -37,6 +37,16 @@ def qkv(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
     }
 
 
+def model_rows(tokens: int = 4096) -> tuple[Row[AttentionSizes], ...]:
+    """The causal calls that are timed: one of a model with so many tokens on accelerators, and a small one on CPUs."""
+    large = AttentionSizes(b=1, t=tokens, s=tokens, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16)
+    small = AttentionSizes(b=1, t=512, s=512, h=8, g=2, d=64, v=64)
+    return (
+        ("model", large, lambda k: {"causal": True}, (), ("bench",)),
+        ("small model", small, lambda k: {"causal": True}, (), ("bench_cpu",)),
+    )
+
+
 def _segments(lengths: tuple[int, ...], total: int) -> list[int]:
     ids = [i for i, n in enumerate(lengths) for _ in range(n)]
     return ids + [-1] * (total - len(ids))
@@ -288,20 +298,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed", "logits_soft_cap"),
         ("awkward",),
     ),
-    (
-        "model",
-        AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
-        lambda k: {"causal": True},
-        (),
-        ("bench",),
-    ),
-    (
-        "small model",
-        AttentionSizes(b=1, t=512, s=512, h=8, g=2, d=64, v=64),
-        lambda k: {"causal": True},
-        (),
-        ("bench_cpu",),
-    ),
+    *model_rows(),
 )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.operations.cases.tables import fill, normal_like
+from ejkernel.planning.arithmetic import cdiv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +49,18 @@ class PagedSizes:
     @property
     def pages(self) -> int:
         """Pages of the cache: those in use and three more."""
-        return sum(-(-n // self.s) for n in self.lens) + 3
+        return sum(cdiv(n, self.s) for n in self.lens) + 3
 
     def tables(self) -> np.ndarray:
         """Returns int32 [N, entries]: shuffled pages, each of one sequence; what lies past a length is no page of its
         own.
         """
-        entries = self.table or max(1, *(-(-n // self.s) for n in self.lens))
+        entries = self.table or max(1, *(cdiv(n, self.s) for n in self.lens))
         order = iter(np.random.default_rng(len(self.lens)).permutation(self.pages))
         padding = np.array([0, -1, self.pages + 7])[np.arange(len(self.lens) * entries) % 3]
         tables = padding.reshape(len(self.lens), entries)
         for row, n in zip(tables, self.lens, strict=True):
-            row[: -(-n // self.s)] = [next(order) for _ in range(-(-n // self.s))]
+            row[: cdiv(n, self.s)] = [next(order) for _ in range(cdiv(n, self.s))]
         return tables.astype(np.int32)
 
     def starts(self) -> np.ndarray:
@@ -131,7 +132,7 @@ def v2_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 def v3_inputs(key: jax.Array, sizes: PagedSizes, lanes: bool = False) -> dict[str, Any]:
     """Returns arguments of `ragged_page_attention_v3`; the last sequence is not live, though it looks it."""
     z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
-    shape = (-(-z.g // pack), pack, 128) if lanes else (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
+    shape = (cdiv(z.g, pack), pack, 128) if lanes else (cdiv(2 * z.g, pack), pack, cdiv(z.d, 128) * 128)
     tokens = (z.tokens, z.g, z.d)
     return {
         **normal(

@@ -11,12 +11,13 @@ from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, normal
 from ejkernel.modules.operations.cases.paged_inputs import make_inputs as make_paged_inputs
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
+from ejkernel.planning.arithmetic import cdiv
 
 
 def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Arguments; `sizes.v` is R and `sizes.d` Dr. The last sequence is not live, though it looks it."""
     z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
-    lanes = -(-z.v // 128) * 128 + -(-z.d // 128) * 128
+    lanes = cdiv(z.v, 128) * 128 + cdiv(z.d, 128) * 128
     shapes = {
         "queries_nope": (z.tokens, z.h, z.v),
         "queries_pe": (z.tokens, z.h, z.d),

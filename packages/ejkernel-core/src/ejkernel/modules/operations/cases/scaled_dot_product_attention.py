@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, model_rows, qkv
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -51,20 +51,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         ("awkward",),
     ),
     ("bfloat16", AttentionSizes(d=32, v=32, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
-    (
-        "model",
-        AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
-        lambda k: {"causal": True},
-        (),
-        ("bench",),
-    ),
-    (
-        "small model",
-        AttentionSizes(b=1, t=512, s=512, h=8, g=2, d=64, v=64),
-        lambda k: {"causal": True},
-        (),
-        ("bench_cpu",),
-    ),
+    *model_rows(),
 )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.planning import packing
+from ejkernel.planning.arithmetic import cdiv
 
 
 class Blocks(NamedTuple):
@@ -50,7 +51,7 @@ def find_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None)
         return Blocks(size, ids.astype(jnp.int32), position, jnp.zeros((1, 1), jnp.int32), None)
     bounds = jnp.clip(cu_seqlens.astype(jnp.int32), 0, tokens)
     ids, position = packing.packed_ids(bounds, tokens)
-    last = jnp.cumsum(-(-jnp.diff(bounds) // size), dtype=jnp.int32)
+    last = jnp.cumsum(cdiv(jnp.diff(bounds), size), dtype=jnp.int32)
     base = jnp.concatenate([jnp.zeros(1, jnp.int32), last])[jnp.maximum(ids, 0)]
     return Blocks(size, ids, position, base, chunk_ranges(bounds, size, tokens))
 
@@ -68,7 +69,7 @@ def block_means(blocks: Blocks, x: jax.Array) -> jax.Array:
         counts = jnp.maximum(end - first, 1)[None]
     else:
         rows, tokens, *rest = x.shape
-        count = -(-tokens // blocks.size)
+        count = cdiv(tokens, blocks.size)
         x = jnp.pad(x, ((0, 0), (0, count * blocks.size - tokens), (0, 0), (0, 0)))
         parts = x.reshape(rows, count, blocks.size, *rest)
         first = jnp.arange(count, dtype=jnp.int32) * blocks.size

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
     FIRST,
@@ -99,7 +100,7 @@ def multiply(
             name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
-            grid=(-(-spec.columns // width), work.total, spec.steps),
+            grid=(cdiv(spec.columns, width), work.total, spec.steps),
             # Columns alone: items that share a tile of rows follow each other, as they write to one block.
             parallel=1,
             tables={"table": work.table},
@@ -287,4 +288,4 @@ def _group_row_mask(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSp
         row = sub.row + lax.broadcasted_iota(jnp.int32, row_mask.shape, 0)
         row_mask[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
     mask = row_mask[pl.ds(opaque_offset(0, sub.column, at.zero), sub.rows)]
-    return jnp.concatenate([mask] * -(-sub.columns // LANES), axis=1)[:, : sub.columns] != 0
+    return jnp.concatenate([mask] * cdiv(sub.columns, LANES), axis=1)[:, : sub.columns] != 0

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import MatricesRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
     FIRST,
@@ -64,7 +65,7 @@ def matrix_gradients(
     """
     work, products = by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
-    k_tiles, n_tiles = spec.steps if products else 1, -(-spec.columns // spec.blocks.columns)
+    k_tiles, n_tiles = spec.steps if products else 1, cdiv(spec.columns, spec.blocks.columns)
     outputs, scratch = _results(record, cotangent.dtype, spec, k_tiles, grad_fields)
     inputs = _operands(record, cotangent, spec, grad_fields) if products else {"cotangent": _cotangent(cotangent, spec)}
     gradients = launch(
@@ -136,7 +137,7 @@ def _results(
     if "rhs" in grad_fields:
         outputs["rhs"] = _matrix(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
     if record.rhs_scale is not None and "rhs_scale" in grad_fields:
-        blocks = -(-spec.scales // SUBLANES) * SUBLANES
+        blocks = cdiv(spec.scales, SUBLANES) * SUBLANES
         array = jax.ShapeDtypeStruct((k_tiles, matrices, blocks, spec.columns), jnp.float32)
         index = _at(spec, lambda v, k, n: (k, v.matrix, 0, n))
         outputs["rhs_scale"] = Operand(array, (None, None, blocks, width), index)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedSpec
@@ -126,7 +127,7 @@ def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.
 def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
     """The first `size` numbers of latent rows: words of one lane hold following tokens, so nothing is extracted."""
     pack, pieces = spec.cache.packing, list[jax.Array]()
-    for group in range(-(-size // LANES)):
+    for group in range(cdiv(size, LANES)):
         flat = _as_words(buffer.at[at.slot, group], spec)
         words = flat.reshape(-1, LANES)[pl.ds(pl.multiple_of(divide(at.start, pack), TILE), at.size // pack), :]
         pieces.append(words if pack == 1 else pltpu.bitcast(words, buffer.dtype))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.planning.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.loops import each, loop
@@ -25,7 +26,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, pro
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import Item
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, order
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, Staged
-from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, SMALL_PRODUCT_ROWS, PagedSpec
+from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
 from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
 
 NO_TOKEN = 2**30

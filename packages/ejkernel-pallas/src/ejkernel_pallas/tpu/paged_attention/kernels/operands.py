@@ -5,9 +5,10 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, as_computed
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.planning.arithmetic import LOG2E, cdiv
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
-from ejkernel_pallas.tpu.paged_attention.spec import LOG2E, PagedSpec, stored
+from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec, stored
 
 
 def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
@@ -44,7 +45,7 @@ def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax
 def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
     """Sinks [H] as powers of two by the rows of a tile, [Hk, rows, 128]."""
     padded = jnp.pad(sinks.astype(jnp.float32) * LOG2E, (0, spec.heads - sinks.shape[0]))
-    rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, -(-spec.rows // spec.group_size)))[
+    rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, cdiv(spec.rows, spec.group_size)))[
         :, : spec.rows
     ]
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 from ejkernel_pallas.tpu.mosaic.vectors import product, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
@@ -38,7 +39,7 @@ def multiply_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) ->
             lambda i, j, k: (0, i, j),
         ),
         packed=lambda i, j, k: (k, j),
-        steps=-(-spec.packed_rows // r),
+        steps=cdiv(spec.packed_rows, r),
     )
     return jnp.moveaxis(outputs, 0, 2).reshape(spec.rows, spec.words * spec.codes)
 

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, Ref, launch, resident, vmem_limit
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, zero_outside
@@ -91,7 +92,7 @@ def run_kernel(
             name=name,
             kernel=functools.partial(kernel, spec=spec, steps=steps),
             refs=QuantizedRefs,
-            grid=(-(-spec.rows // spec.blocks.block_m), -(-output.array.shape[-1] // shape[-1]), steps),
+            grid=(cdiv(spec.rows, spec.blocks.block_m), cdiv(output.array.shape[-1], shape[-1]), steps),
             # Rows and columns; contracted tiles follow each other, as they add to one accumulator.
             parallel=2,
             tables={},

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, product, zero_outside
@@ -39,7 +40,7 @@ def multiply_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -
         x=Operand(by_code, (spec.codes, m, w), lambda i, j, k: (0, i, k)),
         output=Operand(output, (m, r), lambda i, j, k: (i, j)),
         packed=lambda i, j, k: (j, k),
-        steps=-(-spec.words // w),
+        steps=cdiv(spec.words, w),
     )
 
 

@@ -14,6 +14,7 @@ from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.ring_attention.schedule import Load, Ring, columns, load_of, put_columns, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
+from ejkernel.planning.arithmetic import LOG2E
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
@@ -23,7 +24,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import queries_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, per_query, rows, unrows
 from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_key, pairs_by_query
-from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, TiledSpec
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 Gradients = dict[str, jax.Array]
 

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.planning.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import column, widen
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import update_softmax, whole_row_sum
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import for_each_chunk
 from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
-from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, TiledSpec
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.planning.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, product, widen
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
@@ -39,7 +40,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
     transpose_dropout_keys,
 )
 from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
-from ejkernel_pallas.tpu.tiled_attention.spec import LOG2E, LOWEST, TiledSpec, padded
+from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec, padded
 
 FINISHED = 512
 """Queries whose results are written without a loop; a loop keeps the code of larger tiles small."""

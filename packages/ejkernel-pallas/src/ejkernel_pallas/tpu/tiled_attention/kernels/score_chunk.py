@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, column, product, widen
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import TileRefs
@@ -140,7 +141,7 @@ def _cut(at: ScoreChunk) -> ScoreChunk:
     """A chunk on the diagonal without the masked pairs that fill whole lanes: early queries, or late keys."""
     at = at._replace(masked=at.key + at.keys - 1 > at.query)
     if not at.spec.by_columns:
-        return at._replace(keys=min(at.keys, -(-(at.query + at.queries - at.key) // LANES) * LANES))
+        return at._replace(keys=min(at.keys, cdiv(at.query + at.queries - at.key, LANES) * LANES))
     skipped = max(0, (at.key - at.query) // LANES * LANES)
     return at._replace(query=at.query + skipped, queries=at.queries - skipped)
 

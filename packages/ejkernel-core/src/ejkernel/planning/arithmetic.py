@@ -1,0 +1,12 @@
+"""Arithmetic that plans and kernels share."""
+
+import math
+from typing import Any
+
+LOG2E = math.log2(math.e)
+"""`exp(x)` is `exp2(LOG2E * x)`."""
+
+
+def cdiv(dividend: Any, divisor: Any) -> Any:
+    """The quotient rounded up, of ints or of integer arrays."""
+    return -(-dividend // divisor)
