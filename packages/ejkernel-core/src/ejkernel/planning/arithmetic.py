@@ -8,5 +8,5 @@ LOG2E = math.log2(math.e)
 
 
 def cdiv(dividend: Any, divisor: Any) -> Any:
-    """The quotient rounded up, of ints or of integer arrays."""
+    """`dividend / divisor` rounded up, of ints or of integer arrays."""
     return -(-dividend // divisor)
