@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _compat
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 from ejkernel.planning.quantized_formats import WORD, pack, unpack
 from ejkernel.promotion import promoting
 

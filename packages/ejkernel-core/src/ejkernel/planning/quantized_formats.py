@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 
 Mode = Literal["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8", "symmetric", "fp8"]
 MODES: tuple[str, ...] = get_args(Mode)

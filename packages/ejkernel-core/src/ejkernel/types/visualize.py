@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 from ejkernel.types.checks import check_choice, check_static_size
 from ejkernel.types.debug import is_traced
 from ejkernel.types.mask_parts import MaskParts

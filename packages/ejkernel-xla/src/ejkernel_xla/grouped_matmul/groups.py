@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix, rows
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 
 

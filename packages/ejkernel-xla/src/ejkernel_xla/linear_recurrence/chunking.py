@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import (
     TOKEN_FIELDS,
     LinearRecurrence,
@@ -19,7 +20,6 @@ from ejkernel.families.linear_recurrence import (
     head_count,
     segment_roles,
 )
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.linear_recurrence.chunk import ChunkTokens
 from ejkernel_xla.tiled_attention.blocks import add, put, take
 

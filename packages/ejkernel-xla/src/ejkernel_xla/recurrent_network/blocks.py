@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.recurrent_network import RecurrentNetwork, real_tokens
-from ejkernel.planning.arithmetic import cdiv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

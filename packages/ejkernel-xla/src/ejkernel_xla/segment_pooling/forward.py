@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, spans
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.segment_pooling.tiles import TokenTiles, block_size, rows_at_once
 
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import SelectedAttention, blocks, query_positions, starts
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.selected_attention.tiles import SelectedTiles, sizes
 
 Carry = TypeVar("Carry")

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, accumulator, packed_scan
 from ejkernel.families.selective_scan.packed_scan import PackedIntervals
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_xla.selective_scan.chunk import Tokens
 
 

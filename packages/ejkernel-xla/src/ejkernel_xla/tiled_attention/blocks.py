@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import Cut
-from ejkernel.planning.arithmetic import cdiv
 
 TILE_ELEMENTS = 2**20
 """Scores computed at once: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""

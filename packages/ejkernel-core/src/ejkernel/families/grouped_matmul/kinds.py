@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul.record import GroupedMatmul, columns
-from ejkernel.planning.arithmetic import cdiv
 
 LARGE = 2**24
 """Elements of a matrix from which on it is large: caches hold no two of them."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_rows, running_sum
-from ejkernel.planning.arithmetic import cdiv
 
 NONE = -1
 """In place of a matrix: the rows are of no group that has one."""

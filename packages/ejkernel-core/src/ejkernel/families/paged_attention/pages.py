@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention.record import PagedAttention
-from ejkernel.planning.arithmetic import cdiv
 
 COMBINED = "pshcd"
 """The layout in which one array holds keys (component 0) and values (component 1)."""

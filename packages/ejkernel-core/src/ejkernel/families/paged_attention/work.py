@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import PagedAttention, band
-from ejkernel.planning.arithmetic import cdiv
 
 
 class Work(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 from ejkernel.types.arguments import arguments, static
 
 

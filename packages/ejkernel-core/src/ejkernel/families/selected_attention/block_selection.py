@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 
 SCORES = 2**20

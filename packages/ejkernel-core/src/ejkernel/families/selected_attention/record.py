@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import block_selection
 from ejkernel.families.selected_attention.block_selection import BlockPlaces
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel.types.arguments import arguments, static
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 
 INTERVAL = 64
 """Tokens between the states that a forward pass leaves for the backward pass."""

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention.record import TiledAttention, band
-from ejkernel.planning.arithmetic import cdiv
 
 
 def tiles(length: int, block: int) -> int:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.params import Direction
-from ejkernel.planning.arithmetic import cdiv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

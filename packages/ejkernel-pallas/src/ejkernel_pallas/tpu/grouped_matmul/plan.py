@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
-from ejkernel.planning.arithmetic import cdiv
 
 WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
 """Rows of the tile belong to the matrix; all of them do; first, and last, item of a tile that is accumulated; the

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.device import current_device
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul

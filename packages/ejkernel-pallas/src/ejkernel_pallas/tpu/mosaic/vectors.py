@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 
 LANES, SUBLANES = 128, 8
 

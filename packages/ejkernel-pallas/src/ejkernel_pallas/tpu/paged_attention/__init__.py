@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.plan import FIELDS

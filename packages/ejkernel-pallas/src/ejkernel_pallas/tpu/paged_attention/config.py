@@ -4,9 +4,9 @@ import dataclasses
 import math
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedTiles, along_lanes, shares_products

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, paged_tiles

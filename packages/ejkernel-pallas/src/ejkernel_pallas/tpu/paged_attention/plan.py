@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 FIELDS = (

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES

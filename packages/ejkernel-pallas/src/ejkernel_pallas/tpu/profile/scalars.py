@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ejkernel.planning.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv
 
 _LANES = 128
 _SUBLANES = 8

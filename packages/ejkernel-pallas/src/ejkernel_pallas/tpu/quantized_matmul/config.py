@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.params import Direction
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.quantized_formats import WORD
 
 LANES = 128

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import current_device
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel.planning.quantized_formats import WORD, Format
 from ejkernel_pallas.tpu.generations import is_wide

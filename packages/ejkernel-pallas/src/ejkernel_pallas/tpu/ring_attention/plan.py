@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.ring_attention import RingAttention, axis_size, tiled
 from ejkernel.families.ring_attention.schedule import Load, Ring, local_part, step_record
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.interpret import interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.ring_attention.config import fitted

@@ -6,10 +6,10 @@ What the kernels need, and what they do not do, is data here; nothing of Pallas 
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX, band
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.requirements import tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
 

@@ -15,8 +15,8 @@ Delta and the sink's gradient are sums over rows that XLA is left to do.
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
-from ejkernel.planning.arithmetic import LOG2E
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks

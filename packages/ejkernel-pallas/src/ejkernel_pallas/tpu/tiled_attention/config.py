@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.families.tiled_attention import kinds as attention_kinds
 from ejkernel.ops.params import Direction
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, padded

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from jax import lax
 
+from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
-from ejkernel.planning.arithmetic import LOG2E, cdiv
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES

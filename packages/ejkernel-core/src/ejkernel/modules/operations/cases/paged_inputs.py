@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.cases.tables import fill, normal_like
-from ejkernel.planning.arithmetic import cdiv
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, normal
 from ejkernel.modules.operations.cases.paged_inputs import make_inputs as make_paged_inputs
 from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
-from ejkernel.planning.arithmetic import cdiv
 
 
 def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.planning import packing
-from ejkernel.planning.arithmetic import cdiv
 
 
 class Blocks(NamedTuple):

@@ -21,8 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
     FIRST,

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, as_computed
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.planning.arithmetic import LOG2E, cdiv
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec, stored

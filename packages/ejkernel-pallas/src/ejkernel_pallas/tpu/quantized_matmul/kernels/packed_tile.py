@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
-from ejkernel.planning.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, Ref, launch, resident, vmem_limit
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, zero_outside

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import _compat
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.families.ring_attention.schedule import Load, Ring, columns, load_of, put_columns, ring_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
-from ejkernel.planning.arithmetic import LOG2E
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.planning.arithmetic import LOG2E
+from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import column, widen
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import update_softmax, whole_row_sum

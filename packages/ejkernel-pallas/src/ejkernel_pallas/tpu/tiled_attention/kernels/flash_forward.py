@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.planning.arithmetic import LOG2E
+from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, product, widen
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
