@@ -118,6 +118,8 @@ def score(
     slope = None
     if record.bias is not None:
         scores = scores + load_pairs(record.bias, plan, at, tile).astype(scores.dtype)
+    if record.alibi_slopes is not None:
+        scores = scores - _alibi(record.alibi_slopes, record, plan, at, tile).astype(scores.dtype)
     if record.logits_soft_cap is not None:
         bounded, masked = jnp.tanh(scores / record.logits_soft_cap), scores == -jnp.inf
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
@@ -127,6 +129,15 @@ def score(
     if record.logits_dtype != jnp.float32:
         scores = coarse(record.logits_dtype, scores)
     return Scores(scores, slope, None)
+
+
+def _alibi(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+    """Returns slopes [B|1, H] times distances of positions, [b|1, h, g, t, s]: exact distances, whatever the length."""
+    q = _positions(record.q_positions, plan.queries, at, plan.batch, at.tile)[:, None, None, :, None]
+    k = _positions(record.kv_positions, plan.keys, at, plan.batch, tile)[:, None, None, None, :]
+    heads = take(slopes, (at.batch, at.head * plan.group), (plan.batch, plan.heads * plan.group))
+    heads = heads.reshape(-1, plan.heads, plan.group, 1, 1).astype(accumulator(record))
+    return heads * jnp.abs(k - q).astype(heads.dtype)
 
 
 def mask(scores: Scores, allowed: jax.Array | None) -> Scores:

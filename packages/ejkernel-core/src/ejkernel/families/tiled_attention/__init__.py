@@ -55,7 +55,8 @@ def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledA
     """Makes one shard's record mean its part of the global call: positions and the counters of dropout are global."""
     queries = offsets.get("t")
     moved: dict[str, jax.Array] = {}
-    if queries is not None and record.q_positions is None and band(record) != (None, None):
+    compared = band(record) != (None, None) or record.alibi_slopes is not None
+    if queries is not None and record.q_positions is None and compared:
         moved["q_positions"] = positions(record)[0] + queries
     if record.dropout_prob > 0.0 or record.pattern is not None:
         moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
@@ -77,6 +78,7 @@ AXES = {
     "key": "b s g d",
     "value": "b s g v",
     "bias": "b h t s",
+    "alibi_slopes": "b h",
     "mask": "b h t s",
     "q_segment_ids": "b t",
     "kv_segment_ids": "b s",

@@ -3,7 +3,7 @@
 For a query row i and key j of one batch row and query head h (KV head `h // (H // Hk)`):
 
     s_ij = softmax_scale * <q_i, k_j>                          float32 accumulation at `precision`
-    s_ij = s_ij + bias_ij
+    s_ij = s_ij + bias_ij - alibi_slopes_h |k_j - q_i|        q_i and k_j the positions (or the indices without)
     s_ij = cap * tanh(s_ij / cap)                              if logits_soft_cap; -inf stays -inf, and masks
     s_ij = round s_ij to logits_dtype                          derivative 1
     s_ij = -inf                                                unless allowed(i, j)
@@ -15,7 +15,7 @@ and `q - left <= k <= q + right` for the window, where q and k are the positions
 A row with nothing to attend gives output 0, gradient 0 and lse -inf (the sink's logit if there is one).
 
 Sources: Vaswani et al. 2017 (attention); Milakov & Gimelshein 2018 and Dao et al. 2022 (online softmax, backward by
-recomputation); Xiao et al. 2023 (attention sinks).
+recomputation); Xiao et al. 2023 (attention sinks); Press et al. 2022, arXiv:2108.12409 (ALiBi).
 """
 
 from typing import Any
@@ -63,6 +63,10 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     scores = jnp.einsum("bthd,bshd->bhts", query, key, precision=lax.Precision.HIGHEST) * record.softmax_scale
     if record.bias is not None:
         scores = scores + record.bias.astype(accumulate)
+    if record.alibi_slopes is not None:
+        q, k = positions(record)
+        distance = jnp.abs(k[:, None, None, :] - q[:, None, :, None]).astype(accumulate)
+        scores = scores - record.alibi_slopes.astype(accumulate)[:, :, None, None] * distance
     if record.logits_soft_cap is not None:
         scores = soft_capped(scores, record.logits_soft_cap)
     if record.logits_dtype != jnp.float32:

@@ -14,6 +14,7 @@ from ejkernel.modules.operations.configs import FlashAttentionConfig
 from ejkernel.modules.operations.paged_keys import of_pages, paged_call
 from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.recurrences import rank
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
     as_flag,
@@ -51,6 +52,12 @@ def flash_attention(
     block_tables: Integer[Array, "rows k"] | None = None,
     *,
     mask_info: MaskInfo | None = None,
+    attention_mask: Bool[Array, "#b #h #t #s"]
+    | Integer[Array, "#b #h #t #s"]
+    | Bool[Array, "#b s"]
+    | Integer[Array, "#b s"]
+    | None = None,
+    alibi_slopes: Float[Array, " h"] | Float[Array, "#b h"] | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     causal: bool = False,
@@ -89,6 +96,10 @@ def flash_attention(
             listed, as many tokens as `cum_seqlens_k` gives it, or all. The call is one of `unified_attention`: a query
             sits at the end of its sequence, and queries of several sequences may be packed by `cum_seqlens_q`.
         mask_info: Mask, segments and positions; applies together with everything else.
+        attention_mask: [B|1, H|1, T|1, S|1], or [B|1, S] for padding of keys alone: True (or nonzero) attends. Applies
+            together with everything else.
+        alibi_slopes: [H] or [B|1, H] floating slopes m of ALiBi, the term `-m |k - q|` added to the scaled scores
+            before the soft cap, k and q the positions. Needs no bias in memory. Has no gradient.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         causal: Key position at most query position. Positions count from the first token of each side (top-left),
@@ -176,6 +187,16 @@ def validate(args: FlashAttentionArguments) -> None:
     if args.bias is not None:
         check_shape("bias", args.bias, "B H T S", sizes, broadcast="B H T S")
         check_dtype("bias", args.bias, jnp.floating, "a floating dtype")
+    if args.attention_mask is not None:
+        keys_alone = rank(args.attention_mask) == 2
+        axes = "B S" if keys_alone else "B H T S"
+        check_shape("attention_mask", args.attention_mask, axes, sizes, broadcast="B" if keys_alone else axes)
+        if args.attention_mask.dtype != jnp.bool_:
+            check_dtype("attention_mask", args.attention_mask, jnp.integer, "bool or an integer dtype")
+    if args.alibi_slopes is not None:
+        axes = "B H" if rank(args.alibi_slopes) == 2 else "H"
+        check_shape("alibi_slopes", args.alibi_slopes, axes, sizes, broadcast="B")
+        check_dtype("alibi_slopes", args.alibi_slopes, jnp.floating, "a floating dtype")
     check_sinks(args.softmax_aux, sizes["H"])
     _check_cum_seqlens(args, sizes)
     _check_mask_info(args.mask_info, sizes)
@@ -238,7 +259,7 @@ def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:
 
 def lower(args: FlashAttentionArguments) -> TiledAttention:
     """The tiled-attention record of a call."""
-    mask = args.mask_info
+    slopes = args.alibi_slopes
     q_ids, k_ids, q_positions, k_positions = _tokens(args)
     dropout = args.dropout_prob > 0
     return TiledAttention(
@@ -247,7 +268,8 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
         value=args.value,
         softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         bias=args.bias,
-        mask=mask.explicit_mask if mask is not None else None,
+        alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
+        mask=_mask(args),
         q_segment_ids=q_ids,
         kv_segment_ids=k_ids,
         q_positions=q_positions,
@@ -263,6 +285,16 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
         # float32 is the record's word for "not rounded".
         logits_dtype=min(args.logits_dtype, jnp.dtype("float32"), key=lambda dtype: jnp.finfo(dtype).bits),
     )
+
+
+def _mask(args: FlashAttentionArguments) -> jax.Array | None:
+    """What `mask_info` and `attention_mask` both allow, [B|1, H|1, T|1, S|1]."""
+    explicit = None if args.mask_info is None else args.mask_info.explicit_mask
+    if args.attention_mask is None:
+        return explicit
+    mask = args.attention_mask.astype(bool)
+    mask = mask[:, None, None] if mask.ndim == 2 else mask
+    return mask if explicit is None else explicit & mask
 
 
 def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
@@ -283,7 +315,8 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
         # and indices let tiles be skipped at compile time. In padded rows they are the positions.
         if explicit or (batch == 1 and args.cum_seqlens_k is not None):
             places = [indices if x is None else x for indices, x in zip((q_places, k_places), places, strict=True)]
-    bounded = args.causal or args.sliding_window is not None  # otherwise nothing compares positions
+    # Otherwise nothing compares positions.
+    bounded = args.causal or args.sliding_window is not None or args.alibi_slopes is not None
     return (*ids, *(places if bounded else (None, None)))
 
 

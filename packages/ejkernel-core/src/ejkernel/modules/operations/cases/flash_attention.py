@@ -62,6 +62,11 @@ def _masked(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     return {"mask_info": MaskInfo(_attention_mask=mask)}
 
 
+def _kept(key: jax.Array, sizes: AttentionSizes) -> jax.Array:
+    """Returns a mask of keys, [B, S], with padding at the end."""
+    return jnp.arange(sizes.s) < jax.random.randint(key, (sizes.b, 1), 20, sizes.s)
+
+
 def _positioned(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     q = jax.random.randint(key, (sizes.b, sizes.t), 0, sizes.s)
     return {
@@ -133,6 +138,20 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     ("window of the diagonal", PLAIN, lambda k: {"sliding_window": (0, 0)}, ("sliding_window",), ("awkward",)),
     ("causal window", PLAIN, lambda k: {"sliding_window": (17, 4), "causal": True}, ("causal", "sliding_window"), ()),
     ("bias", PLAIN, lambda k: _bias(k, (2, 4, 63, 63)), ("bias",), ()),
+    (
+        "slopes of ALiBi, causal, lse",
+        PLAIN,
+        lambda k: {"alibi_slopes": 0.2 * jax.random.uniform(k, (4,)), "causal": True, **LSE},
+        ("alibi_slopes", "causal"),
+        (),
+    ),
+    (
+        "mask of keys, slopes of rows",
+        CROSS,
+        lambda k: {"attention_mask": _kept(k, CROSS), "alibi_slopes": jax.random.uniform(k, (2, 4))},
+        ("mask", "alibi_slopes"),
+        ("awkward",),
+    ),
     (
         "bias of -inf and soft cap, lse",
         PLAIN,
