@@ -27,6 +27,18 @@ GROUPS = tomllib.loads((Path(__file__).parent / "operation_pages.toml").read_tex
 CITED = re.compile(r"(?<!\[)`benchmarks/results/(\w+\.md)`")
 """A table of measurements that a page cites by its path in the repository."""
 FIGURE = re.compile(r"!\[([^\]]*)\]\(([./\w]*figures/)(\w+)\.svg\)")
+TERMS = {
+    "implementation": "implementations?",
+    "family": "family|families",
+    "verdict": "verdicts?",
+    "refusal": "refusals?|refused",
+    "residuals": "residuals",
+    "heuristic": "heuristics?",
+    "evidence": "evidence|confirmed",
+}
+"""The project's own terms: the anchor in the glossary, and how a page may write the term."""
+KEPT = re.compile(r"(`[^`]*`|\[[^\]]*\]\([^)]*\)|<[^>]*>|https?://\S+)")
+"""Code, links and tags within a line."""
 LAB = """!!! note "Lab notebook"
 
     This page records what was tried and measured while the kernels were written, in the order of the work. Names and
@@ -101,16 +113,44 @@ GROUPED = {name for pages in GROUPS.values() for name in pages}
 
 
 def finish(markdown: str, path: str) -> str:
-    """Returns a page with links to the measurements that it cites, dark figures, and the note on pages of the lab."""
+    """Returns a page with links to measurements and to the glossary, dark figures, and the note on pages of the lab."""
     folder = posixpath.dirname(path) or "."
     results = posixpath.relpath("results", folder)
     markdown = CITED.sub(rf"[`benchmarks/results/\1`]({results}/\1)", markdown)
     markdown = FIGURE.sub(_both_themes, markdown)
+    if path != "glossary.md" and not path.startswith(("api/", "results/", "lab/")):
+        markdown = link_terms(markdown, posixpath.relpath("glossary.md", folder))
     if not path.startswith("lab/"):
         return markdown
     title, _, rest = markdown.partition("\n\n")
     kernels = next((page for word, page in KERNEL_PAGES.items() if word in path), "triton.md")
     return f"{title}\n\n{LAB.format(kernels=kernels)}{rest}"
+
+
+def link_terms(markdown: str, glossary: str) -> str:
+    """Returns a page in which the first use of each of the project's own terms links the glossary.
+
+    Headings, tables, code and links stay as they are.
+    """
+    left, lines, in_code = dict(TERMS), [], False
+    for line in markdown.split("\n"):
+        in_code ^= line.lstrip().startswith("```")
+        if not in_code and line[:1] not in ("#", "|", "!", ":", " ", "`", "<"):
+            pieces = KEPT.split(line)
+            for n in range(0, len(pieces), 2):
+                pieces[n] = _linked(pieces[n], left, glossary)
+            line = "".join(pieces)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _linked(text: str, left: dict[str, str], glossary: str) -> str:
+    """Links the terms of a text that are still to be linked, and takes them out of `left`."""
+    for anchor, pattern in list(left.items()):
+        text, count = re.subn(rf"\b({pattern})\b(?![^[]*\]\()", rf"[\1]({glossary}#{anchor})", text, count=1)
+        if count:
+            del left[anchor]
+    return text
 
 
 def _both_themes(figure: re.Match[str]) -> str:
