@@ -250,7 +250,7 @@ def lower_for_gpus(session: nox.Session) -> None:
     version = session.run("python", "-c", "import jaxlib; print(jaxlib.__version__)", silent=True)
     session.install("--no-deps", f"jax-cuda13-plugin=={str(version).strip()}")
     session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests are not collected
-    session.run("python", "-m", "pytest", *map(str, sorted(Path("tests/triton").glob("test_*lowering.py"))), env=QUICK)
+    session.run("python", "-m", "pytest", *map(str, sorted(Path("tests/triton").rglob("test_*lowering.py"))), env=QUICK)
 
 
 @nox.session

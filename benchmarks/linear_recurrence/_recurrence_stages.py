@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.device import current_device
-from ejkernel_triton.linear_recurrence import config, delta, stages
+from ejkernel_triton.linear_recurrence import plan
+from ejkernel_triton.linear_recurrence.chunked import backward as chunked_backward
+from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
+from ejkernel_triton.linear_recurrence.chunked import forward as chunked_forward
+from ejkernel_triton.linear_recurrence.delta import config as delta_config
+from ejkernel_triton.linear_recurrence.delta import forward as delta_forward
+from ejkernel_triton.linear_recurrence.segments import forward as segments_forward
 from ejkernel_triton.linear_recurrence.spec import state_dtype
 
 FIELDS = ("block_k", "block_v", "warps", "stages")
@@ -33,7 +39,7 @@ def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[in
         part: (n, all): compiles and measures only every `all`-th, from the nth on.
     """
     for length in (64,) if cell.kind in ("gla", "kda", "gated delta") else (64, 128):
-        base = config.sized(record, current_device(), length)
+        base = chunked_config.sized(record, current_device(), length)
         found = _delta_stages(record) if record.beta is not None else _stages(cell, record, base)
         for number, (name, function, *arrays) in enumerate(found):
             if number % part[1] != part[0]:
@@ -48,28 +54,33 @@ def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[in
 
 def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
     dtype, gates = state_dtype(record), jnp.float32 if "decay" in cell.wanted else None
-    call = jax.jit(lambda r: _arrays(stages.make_call(r, base, base.chunk)))(record)
-    yield "gates", lambda r: stages.make_call(r, base, base.chunk).gates, record
+    call = jax.jit(lambda r: _arrays(plan.make_call(r, base, base.chunk)))(record)
+    yield "gates", lambda r: plan.make_call(r, base, base.chunk).gates, record
 
     def full(r: Any, arrays: Any, chosen: Any) -> Any:
-        made = stages.make_call(r, chosen, chosen.chunk, arrays["gates"])
+        made = plan.make_call(r, chosen, chosen.chunk, arrays["gates"])
         return dataclasses.replace(made, scores=arrays["scores"])
 
     call["scores"] = None
     if record.decay is not None and record.decay.shape[3] > 1:
         for tile in TILES["score"]:
             chosen = _with(base, "score", zip(("block_k", "warps", "stages"), tile, strict=True))
-            yield f"scores {tile}", lambda r, a, c=chosen: stages.channel_scores(full(r, a, c)), record, call
-        call["scores"] = jax.jit(lambda r, a: stages.channel_scores(full(r, a, base)))(record, call)
+            yield (
+                f"scores {tile}",
+                lambda r, a, c=chosen: chunked_forward.intra_chunk_scores(full(r, a, c)),
+                record,
+                call,
+            )
+        call["scores"] = jax.jit(lambda r, a: chunked_forward.intra_chunk_scores(full(r, a, base)))(record, call)
     for reverse, tile in itertools.product((False, True), TILES["state"]):
         chosen = _with(base, "state", zip(FIELDS, tile, strict=True))
 
         def states(r: Any, a: Any, c: Any = chosen, back: bool = reverse) -> Any:
             left, right = (r.query, r.value) if back else (r.key, r.value)
-            return stages.pass_states(full(r, a, c), left, right, None, dtype=dtype, reverse=back)[:2]
+            return segments_forward.pass_states(full(r, a, c), left, right, None, dtype=dtype, reverse=back)[:2]
 
         yield f"states {'reverse ' if reverse else ''}{tile}", states, record, call
-    made = jax.jit(lambda r, a: stages.pass_states(full(r, a, base), r.key, r.value, None, dtype=dtype)[0])(
+    made = jax.jit(lambda r, a: segments_forward.pass_states(full(r, a, base), r.key, r.value, None, dtype=dtype)[0])(
         record, call
     )
     cotangent = jnp.ones((*record.value.shape[:2], cell.heads, cell.values), record.value.dtype)
@@ -77,14 +88,14 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
         chosen = _with(base, "output", zip(FIELDS, tile, strict=True))
         yield (
             f"outputs {tile}",
-            lambda r, a, s, c=chosen: stages.make_outputs(full(r, a, c), s),
+            lambda r, a, s, c=chosen: chunked_forward.chunk_outputs(full(r, a, c), s),
             record,
             call,
             made,
         )
         yield (
             f"value gradients {tile}",
-            lambda r, a, o, s, c=chosen: stages.value_gradients(full(r, a, c), o, s),
+            lambda r, a, o, s, c=chosen: chunked_backward.value_gradients(full(r, a, c), o, s),
             record,
             call,
             cotangent,
@@ -94,33 +105,33 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
         chosen = _with(base, "gradient", zip(FIELDS, tile, strict=True))
 
         def keys(r: Any, a: Any, o: Any, s: Any, c: Any = chosen) -> Any:
-            return stages.key_gradients(full(r, a, c), o, s, s, gates=gates)
+            return chunked_backward.key_gradients(full(r, a, c), o, s, s, gates=gates)
 
         yield f"key gradients {tile}", keys, record, call, cotangent, made
 
 
 def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
     """The stages of the delta rule's forward pass; outputs also as one walk, which makes states too."""
-    chosen = config.delta_heuristic(record, current_device(), "both")
+    chosen = delta_config.heuristic(record, current_device(), "both")
 
     def call(r: Any, arrays: Any) -> Any:
-        return delta.with_arrays(stages.make_call(r, chosen, chosen.chunk, cumulative=False), arrays)
+        return delta_forward.with_arrays(plan.make_call(r, chosen, chosen.chunk, cumulative=False), arrays)
 
     def inside(r: Any) -> Any:
-        made, full = delta.inside_chunks(r, chosen, chosen.chunk, keep=True)
-        return made, delta.arrays_of(full)
+        made, full = delta_forward.wy_form(r, chosen, chosen.chunk, keep=True)
+        return made, delta_forward.arrays_of(full)
 
     def states(r: Any, made: Any, a: Any) -> Any:
-        return delta.chunk_states(r, call(r, a), made, delta.Segments(None, None))
+        return delta_forward.chunk_states(r, call(r, a), made, delta_forward.SegmentStates(None, None))
 
     def outputs(r: Any, a: Any, value: Any, before: Any) -> Any:
-        return stages.make_outputs(dataclasses.replace(call(r, a), value=value), before)
+        return chunked_forward.chunk_outputs(dataclasses.replace(call(r, a), value=value), before)
 
     def walk(r: Any, made: Any, a: Any, tile: Any = None) -> Any:
-        full = dataclasses.replace(call(r, a), value=made.written)
+        full = dataclasses.replace(call(r, a), value=made.u)
         if tile is not None:
             full = dataclasses.replace(full, config=_with(chosen, "walk", zip(FIELDS[1:], tile, strict=True)))
-        return stages.walk(full, None, correction=made.correction)
+        return chunked_forward.fused_chunk_scan(full, None, w=made.w)
 
     yield "gates and corrections", inside, record
     made, arrays = jax.jit(inside)(record)

@@ -32,7 +32,11 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import collected, interpreting
-from ejkernel_triton.linear_recurrence import config, delta, delta_gradients, stages
+from ejkernel_triton.linear_recurrence import plan
+from ejkernel_triton.linear_recurrence.chunked import forward as chunked_forward
+from ejkernel_triton.linear_recurrence.delta import backward as delta_backward
+from ejkernel_triton.linear_recurrence.delta import config as delta_config
+from ejkernel_triton.linear_recurrence.delta import forward as delta_forward
 from ejkernel_triton.linear_recurrence.spec import state_dtype
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -113,7 +117,7 @@ LARGE = (
 )
 
 
-def variants(case: Case, chosen: config.DeltaPasses, every: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def variants(case: Case, chosen: delta_config.DeltaPasses, every: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name, and what it changes of the configuration; without `every`, nothing.
 
     Each compiles all stages, which is what the time goes to.
@@ -129,33 +133,31 @@ def variants(case: Case, chosen: config.DeltaPasses, every: bool) -> Iterator[tu
         yield "correction_block_k=16", {"correction_block_k": 16}
 
 
-def steps(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, Callable[[], Any]]:
+def steps(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[str, Callable[[], Any]]:
     """Each stage as a function of nothing, whose inputs are those that the stages before it made once."""
     beta: Any = record.beta
-    raw = stages.make_call(record, chosen, chosen.chunk)
+    raw = plan.make_call(record, chosen, chosen.chunk)
 
     def corrected() -> Any:
-        made, call = delta.inside_chunks(record, chosen, chosen.chunk, keep=True)
-        return made, delta.arrays_of(call)
+        made, call = delta_forward.wy_form(record, chosen, chosen.chunk, keep=True)
+        return made, delta_forward.arrays_of(call)
 
     inside = jax.jit(corrected)
     made, arrays = inside()
-    call = delta.with_arrays(raw, arrays)
-    segments = jax.jit(lambda: delta.find_segments(record, call, made, keep=True))
+    call = delta_forward.with_arrays(raw, arrays)
+    segments = jax.jit(lambda: delta_forward.segment_states(record, call, made, keep=True))
     starts = segments()
-    states = jax.jit(lambda: delta.chunk_states(record, call, made, starts))
+    states = jax.jit(lambda: delta_forward.chunk_states(record, call, made, starts))
     before, final, value = states()
-    walked = dataclasses.replace(call, value=made.written)
+    fused = dataclasses.replace(call, value=made.u)
     cotangent = jnp.ones((*record.query.shape[:2], raw.spec.H, raw.spec.V), record.query.dtype)
-    local = jax.jit(lambda: delta_gradients.intra_chunk(call, cotangent))
+    local = jax.jit(lambda: delta_backward.chunk_bwd_dv_local(call, cotangent))
     within = local()
     dtype = state_dtype(record)
-    reverse = jax.jit(
-        lambda: delta_gradients.pass_state_gradients(call, made.correction, cotangent, within, final, dtype)
-    )
-    walk = functools.partial(stages.walk, walked, starts.starts, correction=made.correction)
+    reverse = jax.jit(lambda: delta_backward.pass_state_gradients(call, made.w, cotangent, within, final, dtype))
+    walk = functools.partial(chunked_forward.fused_chunk_scan, fused, starts.starts, w=made.w)
     gone = reverse()
-    solve = jax.jit(lambda: delta_gradients.inverse_gradients(call, beta, made.inverse, gone.dwritten))
+    solve = jax.jit(lambda: delta_backward.inverse_gradients(call, beta, made.inverse, gone.dv_new))
     solved = solve()[1]
     written, pair = dataclasses.replace(raw, value=value), (before, gone.dstates)
     gates = None if record.decay is None else jnp.float32
@@ -163,12 +165,12 @@ def steps(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, Cal
         "corrections": inside,
         "segments": segments,
         "states": states,
-        "outputs": jax.jit(lambda: stages.make_outputs(dataclasses.replace(call, value=value), before)),
+        "outputs": jax.jit(lambda: chunked_forward.chunk_outputs(dataclasses.replace(call, value=value), before)),
         "walk": jax.jit(lambda: walk()),
         "local": local,
         "reverse": reverse,
         "solve": solve,
-        "keys": jax.jit(lambda: delta_gradients.key_gradients(written, beta, cotangent, solved, pair, gates=gates)),
+        "keys": jax.jit(lambda: delta_backward.key_gradients(written, beta, cotangent, solved, pair, gates=gates)),
     }
 
 
@@ -207,17 +209,17 @@ def formula(
         return tuple(map(np.asarray, want)), jax.tree.map(np.asarray, pull(given)[0])
 
 
-def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, float]:
+def errors(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[str, float]:
     """Relative errors of output, final state and gradients against the formula in float64."""
     names = [name for name in FIELDS if getattr(record, name) is not None]
-    shapes = jax.eval_shape(lambda record: delta.forward(record, chosen)[0], record)
+    shapes = jax.eval_shape(lambda record: delta_forward.forward(record, chosen)[0], record)
     random = np.random.default_rng(1)
     cotangent = tuple(jnp.asarray(random.normal(size=x.shape), jnp.float32) for x in shapes)
     want, found = formula(record, names, tuple(map(np.asarray, cotangent)))
 
     @jax.jit
     def run(record: LinearRecurrence, cotangent: Any) -> Any:
-        output, residuals, pocket = delta.forward(record, chosen)
+        output, residuals, pocket = delta_forward.forward(record, chosen)
         start = Pullback(
             record=record,
             residuals=residuals,
@@ -226,7 +228,7 @@ def errors(record: LinearRecurrence, chosen: config.DeltaPasses) -> dict[str, fl
             wanted=frozenset(names),
             pocket=pocket,
         )
-        return output, delta.backward(start, chosen)
+        return output, delta_backward.backward(start, chosen)
 
     output, gradients = run(record, cotangent)
     pairs = {"output": (output[0], want[0]), "final state": (output[1], want[1])}
@@ -241,7 +243,7 @@ def _relative(got: jax.Array, want: np.ndarray) -> float:
 def lines(case: Case, runs: int, every: bool) -> Iterator[tuple[str, ...]]:
     """A line for each variant of a call, of all variants or the default."""
     record = case.record()
-    default = config.delta_heuristic(record, current_device(), "both")
+    default = delta_config.heuristic(record, current_device(), "both")
     for name, changes in variants(case, default, every):
         chosen = dataclasses.replace(default, **changes)
         made = steps(record, chosen)

@@ -15,7 +15,7 @@ from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback
 from ejkernel.types.sparse_masks import LocalMask
 from ejkernel_triton import ahead, launch
-from ejkernel_triton.tiled_attention import tiles
+from ejkernel_triton.tiled_attention import config
 from ejkernel_triton.tiled_attention.backward import backward
 from ejkernel_triton.tiled_attention.forward import forward
 
@@ -67,9 +67,9 @@ def launches(chip, head_size, features, dtype=jnp.bfloat16):
     wanted = frozenset(x for x in ("query", "key", "value", "bias", "softmax_aux") if getattr(record, x) is not None)
 
     def run(record):
-        output, residuals = forward(record, tiles.heuristic(record, device, "forward"))
+        output, residuals = forward(record, config.heuristic(record, device, "forward"))
         saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
-        return backward(saved, tiles.heuristic(record, device, "backward"))
+        return backward(saved, config.heuristic(record, device, "backward"))
 
     with target_device(device), launch.collected() as calls:
         jax.eval_shape(run, record)
@@ -79,7 +79,11 @@ def launches(chip, head_size, features, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(("chip", "head_size"), list(itertools.product(CHIPS, (64, 128, 256))))
 def test_default_tiles_fit_the_chip_and_spill_nothing(chip, head_size):
     calls = launches(chip, head_size, FEATURES["causal"])
-    assert {call.kernel.__name__ for call in calls} == {"forward_kernel", "keys_kernel", "queries_kernel"}
+    assert {call.kernel.__name__ for call in calls} == {
+        "flash_fwd_kernel",
+        "flash_bwd_dkdv_kernel",
+        "flash_bwd_dq_kernel",
+    }
     assert_fits_and_spills_nothing(calls, chip)
 
 
@@ -91,7 +95,7 @@ def test_default_tiles_spill_nothing_where_features_and_float32_take_registers(c
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_feature_at_once_compiles_and_fits(chip):
     calls = launches(chip, 64, FEATURES["everything"])
-    assert "bias_kernel" in {call.kernel.__name__ for call in calls}
+    assert "flash_bwd_dbias_kernel" in {call.kernel.__name__ for call in calls}
     assert_fits(calls, chip)
 
 

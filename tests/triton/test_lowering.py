@@ -15,7 +15,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules import flash_attention, ragged_gated_delta_rule, recurrent_attention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_triton import _compat, launch
-from ejkernel_triton.tiled_attention import tiles
+from ejkernel_triton.tiled_attention import config
 from ejkernel_triton.tiled_attention.forward import forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
@@ -104,7 +104,7 @@ def test_dead_code_elimination_goes_through_a_kernel(monkeypatch):
     _compat.triton_call()
     record = TiledAttention(query=ARRAY, key=ARRAY, value=ARRAY, softmax_scale=0.125)
     with target_device(H200):
-        run = functools.partial(forward, params=tiles.heuristic(record, H200, "forward"))
+        run = functools.partial(forward, params=config.heuristic(record, H200, "forward"))
         traced = jax.make_jaxpr(lambda record: run(record)[0])(record)
     assert any(equation.primitive.name == "triton_kernel_call" for equation in traced.jaxpr.eqns)
     _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])

@@ -20,26 +20,29 @@ from ejkernel.ops.device import target_device
 from ejkernel_triton import chips, paged_attention, selected_attention
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config as grouped
-from ejkernel_triton.linear_recurrence import config as recurrence
-from ejkernel_triton.paged_attention import cascade, config
-from ejkernel_triton.paged_attention.groups import group_of
-from ejkernel_triton.paged_attention.shared_memory import fitted, shared_memory
-from ejkernel_triton.selected_attention import config as selected
-from ejkernel_triton.selected_attention.shared_memory import shared_memory as of_selected
-from ejkernel_triton.tiled_attention import tiles
+from ejkernel_triton.linear_recurrence.delta import config as delta_config
+from ejkernel_triton.paged_attention import config as paged_config
+from ejkernel_triton.paged_attention.config import fitted, group_of, shared_memory
+from ejkernel_triton.paged_attention.plan import prefix_config
+from ejkernel_triton.selected_attention import config as selected_config
+from ejkernel_triton.selected_attention.config import shared_memory as of_selected
+from ejkernel_triton.tiled_attention import config as tiled_config
 
 
 @pytest.mark.parametrize("target", DEVICES)
 def test_paged_attention_fits_or_is_refused(target):
     device, chip = DEVICES[target], chips.named(target)
     for name, record in every_paged_call():
-        if config.too_large(record, device):
+        if paged_config.too_large(record, device):
             # A latent vector of 512 numbers in float32, twice for the queries, is more than 99 KiB hold.
             assert record.latent is not None, name
             assert record.query.dtype == jnp.float32 or record.key_pages.dtype == jnp.float32, name
             assert chip.shared_memory < 128 * 1024, name
             continue
-        for choice in (config.heuristic(record, device, "forward"), *config.candidates(record, device, "forward")):
+        for choice in (
+            paged_config.heuristic(record, device, "forward"),
+            *paged_config.candidates(record, device, "forward"),
+        ):
             assert shared_memory(record, choice, chip) <= chip.shared_memory, (name, choice)
 
 
@@ -50,21 +53,21 @@ def test_a_tile_has_no_more_rows_than_scores_have(heads):
         latent(64, heads, (512, 64), (jnp.float16, jnp.int8)),
         paged(64, heads, (64, 64), (jnp.float32,) * 2),
     ):
-        rows = config.heuristic(record, H200, "forward").block_q * group_of(record, chip_of(H200))
-        assert rows <= config.SCORE_ROWS
+        rows = paged_config.heuristic(record, H200, "forward").block_q * group_of(record, chip_of(H200))
+        assert rows <= paged_config.SCORE_ROWS
 
 
 def test_the_tiles_of_a_shared_prefix_fit():
     record = paged(None, 4, (256, 256), (jnp.float32, jnp.float32))
     for device in DEVICES.values():
         with target_device(device):
-            chosen = cascade.many_rows(record, config.heuristic(record, device, "forward"))
+            chosen = prefix_config(record, paged_config.heuristic(record, device, "forward"))
         assert shared_memory(record, chosen, chip_of(device)) <= chip_of(device).shared_memory
 
 
 def test_a_configuration_that_fits_stays_as_it_is():
     record = paged(None, 8, (128, 128), (jnp.bfloat16, jnp.bfloat16))
-    chosen = config.heuristic(record, H200, "forward")
+    chosen = paged_config.heuristic(record, H200, "forward")
     assert fitted(record, chosen, chip_of(H200)) == chosen
     large = dataclasses.replace(chosen, block_kv=1024)
     assert fitted(record, large, chip_of(H200)).block_kv < 1024
@@ -83,11 +86,11 @@ def test_what_no_tile_fits_is_refused_with_the_sizes():
 def test_the_delta_rule_copies_fewer_chunks_ahead_where_memory_is_short():
     """Heads of 256 asked for 254,472 bytes with three stages, of 232,448 that an H200 has."""
     calls = delta_launches(delta_record("heads", jnp.bfloat16), H200)
-    assert {call.num_stages for call in calls if call.kernel.__name__ == "states_kernel"} == {2}
+    assert {call.num_stages for call in calls if call.kernel.__name__ == "chunk_fwd_h_kernel"} == {2}
     calls = delta_launches(delta_record("heads", jnp.bfloat16, size=128), H200)
-    assert {call.num_stages for call in calls if call.kernel.__name__ == "states_kernel"} == {3}
+    assert {call.num_stages for call in calls if call.kernel.__name__ == "chunk_fwd_h_kernel"} == {3}
     calls = delta_launches(delta_record("heads", jnp.float32), DEVICES["sm_120"])
-    assert {call.num_stages for call in calls if call.kernel.__name__ == "states_kernel"} == {1}
+    assert {call.num_stages for call in calls if call.kernel.__name__ == "chunk_fwd_h_kernel"} == {1}
 
 
 @pytest.mark.parametrize("target", DEVICES)
@@ -95,7 +98,7 @@ def test_the_delta_rule_copies_fewer_chunks_ahead_where_memory_is_short():
 def test_candidates_of_the_delta_rule_hold_a_state_and_a_chunk(target, dtype):
     record, memory = delta_record("heads", dtype), chips.named(target).shared_memory
     size, parts = dtype.dtype.itemsize, 2 if dtype == jnp.float32 and target != "gfx942" else 1
-    for choice in recurrence.delta_candidates(record, DEVICES[target], "forward"):
+    for choice in delta_config.candidates(record, DEVICES[target], "forward"):
         columns = max(choice.state_block_v, choice.reverse_block_v)
         assert 256 * (parts * columns + choice.chunk) * size <= memory, choice
 
@@ -135,12 +138,12 @@ def test_selected_attention_fits_or_is_refused(target):
     device, chip = DEVICES[target], chips.named(target)
     for heads, size, dtype in itertools.product((1, 4, 16, 48, 64), (64, 128, 256), (jnp.float32, jnp.bfloat16)):
         record = selected_record(heads, size, dtype)
-        if selected.too_large(record, device):
+        if selected_config.too_large(record, device):
             assert dtype == jnp.float32
             assert heads >= 48
             continue
         for direction in ("forward", "backward"):
-            for choice in selected.candidates(record, device, direction):
+            for choice in selected_config.candidates(record, device, direction):
                 assert of_selected(record, choice, chip) <= chip.shared_memory, (heads, size, dtype, choice)
 
 
@@ -158,9 +161,10 @@ def test_candidates_with_a_bias_have_room_for_its_tiles(dtype):
     record = TiledAttention(
         query=array, key=array, value=array, softmax_scale=0.1, bias=SHAPE((1, 4, length, length), dtype)
     )
-    sizes = {(x.block_q, x.block_kv) for x in tiles.candidates(record, H200, "forward")}
+    sizes = {(x.block_q, x.block_kv) for x in tiled_config.candidates(record, H200, "forward")}
     assert (64, 64) in sizes
     assert (128, 128) not in sizes
     assert (128, 128) in {
-        (x.block_q, x.block_kv) for x in tiles.candidates(dataclasses.replace(record, bias=None), H200, "forward")
+        (x.block_q, x.block_kv)
+        for x in tiled_config.candidates(dataclasses.replace(record, bias=None), H200, "forward")
     }

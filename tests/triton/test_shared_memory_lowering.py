@@ -11,9 +11,9 @@ from shared_memory_grid import DEVICES, latent, paged
 
 from ejkernel.ops.device import target_device
 from ejkernel_triton import ahead, chips, launch
-from ejkernel_triton.paged_attention import config
+from ejkernel_triton.paged_attention import config as paged_config
+from ejkernel_triton.paged_attention.config import shared_memory
 from ejkernel_triton.paged_attention.forward import forward
-from ejkernel_triton.paged_attention.shared_memory import shared_memory
 
 F32, BF16, F16, I8 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8
 FEATURES = {"logits_soft_cap": 30.0, "sliding_window": (100, 0)}
@@ -38,10 +38,10 @@ PAGED = {
 @pytest.mark.parametrize("name", PAGED)
 def test_paged_attention_takes_what_its_bound_says(name, target):
     record, device, chip = PAGED[name], DEVICES[target], chips.named(target)
-    chosen = config.heuristic(record, device, "forward")
+    chosen = paged_config.heuristic(record, device, "forward")
     with target_device(device), launch.collected() as calls:
         jax.eval_shape(lambda record: forward(record, chosen), record)
-    (call,) = (call for call in calls if call.kernel.__name__ == "paged_kernel")
+    (call,) = (call for call in calls if call.kernel.__name__ == "paged_attention_kernel")
     took, bound = ahead.shared_memory(call, target), shared_memory(record, chosen, chip)
     assert took <= bound <= chip.shared_memory
 
@@ -52,7 +52,7 @@ def test_paged_attention_takes_what_its_bound_says(name, target):
 def test_the_delta_rule_fits_with_heads_of_256(gates, dtype, target):
     calls = delta_launches(delta_record(gates, dtype), DEVICES[target])
     # Those that hold all key channels of a state.
-    of_states = [call for call in calls if call.kernel.__name__ in ("states_kernel", "state_gradients_kernel")]
+    of_states = [call for call in calls if call.kernel.__name__ in ("chunk_fwd_h_kernel", "chunk_bwd_dhu_kernel")]
     took = {call.kernel.__name__: ahead.shared_memory(call, target) for call in of_states}
     assert len(took) == 2
     assert max(took.values()) <= chips.named(target).shared_memory, took

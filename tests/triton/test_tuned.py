@@ -13,9 +13,9 @@ from ejkernel.ops.config.key import schema_hash
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_triton.tiled_attention import implementations, tiles
+from ejkernel_triton.tiled_attention import config, implementations
 
-PARTS = {"forward": tiles.TritonForward, "backward": tiles.TritonBackward}
+PARTS = {"forward": config.TritonForward, "backward": config.TritonBackward}
 FILES = sorted(importlib.resources.files("ejkernel_triton").joinpath("tuned").glob("*/flash_attention.json"))
 
 
@@ -28,7 +28,7 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
         assert (implementation, device.replace(" ", "_")) == ("triton", file.parent.name)
         assert schema == schema_hash(PARTS[direction])
         part = as_part(entry, PARTS[direction], key)
-        tiles.forward_tile(part) if direction == "forward" else tiles.backward_tiles(part)
+        config.forward_tile(part) if direction == "forward" else config.backward_tiles(part)
         kinds[direction].add(kind)
     assert kinds["forward"] == kinds["backward"] != set()
 
@@ -61,7 +61,7 @@ def test_entries_have_the_tiles_that_were_measured():
         sizes = [first.block_q, first.block_kv, first.num_warps, first.num_stages]
         if direction == "backward":
             sizes += [part.dq.block_q, part.dq.block_kv, part.dq.num_stages]
-            assert part.dq.num_warps == tiles.warps_for_queries(part.dq.block_q, part.dq.block_kv)
+            assert part.dq.num_warps == config.warps_for_queries(part.dq.block_q, part.dq.block_kv)
         lines.append(f"{direction} {kind}: {' '.join(map(str, sizes))} {entry.seconds} {entry.measured_at}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
     assert digest == "651ba0fbf60667f88f8ec539055f4cffeb61c2f3bce4282defcb0c0641ab9aba"

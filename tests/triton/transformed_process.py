@@ -11,7 +11,7 @@ from ejkernel.modules import FlashAttentionConfig, blocksparse_attention, flash_
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask
 from ejkernel_triton import interpreter
-from ejkernel_triton.tiled_attention.tiles import GradientTile, TritonBackward, TritonForward
+from ejkernel_triton.tiled_attention.config import GradientTile, TritonBackward, TritonForward
 
 SPEC = PartitionSpec("rows", None, "heads", None)
 

@@ -77,8 +77,8 @@ def _name_and_platform(implementation):
 
 
 def run_interpreted(script, **variables):
-    """What a script beside this one prints where kernels are interpreted."""
-    ran = _run([Path(__file__).with_name(script)], **variables)
+    """What a script of this folder, named by its path in it, prints where kernels are interpreted."""
+    ran = _run([Path(__file__).parent / script], **variables)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout
 

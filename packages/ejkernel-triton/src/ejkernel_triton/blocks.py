@@ -1,5 +1,3 @@
-# pyright: basic, reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false
 """Device helpers that any family's kernels use: tiles in and out of memory, products, program ids, powers of two, and
 where decode steps have their sequences and states.
 
@@ -75,7 +73,7 @@ def store_tile(
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
-    # Always with a predicate: stores are few beside loads.
+    # Always with a predicate: stores are few next to loads.
     valid = (start + rows < LENGTH)[:, None] & (columns < WIDTH)[None, :]
     tl.store(at, tile.to(base.dtype.element_ty), mask=valid)
 
@@ -167,7 +165,7 @@ def round_bfloat16(x):
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
-    """tanh, by NVIDIA's approximate instruction if FAST: 11 bits, enough beside operands of 16 bits."""
+    """tanh, by NVIDIA's approximate instruction if FAST: 11 bits, enough next to operands of 16 bits."""
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -214,7 +212,7 @@ def zero_outputs(
     """Writes 0 to a sequence's share of the outputs of tokens of none, in columns below WIDTH.
 
     The output's memory is not initialised. The programs of all sequences share those tokens, which lie before the first
-    sequence and behind the last; rows of the output are STRIDE apart.
+    sequence and after the last; rows of the output are STRIDE apart.
     """
     zeros = tl.zeros_like(columns).to(output.dtype.element_ty)
     before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + SEQUENCES).to(tl.int64)

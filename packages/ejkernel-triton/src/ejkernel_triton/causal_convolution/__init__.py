@@ -9,7 +9,7 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     if not record.x.size:
         yield "an array is empty"
 
@@ -19,8 +19,8 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         triton_implementation(
             "causal_convolution",
-            forward="causal_convolution.passes:forward",
-            backward="causal_convolution.passes:backward",
+            forward="causal_convolution.forward:forward",
+            backward="causal_convolution.backward:backward",
             gradients=frozenset({"x", "weight", "bias", "initial_state"}),
             requires=triton_requires(
                 head_dims=range(2, 9), handles={"bias", "initial_state", "cu_seqlens", "activation"}, extra=_reasons

@@ -8,6 +8,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class ConvolutionBackward:
 
 
 RESIDENT = 7
-"""Programs of the backward pass a multiprocessor from which on longer walks are faster; it holds eight."""
+"""Programs of the backward pass a multiprocessor from which on longer scans are faster; it holds eight."""
 
 FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
 """Fields of the public configuration and what they set here."""
@@ -65,9 +66,9 @@ def heuristic(
     tokens = record.x.shape[1]
     if direction == "backward":
         block_t, blocks = _fitting(tokens, 4), 2 if interpreting() else 128
-        programs = record.x.shape[0] * -(-record.x.shape[2] // block_c)
-        # Longer walks read fewer halos and leave fewer partial sums, where there are programs enough without them.
-        while blocks > 4 and programs * -(-tokens // (block_t * blocks)) < RESIDENT * chip_of(device).multiprocessors:
+        programs = record.x.shape[0] * ceil_div(record.x.shape[2], block_c)
+        # Longer scans read fewer halos and leave fewer partial sums, where there are programs enough without them.
+        while blocks > 4 and programs * ceil_div(tokens, block_t * blocks) < RESIDENT * chip_of(device).multiprocessors:
             blocks //= 2
         return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps, num_stages=4)
     return ConvolutionForward(block_t=8 if interpreting() else _fitting(tokens, 16), block_c=block_c, num_warps=warps)

@@ -12,7 +12,7 @@ MOST_EXPERTS = 1024
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     tokens, experts = record.logits.shape
     if not tokens:
         yield "an array is empty"
@@ -25,7 +25,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         triton_implementation(
             "expert_routing",
-            forward="expert_routing.passes:forward",
+            forward="expert_routing.forward:forward",
             requires=triton_requires(handles=(), extra=_reasons),
             config=ConfigSpace(
                 forward=config.RoutingTiles,

@@ -10,7 +10,7 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     rows = record.lhs if record.indices is None else record.indices
     if not (record.lhs.size and rows.shape[0]):
         yield "an array is empty"
@@ -23,7 +23,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         triton_implementation(
             "gated_grouped_matmul",
-            forward="gated_grouped_matmul.passes:forward",
+            forward="gated_grouped_matmul.forward:forward",
             requires=triton_requires(handles=("indices", "activation", "precision"), extra=_reasons),
             config=ConfigSpace(
                 forward=config.GatedTiles,

@@ -14,7 +14,7 @@ from ejkernel_triton.launch import Shape, interpreting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedTiles:
-    """Configuration of `gated_kernel`.
+    """Configuration of `gated_grouped_gemm_kernel`.
 
     Attributes:
         block_m: Rows of a tile.

@@ -9,7 +9,7 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     if not (record.rows.size and record.indices.size and record.inverse.size):
         yield "an array is empty"
 
@@ -19,8 +19,8 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         triton_implementation(
             "gather_reduce",
-            forward="gather_reduce.passes:forward",
-            backward="gather_reduce.passes:backward",
+            forward="gather_reduce.forward:forward",
+            backward="gather_reduce.backward:backward",
             gradients=frozenset({"rows", "weights"}),
             requires=triton_requires(handles={"weights"}, extra=_reasons),
             config=ConfigSpace(

@@ -25,7 +25,7 @@ LARGEST = 2**31 - 1
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     rows, contracted = record.lhs.shape
     if not (rows and contracted):
         yield "lhs is empty"

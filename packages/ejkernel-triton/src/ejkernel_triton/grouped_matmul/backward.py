@@ -17,6 +17,7 @@ from ejkernel_triton.grouped_matmul.config import BAND, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import gradient_of_lhs
 from ejkernel_triton.grouped_matmul.spec import GroupedMatricesSpec, dot_precision, operand_dtype, scaled_rows, widens
 from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.sizes import ceil_div
 
 
 def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
@@ -77,15 +78,15 @@ def _matrix_gradients(
 
 def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, dtype: Any) -> jax.Array:
     """Sums of lhs_i^T do_i over the rows of each group, as the matrices lie."""
-    from ejkernel_triton.grouped_matmul.matrices_kernel import matrices_kernel
+    from ejkernel_triton.grouped_matmul.kernels.grouped_gemm_drhs import grouped_gemm_drhs_kernel
 
     operand = operand_dtype(record, cotangent.dtype)
     pair = record.lhs.astype(operand), cotangent.astype(operand)
     left, right = pair[::-1] if record.transpose_rhs else pair
     spec = _spec(record, (left, right), (config.rhs_block_m, config.rhs_block_n, config.rhs_block_k))
-    tiles = -(-spec.HEIGHT // spec.BLOCK_P) * -(-spec.WIDTH // spec.BLOCK_Q)
+    tiles = ceil_div(spec.HEIGHT, spec.BLOCK_P) * ceil_div(spec.WIDTH, spec.BLOCK_Q)
     (sums,) = launch(
-        matrices_kernel,
+        grouped_gemm_drhs_kernel,
         (left[None], right[None], _bounds(record)),
         (Shape((1, *record.rhs.shape), dtype),),
         batch=1,
@@ -99,15 +100,15 @@ def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBac
 
 def _bias_sums(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
     """Sums of the cotangent over the rows of each group, [E, 1, N] float32."""
-    from ejkernel_triton.grouped_matmul.matrices_kernel import bias_kernel
+    from ejkernel_triton.grouped_matmul.kernels.grouped_dbias import grouped_dbias_kernel
 
     spec = _spec(record, (cotangent, cotangent), (16, 128, 32))
     (sums,) = launch(
-        bias_kernel,
+        grouped_dbias_kernel,
         (cotangent[None], _bounds(record)),
         (Shape((1, spec.MATRICES, 1, spec.WIDTH), jnp.float32),),
         batch=1,
-        grid=spec.MATRICES * -(-spec.WIDTH // spec.BLOCK_Q),
+        grid=spec.MATRICES * ceil_div(spec.WIDTH, spec.BLOCK_Q),
         num_warps=4,
         num_stages=2,
         constants={"spec": spec},

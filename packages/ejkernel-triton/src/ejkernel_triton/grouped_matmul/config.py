@@ -17,7 +17,7 @@ from ejkernel_triton.launch import interpreting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedForward:
-    """Configuration of `rows_kernel`, whose programs make tiles of the output's rows.
+    """Configuration of `grouped_gemm_kernel`, whose programs make tiles of the output's rows.
 
     Attributes:
         block_m: Rows of a tile.
@@ -105,7 +105,7 @@ MATRIX_TILES = (
     TileChoice(128, 128, 64, 4, 3),
     TileChoice(256, 128, 64, 8, 3),
 )
-"""Tiles of `matrices_kernel`."""
+"""Tiles of `grouped_gemm_drhs_kernel`."""
 FLOAT8_TILES = (
     TileChoice(128, 128, 128, 8, 4),
     TileChoice(128, 128, 128, 8, 3),
@@ -158,7 +158,7 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
 
 
 def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple[TileChoice, ...]:
-    """Tiles of `rows_kernel` for operands of 16 and 32 bits."""
+    """Tiles of `grouped_gemm_kernel` for operands of 16 and 32 bits."""
     adds = record.existing_out is not None or record.rhs_bias is not None
     adds = direction == "forward" and (adds or (_is_wide_output(record) and chip.architecture != "hopper"))
     height = _height(record)
@@ -214,7 +214,7 @@ def _warps(record: GroupedMatmul) -> int:
 
 
 def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
-    """Tiles of `matrices_kernel`."""
+    """Tiles of `grouped_gemm_drhs_kernel`."""
     if _wide(record, "backward"):
         tiles = (TileChoice(64, 64, 32, _warps(record), 3), TileChoice(64, 128, 32, 8, 3))
     elif chip.architecture not in ("hopper", "blackwell"):

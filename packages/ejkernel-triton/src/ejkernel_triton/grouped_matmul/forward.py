@@ -132,11 +132,11 @@ def multiply(
     Returns:
         [M, COLUMNS].
     """
-    from ejkernel_triton.grouped_matmul.rows_kernel import rows_kernel
+    from ejkernel_triton.grouped_matmul.kernels.grouped_gemm import grouped_gemm_kernel
 
     scale = _floats(record.rhs_scale)
     (output,) = launch(
-        rows_kernel,
+        grouped_gemm_kernel,
         (
             rows[None],
             record.rhs[None],

@@ -17,7 +17,7 @@ from ejkernel_triton.launch import interpreting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedRowsSpec:
-    """Constants of `rows_kernel`: M rows, C contracted elements, N columns.
+    """Constants of `grouped_gemm_kernel`: M rows, C contracted elements, N columns.
 
     Attributes:
         ROWS: M.

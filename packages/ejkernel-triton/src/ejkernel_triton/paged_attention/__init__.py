@@ -5,9 +5,8 @@ from typing import Any
 
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.ops.device import DeviceInfo, current_device
-from ejkernel.ops.params import Direction
-from ejkernel_triton.paged_attention import config
+from ejkernel.ops.device import current_device
+from ejkernel_triton.paged_attention import config, latent
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLES = frozenset(
@@ -30,16 +29,11 @@ HANDLES = frozenset(
 )
 """Optional fields that the kernels honour."""
 
-LATENT_HANDLES = frozenset(
-    {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
-)
-"""Optional fields that the records of `mla_decode` can have."""
-
 CACHES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     arrays = (record.query, record.key_pages, record.kv_lens, record.value_pages)
     if not all(array.size for array in arrays if array is not None):
         yield "an array is empty"
@@ -58,21 +52,6 @@ def _reasons(record: Any) -> Iterable[str]:
         yield too_large
 
 
-def _latent_reasons(record: Any) -> Iterable[str]:
-    """Why a record of `mla_decode` is refused, where `Requires` has no word for it."""
-    if not (record.query.size and record.key.size):
-        yield "an array is empty"
-        return
-    if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):
-        yield f"rows of {record.key.shape[-1]} are more than 512 of the latent vector and 128 behind it"
-        return
-    # Imported with the first call: listing implementations imports no family.
-    from ejkernel_triton.paged_attention import latent_decode
-
-    if too_large := latent_decode.too_large(record, current_device()):
-        yield too_large
-
-
 def implementations() -> tuple[Implementation, ...]:
     """The family's, and one of the dense latent cache; for the CPU too where Triton's interpreter is switched on."""
     return (
@@ -87,32 +66,5 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
             ),
         ),
-        triton_implementation(
-            "tiled_attention",
-            only=frozenset({"mla_decode"}),
-            name="triton_latent",
-            forward="paged_attention.latent_decode:forward",
-            requires=triton_requires(head_dims=range(1, 641), handles=LATENT_HANDLES, extra=_latent_reasons),
-            config=ConfigSpace(
-                forward=config.PagedForward,
-                faces=config.FACES,
-                heuristic=_latent_heuristic,
-                candidates=_latent_candidates,
-            ),
-            priority=20,
-            cases="ejkernel_triton.paged_attention.latent_cases:wide_cases",
-        ),
+        *latent.implementations(),
     )
-
-
-def _latent_heuristic(record: Any, device: DeviceInfo, direction: Direction) -> config.PagedForward:
-    # Imported with the first call: listing implementations imports no family.
-    from ejkernel_triton.paged_attention import latent_decode
-
-    return latent_decode.heuristic(record, device, direction)
-
-
-def _latent_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[config.PagedForward, ...]:
-    from ejkernel_triton.paged_attention import latent_decode
-
-    return latent_decode.candidates(record, device, direction)

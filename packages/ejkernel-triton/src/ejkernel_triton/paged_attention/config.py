@@ -1,16 +1,23 @@
-"""Tile sizes and launch parameters of the paged-attention kernels."""
+"""Tile sizes and launch parameters of the paged-attention kernels, and the tiles that shared memory holds.
+
+Triton's compiler decides how much shared memory a kernel takes; `shared_memory` is an upper bound of what its versions
+3.6 and 3.9 take, which a test compares with them. While keys are read there are the queries, the tiles of keys and
+values that copies fill, what products need in another dtype, and the weights. Later the accumulator passes through on
+its way to the threads that store it.
+"""
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
+from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.paged_attention.groups import group_of
-from ejkernel_triton.paged_attention.shared_memory import fits, fitted, shared_memory
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.sizes import ceil_div, padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,51 @@ cache, the fastest on an H200 first."""
 
 PROGRAMS_PER_SM = 2
 """Programs that a multiprocessor's registers hold at once."""
+
+HEADS, LATENT_HEADS, FLOAT32_LATENT_HEADS = 128, 64, 16
+"""Most query heads of one KV head in a tile. Accumulators of 128 heads and 512 latent columns would fill the registers
+of a multiprocessor. Two programs of 64 heads each read the same keys at about the same time, once from HBM."""
+
+FLOAT32_QUERIES = 8 * KIBI
+"""Most elements of a tile of float32 queries, of which shared memory holds two parts."""
+
+MIN_TILE = 16
+"""Smallest side of a tile that `tl.dot` takes."""
+
+WGMMA_ROWS, WGMMA_WARPS = 64, 4
+"""Rows and warps from which on Hopper's products read shared memory, which then holds every stage."""
+
+BARRIERS = KIBI
+"""Bytes for the barriers of copies, and for maxima and sums that cross warps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileShape:
+    """What the shared memory of a program follows from.
+
+    Attributes:
+        rows: Rows of scores.
+        keys: Keys of a tile.
+        query_columns: Padded columns of queries, and of keys.
+        read_columns: Padded columns that are read of a key, those of its value included.
+        value_columns: Padded columns of the accumulator.
+        stored: Bytes of an element of the cache.
+        operand: Bytes of an element of the products' operands.
+        converted: Whether operands are other numbers than those of the cache.
+        warps: Warps of a program.
+        stages: Pipeline stages.
+    """
+
+    rows: int
+    keys: int
+    query_columns: int
+    read_columns: int
+    value_columns: int
+    stored: int
+    operand: int
+    converted: bool
+    warps: int
+    stages: int
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
@@ -134,7 +186,7 @@ def _is_wide(record: PagedAttention) -> bool:
 
 def _average_query_rows(record: PagedAttention) -> int:
     """Query rows of a sequence."""
-    return 1 if record.query_start is None else -(-record.query.shape[0] // max(1, record.kv_lens.shape[0]))
+    return 1 if record.query_start is None else ceil_div(record.query.shape[0], max(1, record.kv_lens.shape[0]))
 
 
 def _score_rows(record: PagedAttention, device: DeviceInfo) -> int:
@@ -160,3 +212,107 @@ def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int
         num_warps=warps,
         num_stages=stages,
     )
+
+
+def group_of(record: PagedAttention, chip: Chip) -> int:
+    """Query heads of one KV head in a tile: all of them, or an even part where they are too many for the chip."""
+    group = record.query.shape[1] // paged_cache.kv_heads(record)
+    most = _most_heads(record, chip)
+    return next(group // parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= most)
+
+
+def _most_heads(record: PagedAttention, chip: Chip) -> int:
+    wide = max(record.query.dtype.itemsize, record.key_pages.dtype.itemsize) > 2
+    if record.latent is not None:
+        most = FLOAT32_LATENT_HEADS if wide else LATENT_HEADS
+    else:
+        most = min(HEADS, max(16, FLOAT32_QUERIES // padded(record.query.shape[-1]))) if wide else HEADS
+    if chip.vendor == "amd":
+        return most
+    # The accumulator passes through shared memory in float32, of as many heads as a power of two.
+    held = (chip.shared_memory - KIBI) // (4 * padded(paged_cache.value_size(record)))
+    return min(most, 1 << (held.bit_length() - 1))
+
+
+def shared_memory(record: PagedAttention, config: Any, chip: Chip) -> int:
+    """The most bytes of shared memory that a program of the kernel takes.
+
+    Args:
+        record: The canonical arguments.
+        config: Its `PagedForward`.
+        chip: What it runs on.
+    """
+    shape = _shape(record, config, chip)
+    return _on_amd(shape) if chip.vendor == "amd" else _on_nvidia(shape, chip)
+
+
+def fits(record: PagedAttention, config: Any, chip: Chip) -> bool:
+    """Whether a chip holds a program of the kernel."""
+    return shared_memory(record, config, chip) <= chip.shared_memory
+
+
+def fitted(record: PagedAttention, config: Any, chip: Chip) -> Any:
+    """The configuration, with fewer stages, rows and keys until the chip holds it; the smallest where none fits."""
+    while not fits(record, config, chip):
+        rows = padded(config.block_q * group_of(record, chip), MIN_TILE)
+        if config.num_stages > 2:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+        elif config.block_q > 1 and rows > 2 * MIN_TILE:
+            config = dataclasses.replace(config, block_q=config.block_q // 2)
+        elif config.block_kv > MIN_TILE:
+            config = dataclasses.replace(config, block_kv=config.block_kv // 2)
+        elif config.block_q > 1:
+            config = dataclasses.replace(config, block_q=config.block_q // 2)
+        elif config.num_stages > 1:
+            config = dataclasses.replace(config, num_stages=1)
+        else:
+            return config
+    return config
+
+
+def _shape(record: PagedAttention, config: Any, chip: Chip) -> TileShape:
+    size, values = record.query.shape[-1], padded(paged_cache.value_size(record), MIN_TILE)
+    latent = 0 if record.latent is None else record.latent[0]
+    columns = padded(latent, MIN_TILE) + padded(size - latent, MIN_TILE) if latent else padded(size, MIN_TILE)
+    query, stored = record.query.dtype.itemsize, record.key_pages.dtype.itemsize
+    operand = query if stored == 1 else max(query, stored)
+    rounded = 0 if record.compute_dtype is None else jnp.dtype(record.compute_dtype).itemsize
+    return TileShape(
+        rows=padded(config.block_q * group_of(record, chip), MIN_TILE),
+        keys=config.block_kv,
+        query_columns=columns,
+        # A latent vector is key and value.
+        read_columns=columns if latent else columns + values,
+        value_columns=padded(latent, MIN_TILE) if latent else values,
+        stored=stored,
+        operand=max(operand, rounded),
+        converted=stored < operand or rounded > 0,
+        warps=config.num_warps,
+        stages=config.num_stages,
+    )
+
+
+def _on_nvidia(shape: TileShape, chip: Chip) -> int:
+    wide, parts = shape.operand > 2, 2 if shape.operand > 2 else 1  # float32 is multiplied in two parts
+    unit = chip.architecture in ("hopper", "blackwell")
+    wgmma = unit and shape.rows >= WGMMA_ROWS and shape.warps >= WGMMA_WARPS
+    # Elsewhere the last stage goes to registers.
+    buffers, tile = shape.stages if wgmma else shape.stages - 1, shape.keys * shape.read_columns
+    weights = parts * shape.rows * shape.keys * shape.operand
+    if buffers > 0:
+        converted = shape.converted or (wide and wgmma)
+        loop = (buffers * shape.stored + shape.operand * converted) * tile + weights
+    else:
+        # Tiles pass through on their way from the threads that load them to those that multiply them.
+        loop = max(weights, shape.keys * (shape.query_columns + shape.value_columns) * shape.operand)
+    queries = parts * shape.rows * shape.query_columns * shape.operand
+    return max(queries + loop, 4 * shape.rows * shape.value_columns) + BARRIERS
+
+
+def _on_amd(shape: TileShape) -> int:
+    """The same on CDNA, where registers hold the queries, and the weights of 16 rows of 16 bits too."""
+    copied = (shape.stages - 1) * shape.keys * shape.read_columns * shape.stored
+    if shape.rows > MIN_TILE or shape.operand > 2:
+        copied += shape.rows * shape.keys * shape.operand
+    # Rounded before it passes through.
+    return max(copied, shape.operand * shape.rows * shape.value_columns)

@@ -1,23 +1,19 @@
 """Forward pass of paged attention in Triton."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import Rotary, rotary_of
-from ejkernel.families.paged_attention.work import Deal, Work, deal, find_work
+from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.paged_attention import cascade
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec, padded
-from ejkernel_triton.paged_attention.write import write
-
-FIELDS = 9
-"""Fields of an entry of the work list; `paged_tile` names them."""
-
-MAX_PLANNED = 8192
-"""Entries or sequences that one program can plan; XLA plans more."""
+from ejkernel_triton.paged_attention.plan import plan_work, prefix_config, spec_of_work, split_prefix
+from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, strides_of
+from ejkernel_triton.sizes import padded_for_dot
 
 MERGED_NUMBERS = 2048
 """Numbers that a program of one warp merges at once: slots of a row times their values."""
@@ -35,13 +31,13 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
         residuals.
     """
     if record.shared_prefix is not None:
-        prefix, suffix = cascade.split(record)
-        parts = (attend_pages(prefix, cascade.many_rows(prefix, config), None), attend_pages(suffix, config, None))
-        return cascade.merged(*parts), None
+        prefix, suffix = split_prefix(record)
+        parts = (attend_pages(prefix, prefix_config(prefix, config), None), attend_pages(suffix, config, None))
+        return merge_prefix(*parts), None
     rotary = rotary_of(record)
-    spec = _spec(record, config, rotary)
-    plan = _plan(record, spec, config)
-    record, pages = write(record, plan[0], config.block_q)
+    spec = spec_of_work(record, config, rotary)
+    plan = plan_work(record, spec, config)
+    record, pages = write_cache(record, plan[0], config.block_q)
     output, lse = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, plan, config))
     return (output, lse, *pages), None
 
@@ -54,15 +50,8 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
         config: Tile sizes, programs, warps and stages.
         rotary: Rotary columns of a latent record.
     """
-    spec = _spec(record, config, rotary)
-    return _zero_outside_sequences(record, *_attend(record, rotary, spec, _plan(record, spec, config), config))
-
-
-def _spec(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> PagedSpec:
-    sequences = record.kv_lens.shape[0]
-    # The most entries that these rows can make: each sequence may have one tile that is not full.
-    tiles = record.query.shape[0] // config.block_q + sequences
-    return make_spec(record, config, sequences if record.query_start is None else tiles, rotary)
+    spec = spec_of_work(record, config, rotary)
+    return _zero_outside_sequences(record, *_attend(record, rotary, spec, plan_work(record, spec, config), config))
 
 
 def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -76,44 +65,6 @@ def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.
     return jnp.where(in_sequence[:, None, None], output, 0), jnp.where(in_sequence[:, None], lse, -jnp.inf)
 
 
-def _plan(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
-    """The work list as the kernels read it, [W, fields], and where programs begin, [P + 1, 2]; see `plan_kernel`."""
-    if max(spec.ENTRIES, spec.SEQUENCES) > MAX_PLANNED:
-        work = find_work(record, config.block_q)
-        schedule = deal(work, config.block_kv, spec.HK, config.num_programs)
-        return _entries(work, schedule), _shares(schedule)
-    from ejkernel_triton.paged_attention.plan_kernel import plan_kernel
-
-    given = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.live_sequences(record))
-    ints = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in given]
-    shapes = (Shape((1, spec.ENTRIES, FIELDS), jnp.int32), Shape((1, spec.PROGRAMS + 1, 2), jnp.int32))
-    blocks = {"SEQUENCE_BLOCK": spec.SEQUENCES, "ENTRY_BLOCK": spec.ENTRIES, "PROGRAM_BLOCK": spec.PROGRAMS}
-    constants = {name: padded(size) for name, size in blocks.items()}
-    work, shares = launch(
-        plan_kernel,
-        ints,
-        shapes,
-        batch=1,
-        grid=1,
-        num_warps=4 if max(constants.values()) <= 1024 else 16,
-        num_stages=1,
-        constants={"spec": spec, **constants},
-    )
-    return work[0], shares[0]
-
-
-def _entries(work: Work, schedule: Deal) -> jax.Array:
-    """The work list, computed by XLA."""
-    fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
-    return jnp.stack((*fields, schedule.start, schedule.tiles), axis=1)
-
-
-def _shares(schedule: Deal) -> jax.Array:
-    """Where programs begin and, last, the size of a share and of all."""
-    rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
-    return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
-
-
 def _attend(
     record: PagedAttention,
     rotary: Rotary | None,
@@ -122,8 +73,8 @@ def _attend(
     config: PagedForward,
 ) -> tuple[jax.Array, jax.Array]:
     """Output and lse of the rows that are in the work list."""
-    from ejkernel_triton.paged_attention.combine_kernel import combine_kernel
-    from ejkernel_triton.paged_attention.paged_kernel import paged_kernel
+    from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
+    from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
 
     # The first axis is rows of the batch, of which `jax.vmap` makes more.
     row = jax.tree.map(lambda x: x[None], record)
@@ -133,7 +84,7 @@ def _attend(
     values = record.key_pages if record.value_pages is None else record.value_pages
     values = values if rotary is None else rotary.rows
     work, shares = plan
-    # Split-KV: two slots a program, whatever the lengths; see `paged_kernel`.
+    # Split-KV: two slots a program, whatever the lengths; see `paged_attention_kernel`.
     slots, part = 2 * spec.PROGRAMS * spec.SPLITS, spec.BV + (spec.BR if spec.TAIL else 0)
     shapes: tuple[Shape | int, ...] = (
         Shape((1, rows, heads, spec.DV), record.query.dtype),
@@ -143,7 +94,7 @@ def _attend(
         Shape((1, slots, spec.M), jnp.float32),
     )
     output, lse, parts, maxima, sums = launch(
-        paged_kernel,
+        paged_attention_kernel,
         (row.query, row.key_pages, values[None], tables, work[None], shares[None], sinks, slopes, row.qq_bias),
         shapes,
         batch=1,
@@ -155,7 +106,7 @@ def _attend(
     # Writes into the memory of output and lse (inputs 6 and 7), and only rows of split items. One warp: a program has
     # one row of a tile of scores.
     output, lse = launch(
-        combine_kernel,
+        split_combine_kernel,
         (parts, maxima, sums, work[None], shares[None], sinks, output, lse),
         (6, 7),
         batch=1,
@@ -165,3 +116,84 @@ def _attend(
         constants={"spec": spec, "PARTS": max(2, min(16, MERGED_NUMBERS // spec.BV))},
     )
     return output[0], lse[0]
+
+
+def merge_prefix(
+    prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, Dv] and lse [T, H] over the keys of both."""
+    parts = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix)]
+    output, lse = merge(*parts)
+    return output[0].astype(suffix[0].dtype), lse[0].T
+
+
+def write_cache(record: PagedAttention, work: jax.Array, block_q: int) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
+    """The record with its new tokens in its pages, and those pages; as `paged_cache.write`.
+
+    Args:
+        record: The record.
+        work: Its work list, [W, fields].
+        block_q: Most query rows of an entry.
+    """
+    if record.new_keys is None or record.block_tables is None:
+        return paged_cache.write(record)
+    keys, values = record.new_keys, record.new_values
+    if record.value_pages is None:  # a combined cache, or a latent one
+        pages = (_write_one(record, keys, values, record.key_pages, work, block_q),)
+        written = dataclasses.replace(record, key_pages=pages[0], new_keys=None, new_values=None)
+        return written, pages
+    assert values is not None
+    pages = (
+        _write_one(record, keys, None, record.key_pages, work, block_q),
+        _write_one(record, values, None, record.value_pages, work, block_q),
+    )
+    written = dataclasses.replace(record, key_pages=pages[0], value_pages=pages[1], new_keys=None, new_values=None)
+    return written, pages
+
+
+def _write_one(
+    record: PagedAttention,
+    keys: jax.Array,
+    values: jax.Array | None,
+    pages: jax.Array,
+    work: jax.Array,
+    block_q: int,
+) -> jax.Array:
+    """One array of the cache with the tokens in it."""
+    from ejkernel_triton.paged_attention.kernels.cache_write import cache_write_kernel
+
+    assert record.block_tables is not None
+    layout, lanes = record.kv_layout, pages.shape[-1]
+    split, second = record.latent or (keys.shape[2], keys.shape[2])
+    heads = pages.shape[layout.index("h")] if "h" in layout else 1
+    spec = WriteSpec(
+        TOKENS=keys.shape[0],
+        SEQUENCES=record.kv_lens.shape[0],
+        TABLE=record.block_tables.shape[1],
+        ENTRIES=work.shape[0],
+        BLOCK_Q=block_q,
+        HK=keys.shape[1],
+        HEADS=heads,
+        COMPONENTS=1 if values is None else 2,
+        D=keys.shape[2],
+        LANES=lanes,
+        WIDTH=padded_for_dot(lanes),
+        SPLIT=split,
+        SECOND=second,
+        PAGES=paged_cache.page_count(record),
+        PAGE_SIZE=paged_cache.page_size(record),
+        STRIDES=strides_of(pages, layout),
+        ELEMENTS=pages.size,
+    )
+    tokens = [None if x is None else x.astype(pages.dtype)[None] for x in (keys, values)]
+    (written,) = launch(
+        cache_write_kernel,
+        (*tokens, work[None], record.block_tables.astype(jnp.int32)[None], pages[None]),
+        (4,),
+        batch=1,
+        grid=spec.ENTRIES * heads * spec.COMPONENTS,
+        num_warps=1 if block_q * spec.WIDTH <= 1024 else 4,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    return written[0]

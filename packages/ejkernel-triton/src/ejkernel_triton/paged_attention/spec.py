@@ -1,7 +1,6 @@
 """What the paged-attention kernels are compiled for: all about a record that is neither an array nor a length."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -13,10 +12,8 @@ from ejkernel.families.paged_attention.latent_pages import Rotary
 from ejkernel.ops.device import current_device
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward
-from ejkernel_triton.paged_attention.groups import group_of
-
-LOG2E = math.log2(math.e)
+from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, group_of
+from ejkernel_triton.sizes import LOG2E, padded_for_dot
 
 Strides = tuple[int, int, int]
 
@@ -36,9 +33,9 @@ class PagedSpec:
         DV: Head dimension of values.
         BD: Columns of a tile of keys: D or, in a latent cache, R, padded to a power of two of at least 16.
         LATENT: R of a latent cache, whose tiles of keys are its tiles of values; 0 in others.
-        ROTARY: Key columns beside those of the latent vector; they are where values are in other caches.
+        ROTARY: Key columns next to those of the latent vector; they are where values are in other caches.
         BR: ROTARY, padded to a power of two of at least 16.
-        TAIL: Whether these columns are values too, behind those of the latent vector.
+        TAIL: Whether these columns are values too, after those of the latent vector.
         BV: DV, padded to a power of two of at least 16.
         PAGES: Pages of the cache.
         PAGE_SIZE: Slots of a page.
@@ -128,6 +125,49 @@ class PagedSpec:
     WIDEN: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteSpec:
+    """Constants of the kernel.
+
+    Attributes:
+        TOKENS: Query rows, each with a token.
+        SEQUENCES: Sequences.
+        TABLE: Entries of a sequence's block table.
+        ENTRIES: Entries of the work list.
+        BLOCK_Q: Query rows of an entry.
+        HK: KV heads of the tokens.
+        HEADS: Heads of the cache: more, where some only pad it.
+        COMPONENTS: 2 where keys and values are in one array, after each other.
+        D: Columns of a token.
+        LANES: Columns of a row of the cache.
+        WIDTH: LANES, padded to a power of two.
+        SPLIT: Columns of a token that come first in a row.
+        SECOND: Column of a row of the cache at which a token's other columns begin.
+        PAGES: Pages of the cache.
+        PAGE_SIZE: Slots of a page.
+        STRIDES: Elements from page to page, slot to slot and head to head.
+        ELEMENTS: Elements of one batch row's cache.
+    """
+
+    TOKENS: int
+    SEQUENCES: int
+    TABLE: int
+    ENTRIES: int
+    BLOCK_Q: int
+    HK: int
+    HEADS: int
+    COMPONENTS: int
+    D: int
+    LANES: int
+    WIDTH: int
+    SPLIT: int
+    SECOND: int
+    PAGES: int
+    PAGE_SIZE: int
+    STRIDES: Strides
+    ELEMENTS: int
+
+
 def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary: Rotary | None = None) -> PagedSpec:
     """The constants of a record's kernels on the device in use.
 
@@ -158,11 +198,11 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         G=group,
         D=size,
         DV=value_size + tail,
-        BD=padded(latent or size),
-        BV=padded(value_size),
+        BD=padded_for_dot(latent or size),
+        BV=padded_for_dot(value_size),
         LATENT=latent,
         ROTARY=size - latent if latent else 0,
-        BR=padded(size - latent) if latent else 16,
+        BR=padded_for_dot(size - latent) if latent else 16,
         TAIL=tail > 0,
         PAGES=paged_cache.page_count(record),
         PAGE_SIZE=page_size,
@@ -173,7 +213,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         VALUE_ELEMENTS=stored.size if rotary is None else rotary.rows.size,
         VALUE_OFFSET=offset,
         BLOCK_Q=config.block_q,
-        M=padded(config.block_q * group),
+        M=padded_for_dot(config.block_q * group),
         BLOCK_KV=config.block_kv,
         WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
         # Tiles of few rows are bound by memory, whatever masks they compute.
@@ -201,11 +241,6 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         PRECISION="tf32x3" if nvidia else "ieee",
         WIDEN=interpreting(),
     )
-
-
-def padded(size: int) -> int:
-    """The power of two of at least 16 that `tl.dot` takes for a size."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def promoted(query: Any, stored: Any) -> Any:

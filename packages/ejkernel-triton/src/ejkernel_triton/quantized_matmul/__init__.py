@@ -16,7 +16,7 @@ LARGEST = 2**31 - 1
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     if not (record.x.size and record.packed.size):
         yield "an array is empty"
     if record.format.bits not in (4, 8):
@@ -35,8 +35,8 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         triton_implementation(
             "quantized_matmul",
-            forward="quantized_matmul.passes:forward",
-            backward="quantized_matmul.passes:backward",
+            forward="quantized_matmul.forward:forward",
+            backward="quantized_matmul.backward:backward",
             gradients=frozenset({"x"}),
             priority=_priority,
             requires=triton_requires(handles=("zeros", "tensor_scale", "transpose", "precision"), extra=_reasons),

@@ -8,6 +8,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,10 @@ def _splits(
         return 2
     block_m, block_r, block_w = blocks
     rows, words = record.packed.shape
-    tiles = -(-rows // block_r) if over_rows else -(-words // block_w)
-    programs = (-(-words // block_w) if over_rows else -(-rows // block_r)) * -(-record.x.shape[0] // block_m)
-    wanted = -(-per_sm * chip_of(device).multiprocessors // programs)
+    tiles = ceil_div(rows, block_r) if over_rows else ceil_div(words, block_w)
+    programs = (ceil_div(words, block_w) if over_rows else ceil_div(rows, block_r)) * ceil_div(
+        record.x.shape[0], block_m
+    )
+    wanted = ceil_div(per_sm * chip_of(device).multiprocessors, programs)
     # Four tiles fill the pipeline of a program; every split also writes float32 sums that are read again.
     return max(1, min(wanted, tiles // 4))

@@ -4,12 +4,12 @@ from ejkernel.ops import Implementation
 from ejkernel.ops.ring_registration import ring_implementation
 from ejkernel_triton import tiled_attention
 
-PASSES = "ejkernel_triton.ring_attention.passes"
+FAMILY = "ejkernel_triton.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation."""
     return tuple(
-        ring_implementation(tiled, forward=f"{PASSES}:forward", backward=f"{PASSES}:backward")
+        ring_implementation(tiled, forward=f"{FAMILY}.forward:forward", backward=f"{FAMILY}.backward:backward")
         for tiled in tiled_attention.implementations()
     )

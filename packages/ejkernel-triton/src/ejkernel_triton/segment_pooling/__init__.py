@@ -9,7 +9,7 @@ from ejkernel_triton.segment_pooling import config
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     if not record.values.size or (record.ranges is not None and not record.ranges.size):
         yield "an array is empty"
 
@@ -19,8 +19,8 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         triton_implementation(
             "segment_pooling",
-            forward="segment_pooling.passes:forward",
-            backward="segment_pooling.passes:backward",
+            forward="segment_pooling.forward:forward",
+            backward="segment_pooling.backward:backward",
             gradients=frozenset({"values"}),
             requires=triton_requires(handles={"lengths", "ranges"}, extra=_reasons),
             config=ConfigSpace(

@@ -8,7 +8,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.sizes import ceil_div, padded
 
 RESIDENT = {True: 12, False: 21}
 """Programs of one warp that a multiprocessor holds, by whether they load a tile ahead."""
@@ -74,7 +74,7 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     # Short pools are loops of few steps, which have nothing to load ahead.
     long = _typical(record) >= 64
     block_t = 8 if interpreting() else min(8, padded(tokens))
-    span = 32 if interpreting() else _span(rows * -(-channels // block_c), tokens, device, RESIDENT[long])
+    span = 32 if interpreting() else _span(rows * ceil_div(channels, block_c), tokens, device, RESIDENT[long])
     # Whole chunks of equal length to a block: then no pool crosses from one to the next.
     if record.ranges is None and record.chunk_size <= span:
         span -= span % record.chunk_size
@@ -94,9 +94,9 @@ def _span(programs: int, tokens: int, device: DeviceInfo, resident: int) -> int:
     """
     resident *= chip_of(device).multiprocessors
     # All programs of a wave wait for their pools first, and then for their last tokens: fewer waves wait less often.
-    waves = max(1, -(-tokens * programs // (LONGEST * resident)))
+    waves = max(1, ceil_div(tokens * programs, LONGEST * resident))
     blocks = max(1, waves * resident // programs)
-    return max(32, 8 * -(-tokens // (8 * blocks)))
+    return max(32, 8 * ceil_div(tokens, 8 * blocks))
 
 
 def candidates(

@@ -32,7 +32,7 @@ HEADS = 64
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     if not (record.query.size and record.key.size and record.value.size and slots(record)):
         yield "an array is empty"
     elif config.group_size(record) > HEADS:

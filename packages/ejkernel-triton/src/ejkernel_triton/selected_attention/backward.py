@@ -7,7 +7,7 @@ With p = exp(s - lse), a branch's cotangent do and delta_i = <do_i, o_i>:
     dq_i  = scale sum_j ds_ij k_j
     dk_j  = scale sum_i ds_ij q_i
 
-Memory beside the gradients, a batch row and KV head: a number for every slot of a list, and float32 gradients of
+Memory next to the gradients, a batch row and KV head: a number for every slot of a list, and float32 gradients of
 `2 T N // list_length` blocks.
 """
 
@@ -21,11 +21,11 @@ from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.selected_attention.compressed import DENSE
-from ejkernel_triton.selected_attention.config import SelectedBackward, group_size, padded
+from ejkernel_triton.selected_attention.config import SelectedBackward, group_size
 from ejkernel_triton.selected_attention.forward import operands
-from ejkernel_triton.selected_attention.lists import Readers, block_ends, find_readers
-from ejkernel_triton.selected_attention.spec import LOG2E, SelectedSpec, make_spec
+from ejkernel_triton.selected_attention.plan import DENSE, Readers, block_ends, find_readers
+from ejkernel_triton.selected_attention.spec import SelectedSpec, make_spec
+from ejkernel_triton.sizes import LOG2E, ceil_div, padded_for_dot
 
 Gradients = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]
@@ -62,10 +62,10 @@ def selected_gradients(
 
 
 def _query_gradients(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward) -> jax.Array:
-    from ejkernel_triton.selected_attention.backward_kernels import queries_kernel
+    from ejkernel_triton.selected_attention.kernels.selected_bwd_dq import selected_bwd_dq_kernel
 
     (dquery,) = launch(
-        queries_kernel,
+        selected_bwd_dq_kernel,
         (*operands(record), *rows),
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
@@ -80,16 +80,16 @@ def _query_gradients(record: SelectedAttention, rows: Rows, spec: SelectedSpec, 
 def _key_gradients(
     record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward
 ) -> tuple[jax.Array, jax.Array]:
-    from ejkernel_triton.selected_attention.backward_kernels import keys_kernel
+    from ejkernel_triton.selected_attention.kernels.selected_bwd_dkdv import selected_bwd_dkdv_kernel
 
     readers, ends = find_readers(record, config.list_length), block_ends(record)
     query, key, value, _, starts, q_positions, q_ids, k_ids = operands(record)
     batch, parts = record.query.shape[0], readers.parts.shape[2]
-    tiles = -(-spec.SIZE // config.key_block_kv)
+    tiles = ceil_div(spec.SIZE, config.key_block_kv)
     sums = [(batch, spec.HK, readers.slots, tiles, config.key_block_kv, width) for width in (spec.BD, spec.BV)]
     shapes = [Shape(record.key.shape, record.key.dtype), Shape(record.value.shape, record.value.dtype)]
     gradients = launch(
-        keys_kernel,
+        selected_bwd_dkdv_kernel,
         (query, key, value, readers.tokens, readers.parts, starts, ends, q_positions, q_ids, k_ids, *rows),
         [*shapes, *(Shape(x, jnp.float32) for x in sums)],
         batch=batch,
@@ -100,7 +100,7 @@ def _key_gradients(
             "spec": spec,
             "BLOCK_KV": config.key_block_kv,
             "BLOCK_Q": config.block_q,
-            "ROWS": padded(config.block_q * group_size(record)),
+            "ROWS": padded_for_dot(config.block_q * group_size(record)),
             "PARTS": parts,
             "SUMS": readers.slots,
         },
@@ -120,16 +120,16 @@ def _merge_split_lists(
     config: SelectedBackward,
 ) -> tuple[jax.Array, ...]:
     """Gradients of key and value with those of blocks whose lists were split."""
-    from ejkernel_triton.selected_attention.backward_kernels import merge_kernel
+    from ejkernel_triton.selected_attention.kernels.split_combine import split_combine_kernel
 
     dkey, dvalue, key_sums, value_sums = gradients
     batch = record.query.shape[0]
     return launch(
-        merge_kernel,
+        split_combine_kernel,
         (key_sums, value_sums, readers.merges, *block_bounds, dkey, dvalue),
         (5, 6),
         batch=batch,
-        grid=-(-spec.SIZE // config.key_block_kv) * spec.M * spec.HK * batch,
+        grid=ceil_div(spec.SIZE, config.key_block_kv) * spec.M * spec.HK * batch,
         num_warps=8,
         num_stages=1,
         constants={"spec": spec, "BLOCK_KV": config.key_block_kv, "SUMS": readers.slots},

@@ -1,13 +1,18 @@
-"""Tile sizes and launch parameters of the selected-attention kernels."""
+"""Tile sizes and launch parameters of the selected-attention kernels, and the tiles that shared memory holds.
+
+Triton's compiler decides how much shared memory a kernel takes; `shared_memory` follows what its version 3.9 takes of
+programs with many query heads per KV head.
+"""
 
 import dataclasses
+from typing import Any
 
 from ejkernel.families.selected_attention import SelectedAttention, slots
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
+from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.selected_attention.shared_memory import fitted, shared_memory
+from ejkernel_triton.sizes import padded, padded_for_dot
 
 MIN_LIST_LENGTH = 512
 """Fewest queries of a block's list that one program loops over before the list is split.
@@ -33,17 +38,17 @@ class SelectedForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectedBackward:
-    """Configuration of the two backward kernels, `queries_kernel` and `keys_kernel`.
+    """Configuration of the two backward kernels, `selected_bwd_dq_kernel` and `selected_bwd_dkdv_kernel`.
 
     Attributes:
-        block_kv: Keys a tile in the loop of `queries_kernel`.
-        num_warps: Warps of a program of `queries_kernel`.
-        num_stages: Pipeline stages of `queries_kernel`.
-        key_block_kv: Keys that a program of `keys_kernel` accumulates gradients for.
-        block_q: Queries a tile in the loop of `keys_kernel`.
+        block_kv: Keys a tile in the loop of `selected_bwd_dq_kernel`.
+        num_warps: Warps of a program of `selected_bwd_dq_kernel`.
+        num_stages: Pipeline stages of `selected_bwd_dq_kernel`.
+        key_block_kv: Keys that a program of `selected_bwd_dkdv_kernel` accumulates gradients for.
+        block_q: Queries a tile in the loop of `selected_bwd_dkdv_kernel`.
         list_length: Queries of a block's list that one program loops over; longer lists are split and merged.
-        key_warps: Warps of a program of `keys_kernel`.
-        key_stages: Pipeline stages of `keys_kernel`.
+        key_warps: Warps of a program of `selected_bwd_dkdv_kernel`.
+        key_stages: Pipeline stages of `selected_bwd_dkdv_kernel`.
     """
 
     block_kv: int
@@ -61,7 +66,16 @@ FACES = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-"""Fields of the public configuration and what they set here; in the backward pass they set `queries_kernel`."""
+"""Fields of the public configuration and what they set here; in the backward pass they set `selected_bwd_dq_kernel`."""
+
+TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
+"""Keys, warps and stages of programs of one query each that are worth measuring."""
+
+MIN_TILE = 16
+"""Smallest side of a tile that `tl.dot` takes."""
+
+WGMMA_ROWS, WGMMA_WARPS = 64, 4
+"""Rows and warps from which on Hopper's products read shared memory, which then holds every stage."""
 
 
 def kind(record: SelectedAttention) -> str | None:
@@ -70,16 +84,11 @@ def kind(record: SelectedAttention) -> str | None:
     if batch * tokens * heads < 2**18:
         return None
     bits = 8 * record.query.dtype.itemsize
-    sizes = f"{padded(size)}x{padded(record.value.shape[3])}"
+    sizes = f"{padded_for_dot(size)}x{padded_for_dot(record.value.shape[3])}"
     group = 1 << (group_size(record) - 1).bit_length()
     length = "short" if tokens <= 4096 else "medium" if tokens <= 16384 else "long"
     segments = " segments" if record.q_segment_ids is not None else ""
     return f"{bits} bits {sizes} group {group} blocks of {record.block_size} {length}{segments}"
-
-
-def padded(size: int) -> int:
-    """The power of two of at least 16 that `tl.dot` takes for a size."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def group_size(record: SelectedAttention) -> int:
@@ -122,7 +131,7 @@ def _forward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForw
 
 
 def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
-    length = max(MIN_LIST_LENGTH, padded(record.query.shape[1] * slots(record) // 256))
+    length = max(MIN_LIST_LENGTH, padded_for_dot(record.query.shape[1] * slots(record) // 256))
     block_kv, warps = _query_tile(record, "backward")
     key_block_kv, rows, key_warps = _key_tile(record, device)
     made = SelectedBackward(
@@ -150,27 +159,23 @@ def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBac
     return [made, *queries, *keys, *lengths]
 
 
-TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
-"""Keys, warps and stages of programs of one query each that are worth measuring."""
-
-
 def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
     """Keys and warps of programs of one query each: the fewest warps whose registers hold the tile."""
     if interpreting():
-        return min(padded(record.block_size), 16), 4
+        return min(padded_for_dot(record.block_size), 16), 4
     # One warp needs no barrier and no exchange through shared memory: 1.6 ms forward with 64 keys and two stages,
     # where four warps take 1.95. The kernel of dq spills with one (docs/lab/native_sparse_attention_gpu.md).
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
-    keys = min(padded(record.block_size), 64 if not wide or row <= 256 else 32 if row <= 512 else 16)
+    keys = min(padded_for_dot(record.block_size), 64 if not wide or row <= 256 else 32 if row <= 512 else 16)
     if wide or row > 256 or group_size(record) > 16:
         return keys, 4
     return keys, 1 if direction == "forward" else 2
 
 
 def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
-    """Keys, query rows and warps of programs of `keys_kernel`: the largest accumulators that registers hold."""
+    """Keys, query rows and warps of `selected_bwd_dkdv_kernel`: the largest accumulators that registers hold."""
     if interpreting():
-        return min(padded(record.block_size), 16), 16, 4
+        return min(padded_for_dot(record.block_size), 16), 16, 4
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
     architecture = chip_of(device).architecture
     if wide:
@@ -182,9 +187,76 @@ def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, 
         keys, rows, warps = 32, 32, 4
     else:
         keys, rows, warps = 64 if record.query.shape[3] + record.value.shape[3] <= 320 else 32, 32, 8
-    return min(keys, padded(record.block_size)), rows, warps
+    return min(keys, padded_for_dot(record.block_size)), rows, warps
 
 
 def _row_bytes(record: SelectedAttention) -> int:
     """Bytes of the longest row, padded."""
-    return padded(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
+    return padded_for_dot(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
+
+
+def fitted(record: SelectedAttention, config: Any, chip: Chip) -> Any:
+    """The configuration, with fewer keys and stages until the chip holds it; the smallest where none fits."""
+    backward = hasattr(config, "key_block_kv")
+    while _of_queries(record, config, chip, backward) > chip.shared_memory:
+        if config.block_kv > MIN_TILE:
+            config = dataclasses.replace(config, block_kv=config.block_kv // 2)
+        elif config.num_stages > 1:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+        else:
+            break
+    while backward and _of_keys(record, config, chip) > chip.shared_memory:
+        if config.key_block_kv > MIN_TILE:
+            config = dataclasses.replace(config, key_block_kv=config.key_block_kv // 2)
+        elif config.key_stages > 1:
+            config = dataclasses.replace(config, key_stages=config.key_stages - 1)
+        else:
+            break
+    return config
+
+
+def shared_memory(record: SelectedAttention, config: Any, chip: Chip) -> int:
+    """Bytes that the largest of a pass's programs takes."""
+    backward = hasattr(config, "key_block_kv")
+    of_queries = _of_queries(record, config, chip, backward)
+    return max(of_queries, _of_keys(record, config, chip)) if backward else of_queries
+
+
+def _rows(record: SelectedAttention) -> int:
+    return padded(record.query.shape[2] // record.key.shape[2], MIN_TILE)
+
+
+def _columns(record: SelectedAttention) -> tuple[int, int]:
+    return padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
+
+
+def _buffers(chip: Chip, rows: int, warps: int, stages: int) -> int:
+    """Tiles of a pipeline in shared memory: but for Hopper's and Blackwell's products, the last goes to registers."""
+    unit = chip.architecture in ("hopper", "blackwell")
+    return stages if unit and rows >= WGMMA_ROWS and warps >= WGMMA_WARPS else stages - 1
+
+
+def _of_queries(record: SelectedAttention, config: Any, chip: Chip, backward: bool) -> int:
+    """Counts a query's program: its heads' rows, in the backward pass those of the cotangent, and tiles of keys."""
+    rows, (keys, values), size = _rows(record), _columns(record), record.query.dtype.itemsize
+    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
+    copied = _buffers(chip, rows, config.num_warps, config.num_stages) * config.block_kv * (keys + values) * size
+    weights = parts * rows * config.block_kv * size
+    if chip.vendor == "amd":  # registers hold the rows, and the weights of 16 rows of 16 bits
+        weights = 0 if rows == MIN_TILE and size <= 2 else weights
+        return max(copied + weights, rows * max(keys, values) * size)
+    query_bytes = parts * rows * (keys + (values if backward else 0)) * size
+    return (
+        max(query_bytes + copied + (0 if backward and size > 2 else weights), 4 * rows * max(keys, values)) + KIBI // 2
+    )
+
+
+def _of_keys(record: SelectedAttention, config: Any, chip: Chip) -> int:
+    """Counts the program of one tile of keys: those, their values, and tiles of queries and cotangents."""
+    (keys, values), size = _columns(record), record.query.dtype.itemsize
+    rows = padded(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)
+    buffers = _buffers(chip, config.key_block_kv, config.key_warps, config.key_stages)
+    copied = max(buffers, 1) * rows * (keys + values) * size
+    if chip.vendor == "amd":
+        return copied if buffers else rows * max(keys, values) * size
+    return copied + (config.key_block_kv * (keys + values) + config.key_block_kv * rows) * size + KIBI

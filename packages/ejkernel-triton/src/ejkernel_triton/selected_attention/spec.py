@@ -1,16 +1,13 @@
 """What the selected-attention kernels are compiled for: all about a record that is neither an array nor a tile size."""
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 
 from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.selected_attention.config import padded
-
-LOG2E = math.log2(math.e)
+from ejkernel_triton.sizes import LOG2E, padded_for_dot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,11 +71,11 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         H=h,
         HK=hk,
         G=h // hk,
-        BG=padded(h // hk),
+        BG=padded_for_dot(h // hk),
         D=d,
         DV=dv,
-        BD=padded(d),
-        BV=padded(dv),
+        BD=padded_for_dot(d),
+        BV=padded_for_dot(dv),
         SLOTS=count,
         BS=1 << (count - 1).bit_length(),
         M=blocks(record),

@@ -65,7 +65,7 @@ def _launch(
     spec: ScanSpec,
 ) -> tuple[jax.Array, ...]:
     """Gradients of the tokens, and sums over each program's channels and tokens."""
-    from ejkernel_triton.selective_scan.gradient_kernel import gradient_kernel
+    from ejkernel_triton.selective_scan.kernels.selective_scan_bwd import selective_scan_bwd_kernel
 
     record: SelectiveScan = pullback.record
     rates, write, read = operands
@@ -73,7 +73,7 @@ def _launch(
     programs = spec.SPLITS * spec.TILES
     blocks = spec.INTERVAL // spec.BLOCK_T
     return launch(
-        gradient_kernel,
+        selective_scan_bwd_kernel,
         (
             record.x,
             record.step,

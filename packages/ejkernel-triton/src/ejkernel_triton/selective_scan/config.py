@@ -8,6 +8,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     splits = _splits(record, device, block_e)
     size = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
-        # A thread has 255 registers, and five tiles of states beside those it holds for a block.
+        # A thread has 255 registers, and five tiles of states next to those it holds for a block.
         # Measured on an H200 with N 16 (docs/lab/selective_scan_gpu.md): blocks of 4 tokens 4.24 ms, of 2 tokens 5.66.
         block_t = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
         return ScanBackward(
@@ -127,9 +128,9 @@ def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
     rows, tokens, channels = record.x.shape
     if record.cu_seqlens is not None:
         return 1  # packed sequences are scanned at the same time
-    warps = max(1, rows * -(-channels // block_e))
-    chunks = -(-tokens // INTERVAL)
+    warps = max(1, rows * ceil_div(channels, block_e))
+    chunks = ceil_div(tokens, INTERVAL)
     if interpreting():
         return min(2, chunks)
     wanted = WARPS_PER_SM * chip_of(device).multiprocessors
-    return max(1, min(-(-wanted // warps) if warps < wanted else 1, chunks // 4))
+    return max(1, min(ceil_div(wanted, warps) if warps < wanted else 1, chunks // 4))

@@ -1,7 +1,5 @@
 """Forward pass of the selective scan in Triton."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,8 +9,7 @@ from ejkernel.families.selective_scan.scan_sequences import with_states
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanForward
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
-
-LOG2E = math.log2(math.e)
+from ejkernel_triton.sizes import LOG2E
 
 
 @with_states
@@ -27,7 +24,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
         Output [B, T, I] in x's dtype, final states [B, I, E] float32, or [N, I, E] of packed sequences, and the states
         between intervals.
     """
-    from ejkernel_triton.selective_scan.scan_kernels import scan_kernel
+    from ejkernel_triton.selective_scan.kernels.selective_scan_fwd import selective_scan_fwd_kernel
 
     spec = make_spec(
         record, config.block_e, config.block_t, config.splits, prefetched_columns=config.prefetched_columns
@@ -42,7 +39,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     if spec.SPLITS > 1 and not spec.PACKED:
         starts = segment_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)
     output, states, final = launch(
-        scan_kernel,
+        selective_scan_fwd_kernel,
         (
             record.x,
             record.step,
@@ -91,7 +88,7 @@ def segment_starts(
     *,
     reverse: bool,
 ) -> jax.Array:
-    """The states before every segment, [B, SPLITS, N, E]; in reverse, the cotangents of the states behind it.
+    """The states before every segment, [B, SPLITS, N, E]; in reverse, the cotangents of the states after it.
 
     Args:
         record: The canonical arguments.
@@ -101,12 +98,12 @@ def segment_starts(
         first: [B, N, E], the state before the first segment, or in reverse the last cotangent; None is zeros.
         reverse: Whether to scan from the last token to the first.
     """
-    from ejkernel_triton.selective_scan.scan_kernels import segment_ends_kernel
+    from ejkernel_triton.selective_scan.kernels.segment_states import segment_states_kernel
 
     rates, column, values = operands
     rows = record.x.shape[0]
     ends, sums = launch(
-        segment_ends_kernel,
+        segment_states_kernel,
         (record.step, rates, column, values),
         (
             Shape((rows, spec.SPLITS, spec.N, spec.E), jnp.float32),

@@ -4,6 +4,7 @@ import dataclasses
 
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import sequences
+from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class ScanSpec:
         SPLITS: Segments of the sequence that programs scan at the same time, or packed sequences.
         PART: Intervals of a segment.
         BLOCK_T: Tokens that are loaded, computed and stored together.
-        PREFETCH_STATES: Whether it loads the states before a block while it computes the block behind.
+        PREFETCH_STATES: Whether it loads the states before a block while it computes the block after.
         PREFETCH: Whether the backward scan loads a block's tokens while it computes the block before.
         PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan, and that of B in the
             recomputation of states; 0 is not set.
@@ -63,27 +64,27 @@ def make_spec(
         block_e: Channels of a program.
         block_t: Tokens of a block, a divisor of `INTERVAL`.
         splits: Segments of the sequence that are wanted; a segment has whole intervals, so there may be fewer.
-        prefetch_states: Whether it loads the states before a block while it computes the block behind.
+        prefetch_states: Whether it loads the states before a block while it computes the block after.
         prefetch: Whether the backward scan loads a block's tokens while it computes the block before.
         prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; where states are
             recomputed, `block_t`.
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
     packed = record.cu_seqlens is not None
-    chunks = packed_scan.interval_count(tokens, sequences(record)) if packed else -(-tokens // INTERVAL)
-    part = -(-chunks // max(1, splits))
+    chunks = packed_scan.interval_count(tokens, sequences(record)) if packed else ceil_div(tokens, INTERVAL)
+    part = ceil_div(chunks, max(1, splits))
     return ScanSpec(
         T=tokens,
         E=channels,
         N=size,
         BN=1 << (size - 1).bit_length(),
         BLOCK_E=block_e,
-        TILES=-(-channels // block_e),
+        TILES=ceil_div(channels, block_e),
         INTERVAL=INTERVAL,
         CHUNKS=chunks,
         PACKED=packed,
         # Packed sequences are scanned at the same time as they are.
-        SPLITS=sequences(record) if packed else -(-chunks // part),
+        SPLITS=sequences(record) if packed else ceil_div(chunks, part),
         PART=part,
         BLOCK_T=block_t,
         PREFETCH=prefetch,

@@ -8,14 +8,14 @@ from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.families.tiled_attention.kinds import kind_of_large
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.requirements import triton_implementation, triton_requires
-from ejkernel_triton.tiled_attention import tiles
+from ejkernel_triton.tiled_attention import config
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """What `Requires` cannot say."""
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
@@ -32,12 +32,12 @@ def implementations() -> tuple[Implementation, ...]:
         gradients=frozenset(FAMILY.differentiable),
         requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
         config=ConfigSpace(
-            heuristic=tiles.heuristic,
-            candidates=tiles.candidates,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
             kind=kind_of_large,
-            forward=tiles.TritonForward,
-            backward=tiles.TritonBackward,
-            faces=tiles.FACES,
+            forward=config.TritonForward,
+            backward=config.TritonBackward,
+            faces=config.FACES,
         ),
     )
     return (implementation,)

@@ -24,10 +24,10 @@ from ejkernel.families.tiled_attention import TiledAttention, added_up, less_lse
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.tiled_attention.block_lists import bias_blocks, key_blocks, query_blocks
-from ejkernel_triton.tiled_attention.operands import operands
-from ejkernel_triton.tiled_attention.spec import LOG2E, LOWEST, in_pieces, make_spec, splits
-from ejkernel_triton.tiled_attention.tiles import Tile, TritonBackward, backward_tiles
+from ejkernel_triton.sizes import LOG2E
+from ejkernel_triton.tiled_attention.config import Tile, TritonBackward, backward_tiles
+from ejkernel_triton.tiled_attention.plan import bias_blocks, key_blocks, operands, query_blocks
+from ejkernel_triton.tiled_attention.spec import LOWEST, in_pieces, make_spec, splits
 
 Gradients = dict[str, jax.Array]
 
@@ -75,7 +75,7 @@ def _without_padding(x: jax.Array, record: TiledAttention) -> jax.Array:
 
 
 def _rows(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple[Any, ...]:
-    """What the kernels read of every query beside itself: cotangent, shift of its scores in powers of 2, delta, argmax.
+    """What the kernels read of every query but itself: cotangent, shift of its scores in powers of 2, delta, argmax.
 
     All but the cotangent are [B, H, T].
     """
@@ -93,7 +93,7 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
     """Gradients of key and value, of which a program that has both to sum up has the registers where rows are short."""
     if len(wanted) == 2 and splits(record):
         return {k: x for name in wanted for k, x in _of_keys(record, rows, tile, frozenset({name})).items()}
-    from ejkernel_triton.tiled_attention.backward_kernels import keys_kernel
+    from ejkernel_triton.tiled_attention.kernels.flash_bwd_dkdv import flash_bwd_dkdv_kernel
 
     # Without the gradient of the keys there is room for twice as many queries at once, but not for their positions too.
     roomy = splits(record) and "key" not in wanted and record.q_positions is None
@@ -105,7 +105,7 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
     # What is not wanted is not written, and has a place in the kernel's signature alone.
     outputs = [Shape(x.shape if name in wanted else (1,), x.dtype) for name, x in fields.items()]
     made = launch(
-        keys_kernel,
+        flash_bwd_dkdv_kernel,
         (*operands(record, blocks), *rows),
         outputs,
         batch=record.key.shape[0],
@@ -126,13 +126,13 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
 
 
 def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
-    from ejkernel_triton.tiled_attention.backward_kernels import queries_kernel
+    from ejkernel_triton.tiled_attention.kernels.flash_bwd_dq import flash_bwd_dq_kernel
 
     # One program a query tile and query head. Every program writes its rows of dq once.
     blocks = key_blocks(record, tile.stationary, tile.streamed)
     count = tiles(record.query.shape[1], tile.stationary)
     (dquery,) = launch(
-        queries_kernel,
+        flash_bwd_dq_kernel,
         (*operands(record, blocks), *rows),
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
@@ -154,7 +154,7 @@ def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> ja
 
 
 def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
-    from ejkernel_triton.tiled_attention.bias_kernel import bias_kernel
+    from ejkernel_triton.tiled_attention.kernels.flash_bwd_dbias import flash_bwd_dbias_kernel
 
     bias, queries, keys = record.bias, record.query.shape[1], record.key.shape[1]
     assert bias is not None  # a gradient of it was asked for
@@ -165,7 +165,7 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
     q_tiles, k_tiles = tiles(queries, tile.stationary), tiles(keys, tile.streamed)
     grid = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
     (dbias,) = launch(
-        bias_kernel,
+        flash_bwd_dbias_kernel,
         (*operands(record, blocks), *rows),
         [Shape(bias.shape, bias.dtype)],
         batch=record.query.shape[0],

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.tiled_attention.block_lists import key_blocks
-from ejkernel_triton.tiled_attention.operands import operands
+from ejkernel_triton.tiled_attention.config import TritonForward, forward_tile
+from ejkernel_triton.tiled_attention.plan import key_blocks, operands
 from ejkernel_triton.tiled_attention.spec import in_pieces, make_spec
-from ejkernel_triton.tiled_attention.tiles import TritonForward, forward_tile
 
 
 def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -25,7 +24,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    from ejkernel_triton.tiled_attention.forward_kernel import forward_kernel
+    from ejkernel_triton.tiled_attention.kernels.flash_fwd import flash_fwd_kernel
 
     tile, record = forward_tile(params), padding_as_segments(record)
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
@@ -47,7 +46,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
         outputs += [Shape((b, h, t), jnp.float32), Shape((b, h, t), jnp.int32)]
     # One program a query tile and query head; tiles of a head are neighbours, and share its keys in L2.
     made = launch(
-        forward_kernel,
+        flash_fwd_kernel,
         operands(record, blocks),
         outputs,
         batch=b,

@@ -1,8 +1,7 @@
 """What a tiled-attention kernel is compiled for: all about a record that is neither an array nor a tile size."""
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,8 +10,8 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import LOG2E, padded_for_dot
 
-LOG2E = math.log2(math.e)
 LOWEST = -3e38
 """The least score as a power of two: what a bias hides by the least number there is must stay finite."""
 
@@ -92,6 +91,20 @@ class Spec:
     WIDEN: bool
 
 
+class Share(NamedTuple):
+    """How often shared memory holds the rows that a program keeps, and those of a stage that it streams."""
+
+    stationary: int
+    streamed: int
+
+
+HALVES = {"forward": Share(1, 2), "keys": Share(2, 2), "queries": Share(2, 2)}
+SPLIT = {"forward": Share(2, 1), "keys": Share(4, 2), "queries": Share(4, 2)}
+"""In float32, whose parts pass through shared memory."""
+PIECES = {"forward": Share(2, 1), "keys": Share(0, 1), "queries": Share(0, 1)}
+"""In float32 with rows of which the backward kernels hold pieces."""
+
+
 def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bool) -> Spec:
     """The constants of a record's kernels on the device in use, for tiles of a size.
 
@@ -114,8 +127,8 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bo
         G=h // hk,
         D=d,
         DV=dv,
-        BD=padded(d),
-        BV=padded(dv),
+        BD=padded_for_dot(d),
+        BV=padded_for_dot(dv),
         SCALE=record.softmax_scale,
         PLAIN=plain,
         FACTOR=record.softmax_scale * LOG2E if plain else LOG2E,
@@ -142,14 +155,9 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bo
     )
 
 
-def padded(size: int) -> int:
-    """The power of two, at least 16, that a matrix product takes for a head size."""
-    return max(16, 1 << (size - 1).bit_length())
-
-
 def padded_row(record: TiledAttention) -> int:
     """Numbers of the longest rows, of queries or of values, padded."""
-    return max(padded(record.query.shape[3]), padded(record.value.shape[3]))
+    return max(padded_for_dot(record.query.shape[3]), padded_for_dot(record.value.shape[3]))
 
 
 def splits(record: TiledAttention) -> bool:
@@ -177,3 +185,18 @@ def _strides(pairs: Any) -> Strides | None:
         return None
     _, h, t, s = pairs.shape
     return h * t * s, t * s if h > 1 else 0, s if t > 1 else 0, 1 if s > 1 else 0
+
+
+def row_bytes(record: TiledAttention, which: str, tile: Any) -> int:
+    """Bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
+    itemsize = jnp.dtype(record.query.dtype).itemsize
+    pieces = in_pieces(record, tile.stationary, tile.streamed)
+    share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]
+    rows = share.stationary * tile.stationary + share.streamed * tile.stages * tile.streamed
+    return rows * itemsize * padded_row(record)
+
+
+def pair_bytes(record: TiledAttention, tile: Any) -> int:
+    """Bytes of what is read of pairs: tiles of a bias are copied ahead as those of keys are, a mask's are not."""
+    of_pair = 0 if record.bias is None else (tile.stages - 1) * record.bias.dtype.itemsize
+    return (of_pair + (record.mask is not None)) * tile.stationary * tile.streamed

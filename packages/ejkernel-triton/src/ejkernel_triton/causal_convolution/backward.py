@@ -1,0 +1,54 @@
+"""Backward pass of the causal convolution in Triton."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.causal_convolution import CausalConvolution, states
+from ejkernel.families.causal_convolution.final_states import add_state_gradients
+from ejkernel.types.pullback import Pullback
+from ejkernel_triton.causal_convolution.config import ConvolutionBackward
+from ejkernel_triton.causal_convolution.forward import kernel_inputs
+from ejkernel_triton.causal_convolution.spec import make_spec
+from ejkernel_triton.launch import Shape, launch
+
+
+def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.Array]:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangents of output and final states, and the wanted names.
+        config: Tiles, blocks and warps.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    from ejkernel_triton.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd_kernel
+
+    record: CausalConvolution = pullback.record
+    outputs, final = pullback.cotangent
+    spec = make_spec(record, config.block_t, config.block_c, config.blocks, stages=config.num_stages, pairs=True)
+    rows = record.x.shape[0]
+    float32, state_tokens = jnp.float32, spec.W - 1
+    dx, dweights, dbefore = launch(
+        causal_conv_bwd_kernel,
+        (*kernel_inputs(record), outputs, jnp.swapaxes(final, 1, 2) if spec.FINAL else None),
+        (
+            Shape(record.x.shape, record.x.dtype),
+            Shape((rows, spec.BLOCKS, spec.W + 1, spec.C), float32),
+            Shape((rows, state_tokens, spec.C), float32),
+        ),
+        batch=rows,
+        grid=rows * spec.BLOCKS * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )
+    before = jnp.swapaxes(dbefore, 1, 2) if spec.STATE else jnp.zeros(states(record).shape, float32)
+    if not spec.FINAL:
+        dx, before = add_state_gradients(record, dx, before, final)
+    # One sum of the weights' and the bias's parts, over rows and programs.
+    dweight = dweights.sum(axis=(0, 1))
+    found: dict[str, Any] = {"x": dx, "weight": dweight[:-1].T, "bias": dweight[-1], "initial_state": before}
+    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}

@@ -1,0 +1,135 @@
+"""Device helpers of the causal convolution's kernels: tiles of tokens, taps, and the activation."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LOG2E
+
+
+@triton.jit
+def program_tile(program, spec: tl.constexpr):
+    """(row of the batch, block of tokens, tile of channels) of a program; the tile is the fastest index."""
+    tile = program % spec.TILES
+    block = (program // spec.TILES) % spec.BLOCKS
+    return tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64), block, tile
+
+
+@triton.jit
+def tile_offsets(tile, spec: tl.constexpr):
+    """Where the elements of a program's rows lie that are loaded as one: channels, or pairs of them."""
+    if spec.PAIRS:
+        return tile * (spec.BLOCK_C // 2) + tl.arange(0, spec.BLOCK_C // 2)
+    else:
+        return tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
+
+
+@triton.jit
+def load_rows(base, token, end, places, COUNT: tl.constexpr, spec: tl.constexpr):
+    """COUNT rows of a [T, C] array from a token on, as they are; 0 before the first and from `end` on."""
+    # Two channels of 16 bits as one number of 32: what a loop carries has a register of its own, however short it is.
+    WIDTH: tl.constexpr = spec.C // 2 if spec.PAIRS else spec.C
+    if spec.PAIRS:
+        base = base.to(tl.pointer_type(tl.int32))
+    start = base + tl.cast(token, tl.int64) * WIDTH
+    # A tuple of vectors and not a tile: taps are other rows of the same thread, so no product needs a shuffle or a
+    # shift. Tokens are checked on both sides: a halo may begin before token 0 and end after T.
+    rows = ()
+    for i in tl.static_range(COUNT):
+        at = token + i + 0 * places
+        mask = (places < WIDTH) & (at >= 0) & (at < end)
+        rows += (tl.load(start + (i * WIDTH + places), mask=mask, other=0),)
+    return rows
+
+
+@triton.jit
+def widened(row, spec: tl.constexpr):
+    """[BLOCK_C] float32 of a row, as `load_rows` has it or of floats."""
+    if row.dtype == tl.int32:
+        # A bfloat16 is the upper half of a float32: one instruction an element.
+        low, high = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=f,=f,r",
+            [row],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+        return tl.reshape(tl.join(low, high), [spec.BLOCK_C])
+    else:
+        return row.to(tl.float32)
+
+
+@triton.jit
+def load_taps(x, before, token, channels, places, COUNT: tl.constexpr, spec: tl.constexpr):
+    """Rows of x from W - 1 tokens before a token on, as float32; rows before the first are those of the state."""
+    STATE_TOKENS: tl.constexpr = spec.W - 1
+    rows = load_rows(x, token - STATE_TOKENS, spec.T, places, COUNT, spec)
+    taps = ()
+    for i in tl.static_range(COUNT):
+        row = widened(rows[i], spec)
+        if spec.STATE and i < STATE_TOKENS:
+            # The state's tokens precede the first block alone; elsewhere the mask is false and nothing is loaded.
+            at = token + i + 0 * channels  # the slot of the state, where it is one
+            state_tokens = tl.load(
+                before + (token + i) * spec.C + channels, mask=(channels < spec.C) & (at < STATE_TOKENS), other=0.0
+            )
+            # Added, not selected: rows of x before token 0 are loaded as 0.
+            row += state_tokens.to(tl.float32)
+        taps += (row,)
+    return taps
+
+
+@triton.jit
+def load_weights(weight, channels, spec: tl.constexpr):
+    """The W weights of every channel, the weight of the token itself first."""
+    W: tl.constexpr = spec.W
+    weights = ()
+    for k in tl.static_range(W):
+        weights += (tl.load(weight + (W - 1 - k) * spec.C + channels, mask=channels < spec.C, other=0.0),)
+    return weights
+
+
+@triton.jit
+def load_bias(bias, channels, spec: tl.constexpr):
+    """[BLOCK_C] float32, zeros without one."""
+    if spec.BIAS:
+        return tl.load(bias + channels, mask=channels < spec.C, other=0.0)
+    else:
+        return 0.0 * channels.to(tl.float32)
+
+
+@triton.jit
+def start_of(starts, token, spec: tl.constexpr):
+    """The first token of a token's sequence; T for tokens of none."""
+    if spec.PACKED:
+        return tl.load(starts + token, mask=token < spec.T, other=spec.T)
+    else:
+        return 0
+
+
+@triton.jit
+def masked_tap(row, token, start, k, spec: tl.constexpr):
+    """A tap of a token, the row k tokens before it; 0 if that is of another sequence."""
+    if spec.PACKED:
+        return tl.where(token - k >= start, row, 0.0)
+    else:
+        return row
+
+
+@triton.jit
+def sigmoid(p, spec: tl.constexpr):
+    """1 / (1 + exp(-p)); exp2(inf) is inf and not an error, and 1 / inf is 0."""
+    if spec.FAST:
+        # The same instructions without what mends denormal numbers around them: 1 + exp(-p) drops those of exp(-p), and
+        # is none. Four instructions instead of nine, of the some 30 an element that the backward pass takes.
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
+            " rcp.approx.ftz.f32 $0, e;}",
+            "=f,f",
+            [p],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return 1.0 / (1.0 + tl.exp2(-p * LOG2E))

@@ -1,0 +1,54 @@
+"""Expert routing in Triton: three launches, none with atomics."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ejkernel.families.expert_routing import ExpertRouting, Routing
+from ejkernel_triton.expert_routing.config import RoutingTiles
+from ejkernel_triton.expert_routing.spec import make_spec
+from ejkernel_triton.launch import Shape, launch
+
+
+def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple[()]]:
+    """The routing of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tiles and warps.
+
+    Returns:
+        Experts, places, order and sizes. There are no residuals.
+    """
+    from ejkernel_triton.expert_routing.kernels.expert_offsets import expert_offsets_kernel
+    from ejkernel_triton.expert_routing.kernels.sorted_rows import sorted_rows_kernel
+    from ejkernel_triton.expert_routing.kernels.topk import topk_kernel
+
+    spec = make_spec(record, config)
+    options: dict[str, Any] = {"batch": 1, "num_stages": 1, "constants": {"spec": spec}}
+    pairs, counted = ((1, spec.T, spec.K), (1, spec.BLOCKS, spec.PADDED_E))
+    experts, ranks, counts = launch(
+        topk_kernel,
+        (record.logits[None],),
+        tuple(Shape(shape, jnp.int32) for shape in (pairs, pairs, counted)),
+        grid=spec.BLOCKS,
+        num_warps=config.num_warps,
+        **options,
+    )
+    sums, sizes = launch(
+        expert_offsets_kernel,
+        (counts,),
+        tuple(Shape(shape, jnp.int32) for shape in (counted, (1, spec.E))),
+        grid=spec.PADDED_E // spec.BLOCK_E,
+        num_warps=8,
+        **options,
+    )
+    places, order = launch(
+        sorted_rows_kernel,
+        (experts, ranks, sums, sizes),
+        tuple(Shape(shape, jnp.int32) for shape in (pairs, (1, spec.T * spec.K))),
+        grid=spec.BLOCKS,
+        num_warps=config.num_warps,
+        **options,
+    )
+    return (experts[0], places[0], order[0], sizes[0]), ()

@@ -1,0 +1,28 @@
+"""The first row of every expert; see `topk`."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import at_batch
+
+
+@triton.jit
+def expert_offsets_kernel(counts, sums, sizes, spec: tl.constexpr, per: tl.constexpr):
+    """Exclusive sums over blocks of BLOCK_E experts, BLOCK_B blocks at a time, and the sizes."""
+    B: tl.constexpr = spec.BLOCK_B
+    BLOCK_E: tl.constexpr = spec.BLOCK_E
+    E: tl.constexpr = spec.PADDED_E
+    tile = tl.program_id(0) % (E // BLOCK_E)
+    batch = tl.cast(tl.program_id(0) // (E // BLOCK_E), tl.int64)
+    counts = at_batch(counts, batch, per.COUNTS, spec.BLOCKS * E)
+    sums += batch * spec.BLOCKS * E
+    expert = tile * BLOCK_E + tl.arange(0, BLOCK_E)
+    total = tl.full([BLOCK_E], 0, tl.int32)
+    for start in tl.range(0, spec.BLOCKS, B):
+        block = start + tl.arange(0, B)
+        at = block[:, None] * E + expert[None, :]
+        mask = (block < spec.BLOCKS)[:, None]
+        count = tl.load(counts + at, mask=mask, other=0)
+        tl.store(sums + at, tl.cumsum(count, axis=0) - count + total[None, :], mask=mask)
+        total += tl.sum(count, axis=0)
+    tl.store(sizes + batch * spec.E + expert, total, mask=expert < spec.E)

@@ -1,0 +1,61 @@
+"""Top-k routing and the sort by expert, a counting sort without atomics: every run gives the same bits.
+
+topk_kernel             BLOCK_T tokens a program: k times the largest logit that is left; how many of the block's
+                        tokens chose each expert, and for each pair how many tokens of the block before chose its expert
+expert_offsets_kernel   one program: sums of the counts of the blocks before, and the first row of every expert
+sorted_rows_kernel      row of a pair = first row of its expert + pairs of blocks before + pairs of this block before
+
+                    experts 0   1   2   3
+counts  block 0     [   3   0   2   1 ]        sums before    [ 0 0 0 0 ]
+        block 1     [   1   2   2   1 ]    ->                 [ 3 0 2 1 ]      first rows  0 4 6 10
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import at_batch
+
+
+@triton.jit
+def topk_kernel(logits, experts, ranks, counts, spec: tl.constexpr, per: tl.constexpr):
+    """The experts of BLOCK_T tokens, the larger logit first, of equal ones the first."""
+    T: tl.constexpr = spec.BLOCK_T
+    E: tl.constexpr = spec.PADDED_E
+    K: tl.constexpr = spec.PADDED_K
+    COUNT: tl.constexpr = spec.K
+    block = tl.program_id(0) % spec.BLOCKS
+    batch = tl.cast(tl.program_id(0) // spec.BLOCKS, tl.int64)
+    logits = at_batch(logits, batch, per.LOGITS, spec.T * spec.E)
+    token = block * T + tl.arange(0, T)
+    expert = tl.arange(0, E)
+    real = (token < spec.T)[:, None] & (expert < spec.E)[None, :]
+    at = tl.cast(token, tl.int64)[:, None] * spec.E + expert[None, :]
+    x = tl.load(logits + at, mask=real, other=float("-inf")).to(tl.float32)
+    # Integers in the order of the logits, as `ejkernel.families.expert_routing.ordered` defines it: -0 equals 0, NaN is
+    # the largest. Comparisons with NaN would be false, and then no expert would be found.
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    key = tl.where(magnitude > 0x7F800000, 0x7FFFFFFF, tl.where(bits < 0, -magnitude, magnitude))
+    left = tl.broadcast_to((expert < spec.E)[None, :], [T, E])
+    n = tl.arange(0, K)
+    chosen = tl.full([T, K], 0, tl.int32)
+    for step in tl.static_range(COUNT):
+        # No logit has the smallest integer.
+        largest = tl.max(tl.where(left, key, -0x80000000), axis=1)
+        found = tl.min(tl.where(left & (key == largest[:, None]), expert[None, :], E), axis=1)
+        chosen = tl.where(n[None, :] == step, found[:, None], chosen)
+        left = left & (expert[None, :] != found[:, None])
+    used = (token < spec.T)[:, None] & (n < spec.K)[None, :]
+    pair = token[:, None] * spec.K + n[None, :]
+    tl.store(experts + batch * spec.T * spec.K + pair, chosen, mask=used)
+    # A token has an expert once, so pairs of an expert are in the order of tokens.
+    hot = ((expert < spec.E)[None, :] & (left == 0) & (token < spec.T)[:, None]).to(tl.int32)
+    before = tl.cumsum(hot, axis=0) - hot
+    rank = tl.full([T, K], 0, tl.int32)
+    for step in tl.static_range(COUNT):
+        found = tl.sum(tl.where(n[None, :] == step, chosen, 0), axis=1)
+        earlier = tl.sum(tl.where(expert[None, :] == found[:, None], before, 0), axis=1)
+        rank = tl.where(n[None, :] == step, earlier[:, None], rank)
+    tl.store(ranks + batch * spec.T * spec.K + pair, rank, mask=used)
+    counts += (batch * spec.BLOCKS + block) * E
+    tl.store(counts + expert, tl.sum(hot, axis=0))

@@ -1,0 +1,56 @@
+"""What the expert routing kernels are compiled for."""
+
+import dataclasses
+
+from ejkernel.families.expert_routing import ExpertRouting
+from ejkernel_triton.expert_routing.config import RoutingTiles
+from ejkernel_triton.sizes import ceil_div, padded
+
+COUNTS = 4096
+"""Counts that a program of `expert_offsets_kernel` adds up at a time, with eight warps."""
+BLOCK_E = 8
+"""Experts of such a program: with all of them in one program the kernel took 22 us of a layer on an H200."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingSpec:
+    """Constants of the kernels.
+
+    Attributes:
+        T: Tokens.
+        E: Experts.
+        K: Experts a token.
+        PADDED_E: E, padded to a power of two.
+        PADDED_K: K, too.
+        BLOCK_T: Tokens of a program.
+        BLOCKS: Programs that share the tokens.
+        BLOCK_E: Experts of a program that adds up counts.
+        BLOCK_B: Blocks whose counts are added up at a time.
+    """
+
+    T: int
+    E: int
+    K: int
+    PADDED_E: int
+    PADDED_K: int
+    BLOCK_T: int
+    BLOCKS: int
+    BLOCK_E: int
+    BLOCK_B: int
+
+
+def make_spec(record: ExpertRouting, config: RoutingTiles) -> RoutingSpec:
+    """The constants of a record's kernels."""
+    (tokens, experts), top_k = record.logits.shape, record.top_k
+    blocks = ceil_div(tokens, config.block_t)
+    return RoutingSpec(
+        T=tokens,
+        E=experts,
+        K=top_k,
+        PADDED_E=padded(experts),
+        PADDED_K=padded(top_k),
+        BLOCK_T=config.block_t,
+        BLOCKS=blocks,
+        BLOCK_E=min(BLOCK_E, padded(experts)),
+        BLOCK_B=min(padded(blocks), COUNTS // BLOCK_E),
+    )

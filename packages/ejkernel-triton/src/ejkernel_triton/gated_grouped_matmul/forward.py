@@ -1,0 +1,55 @@
+"""The gated grouped matmul in Triton."""
+
+import jax
+
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
+from ejkernel_triton.gated_grouped_matmul.config import GatedTiles, rows_shape
+from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
+from ejkernel_triton.grouped_matmul.spec import dot_precision, widens
+from ejkernel_triton.launch import Shape, launch
+
+
+def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tiles, programs, warps and stages.
+
+    Returns:
+        [M, F] in lhs's dtype. There are no residuals.
+    """
+    from ejkernel_triton.gated_grouped_matmul.kernels.gated_grouped_gemm import gated_grouped_gemm_kernel
+
+    product = product_record(record, rows_shape(record), record.lhs.dtype)
+    (rows, contracted), (matrices, _, columns) = product.lhs.shape, record.rhs.shape
+    spec = GatedSpec(
+        TOKENS=record.lhs.shape[0],
+        CONTRACTED=contracted,
+        ROWS=rows,
+        COLUMNS=columns // 2,
+        MATRICES=matrices,
+        GATHERS=record.indices is not None,
+        ACTIVATION=record.activation,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        ENTRIES=most_tiles(rows, matrices, config.block_m),
+        PROGRAMS=config.num_programs,
+        BAND=config.band,
+        PRECISION=dot_precision(product),
+        WIDEN=widens(record.lhs.dtype),
+    )
+    tiles = find_row_tiles(product, config.block_m)
+    (output,) = launch(
+        gated_grouped_gemm_kernel,
+        (record.lhs[None], record.rhs[None], None if record.indices is None else record.indices[None], tiles[None]),
+        (Shape((1, rows, spec.COLUMNS), record.lhs.dtype),),
+        batch=1,
+        grid=spec.PROGRAMS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )
+    return output[0], ()

@@ -1,0 +1,118 @@
+"""Rows that are gathered where they are multiplied, gated in the epilogue: the first product of an expert layer.
+
+    tokens [T, C] --- index of a row ---> lhs tile --+
+    matrix [C, 2F]: columns of the gate   -> rhs tile -+-> acc of both, g and u -> act(g) u -> rows [M, F]
+                    the same of the others -> rhs tile -+
+
+Neither the rows of the experts [M, C] nor the products [M, 2F] are in memory: tokens are read out of L2 as often as
+they have experts. Persistent programs, bands and the tile list are those of `grouped_gemm_kernel`.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile, tanh
+from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW, bounded
+
+
+@triton.jit
+def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
+    """Accumulators of a tile's gate and of what it gates, [BLOCK_M, BLOCK_N] each."""
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
+    BLOCK_N: tl.constexpr = spec.BLOCK_N
+    BLOCK_K: tl.constexpr = spec.BLOCK_K
+    EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
+    # One product of both halves, which reads lhs from shared memory once: that memory's bandwidth is the limit.
+    half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
+    n = column + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
+    in_columns = n < spec.COLUMNS
+    k = tl.arange(0, BLOCK_K)
+    # 64 bits for where a token begins: tokens of one tile may be far from each other.
+    lhs_at = tokens + (tl.cast(token, tl.int64) * spec.CONTRACTED)[:, None] + k[None, :]
+    rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * 2 * spec.COLUMNS)
+    rhs_at += k[:, None] * (2 * spec.COLUMNS) + (half * spec.COLUMNS + n)[None, :]
+    acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
+    step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(0, step_count):
+        if EVEN and spec.COLUMNS % BLOCK_N == 0:
+            lhs_tile = tl.load(lhs_at)
+            rhs_tile = tl.load(rhs_at)
+        else:
+            # 0 in both operands past the end: 0 in one alone would meet what lies there, maybe NaN.
+            in_k = k < spec.CONTRACTED - step * BLOCK_K
+            lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
+            rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
+        acc = add_dot(acc, lhs_tile, rhs_tile, spec)
+        lhs_at += BLOCK_K
+        rhs_at += BLOCK_K * 2 * spec.COLUMNS
+    # A thread has the same columns of both halves, so nothing moves.
+    return tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
+
+
+@triton.jit
+def activated(gate, spec: tl.constexpr):
+    """silu, or gelu by its tanh formula."""
+    if spec.ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
+        return 0.5 * gate * (1.0 + tanh(inner, False))
+
+
+@triton.jit
+def store_rows(values, output, row, end, column, spec: tl.constexpr):
+    """Stores the rows before `end`: the others are the next group's, whose own tile stores them."""
+    m = tl.arange(0, spec.BLOCK_M)
+    n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
+    at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
+    mask = (m < end - row)[:, None] & in_columns[None, :]
+    tl.store(output + at, values.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def make_tile(tokens, rhs, index, output, matrix, row, end, column, spec: tl.constexpr):
+    """Makes and stores a tile."""
+    # Rows after the last repeat it, so that loads stay inside the array; they are not stored.
+    token = row + tl.minimum(tl.arange(0, spec.BLOCK_M), spec.ROWS - 1 - row)
+    if spec.GATHERS:
+        token = tl.load(index + token)
+    named = (token >= 0) & (token < spec.TOKENS)
+    gate, up = gated_products(tokens, rhs, tl.where(named, token, 0), matrix, column, spec)
+    # A row that names no token is 0, whatever token 0 holds.
+    values = tl.where(named[:, None], activated(gate, spec) * up, 0.0)
+    store_rows(values, output, row, end, column, spec)
+
+
+@triton.jit
+def gated_grouped_gemm_kernel(tokens, rhs, index, tiles, output, spec: tl.constexpr, per: tl.constexpr):
+    """A program makes every PROGRAMS-th tile.
+
+    `tiles` holds the entries, then three counts: leading entries without a matrix, entries with one, all entries.
+    """
+    program = tl.program_id(0)
+    batch = tl.cast(program // spec.PROGRAMS, tl.int64)
+    program = program % spec.PROGRAMS
+    tokens = at_batch(tokens, batch, per.TOKENS, spec.TOKENS * spec.CONTRACTED)
+    rhs = at_batch(rhs, batch, per.RHS, spec.MATRICES * spec.CONTRACTED * 2 * spec.COLUMNS)
+    if spec.GATHERS:
+        index = at_batch(index, batch, per.INDEX, spec.ROWS)
+    tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
+    output += batch * spec.ROWS * spec.COLUMNS
+    ends = tiles + spec.ENTRIES * FIELDS
+    leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+    columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
+    BLOCK_N: tl.constexpr = spec.BLOCK_N
+    # Rows of no group are 0.
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for tile in tl.range(program, (total - count) * columns, spec.PROGRAMS):
+        entry = tile // columns
+        entry_at = tiles + (entry + tl.where(entry < leading, 0, count)) * FIELDS
+        row, end = tl.load(entry_at + ROW), tl.load(entry_at + END)
+        store_rows(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
+    for tile in tl.range(program, count * columns, spec.PROGRAMS):
+        entry, column = grouped_tile(tile, count, columns, spec.BAND)
+        entry_at = tiles + (leading + entry) * FIELDS
+        matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
+        column *= spec.BLOCK_N
+        make_tile(tokens, rhs, index, output, matrix, row, end, column, spec)

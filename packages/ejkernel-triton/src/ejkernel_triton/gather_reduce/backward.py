@@ -1,0 +1,56 @@
+"""Backward pass of gather-reduce in Triton."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.gather_reduce import GatherReduce, named
+from ejkernel.types.pullback import Pullback
+from ejkernel_triton.gather_reduce.config import GatherTiles
+from ejkernel_triton.gather_reduce.forward import with_batch_axis
+from ejkernel_triton.gather_reduce.spec import make_spec
+from ejkernel_triton.launch import Shape, launch
+
+
+def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
+    """Gradients of the rows and of the weights, which one kernel makes.
+
+    Args:
+        pullback: Record and cotangent [T, D].
+        config: Tiles and warps.
+
+    Returns:
+        `{"rows": [R, D], "weights": [T, K]}`, what is wanted of them, in the dtypes of the fields.
+    """
+    from ejkernel_triton.gather_reduce.kernels.gather_bwd import gather_bwd_kernel
+
+    record: GatherReduce = pullback.record
+    rows, terms = record.inverse.shape
+    dots = "weights" in pullback.wanted
+    spec = make_spec(record, config, sums=rows, terms=terms, dots=dots)
+    pairs = spec.T * spec.K
+    made, shares = launch(
+        gather_bwd_kernel,
+        (
+            pullback.cotangent[None],
+            record.inverse[None],
+            with_batch_axis(record.weights),
+            record.rows[None] if dots else None,
+        ),
+        (
+            Shape((1, rows, spec.D), record.rows.dtype),
+            Shape((1, spec.TILES, pairs if dots else 1), jnp.float32),
+        ),
+        batch=1,
+        grid=spec.BLOCKS * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    gradients = {"rows": made[0]}
+    if dots:
+        assert record.weights is not None  # a gradient of it is wanted
+        # No row lists a pair that names none, so nothing was written for it.
+        valid = named(record.indices, spec.R)
+        total = jnp.where(valid, jnp.sum(shares[0].reshape(spec.TILES, spec.T, spec.K), axis=0), 0)
+        gradients["weights"] = total.astype(record.weights.dtype)
+    return {name: gradients[name] for name in pullback.wanted}

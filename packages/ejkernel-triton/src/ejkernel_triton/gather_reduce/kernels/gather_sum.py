@@ -1,0 +1,53 @@
+"""Gather-reduce: both passes gather and are bound by memory.
+
+    gather_sum_kernel      a program has BLOCK_T tokens and BLOCK_D channels: loads a row for every index, and adds them
+                           in float32
+    gather_bwd_kernel      the same for rows: loads a cotangent for every pair of a row; the dot product of the two is
+                           the gradient of the pair's weight, of which a program has the share of its channels
+    scatter_copies_kernel  where every token is a copy of one row: a program has BLOCK_T rows, loads them once, and
+                           stores them for every token that names them; further programs store zeros for tokens that
+                           name none
+
+Sums are made in registers in a fixed order: no atomics, so two runs give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
+
+
+@triton.jit
+def add_row(acc, n, token, rows, indices, weights, channels, spec: tl.constexpr):
+    """The sum of tokens with their n-th row added."""
+    index = tl.load(indices + token * spec.K + n, mask=token < spec.T, other=-1)
+    valid = (index >= 0) & (index < spec.R)
+    term = load_rows(rows, index, valid, channels, spec)
+    if spec.WEIGHTS:
+        # Not loaded where no row is named, so that a weight of NaN there counts nothing.
+        term *= tl.load(weights + token * spec.K + n, mask=valid, other=0.0).to(tl.float32)[:, None]
+    return acc + term
+
+
+@triton.jit
+def gather_sum_kernel(rows, indices, weights, output, spec: tl.constexpr, per: tl.constexpr):
+    """The sums of BLOCK_T tokens."""
+    K: tl.constexpr = spec.K
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    BLOCK_D: tl.constexpr = spec.BLOCK_D
+    row, _, token, channels = program_tile(spec)
+    rows = at_batch(rows, row, per.ROWS, spec.R * spec.D)
+    indices = at_batch(indices, row, per.INDICES, spec.T * spec.K)
+    if spec.WEIGHTS:
+        weights = at_batch(weights, row, per.WEIGHTS, spec.T * spec.K)
+    acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    if spec.UNROLL:
+        for n in tl.static_range(K):
+            acc = add_row(acc, n, token, rows, indices, weights, channels, spec)
+    else:
+        for n in tl.range(K):
+            acc = add_row(acc, n, token, rows, indices, weights, channels, spec)
+    target = output + (row * spec.T + token)[:, None] * spec.D + channels[None, :]
+    mask = (token < spec.T)[:, None] & (channels < spec.D)[None, :]
+    tl.store(target, acc.to(output.dtype.element_ty), mask=mask)

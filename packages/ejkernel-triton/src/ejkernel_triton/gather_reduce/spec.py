@@ -1,0 +1,75 @@
+"""What the gather-reduce kernels are compiled for."""
+
+import dataclasses
+
+from ejkernel.families.gather_reduce import GatherReduce
+from ejkernel_triton.gather_reduce.config import GatherTiles
+from ejkernel_triton.sizes import ceil_div
+
+EMPTY_T = 256
+"""Tokens among which a program looks for those that name no row."""
+EMPTY_STEP = 16
+"""Tokens that such a program writes together."""
+UNROLLED = 16
+"""Terms of a sum up to which its loop is unrolled, so that all loads begin before the first is waited for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherSpec:
+    """Constants of both kernels.
+
+    Attributes:
+        R: Rows.
+        T: Tokens.
+        K: Indices a token.
+        M: Pairs a row.
+        D: Channels.
+        WEIGHTS: Whether there are weights.
+        DOTS: Whether the weights' gradient is wanted.
+        UNROLL: Whether the loop over terms is unrolled.
+        BLOCK_T: Sums of a program.
+        BLOCKS: Programs that share the sums.
+        BLOCK_D: Channels of a program.
+        TILES: Programs that share the channels.
+        EMPTY_T: Tokens of a program of `scatter_copies_kernel` that looks for those that name no row.
+        EMPTY_STEP: Tokens that it writes at a time.
+        EMPTY_BLOCKS: Such programs that share the tokens.
+    """
+
+    R: int
+    T: int
+    K: int
+    M: int
+    D: int
+    WEIGHTS: bool
+    DOTS: bool
+    UNROLL: bool
+    BLOCK_T: int
+    BLOCKS: int
+    BLOCK_D: int
+    TILES: int
+    EMPTY_T: int
+    EMPTY_STEP: int
+    EMPTY_BLOCKS: int
+
+
+def make_spec(record: GatherReduce, config: GatherTiles, *, sums: int, terms: int, dots: bool = False) -> GatherSpec:
+    """The constants of a kernel that makes `sums` sums of `terms` terms."""
+    (rows, channels), (tokens, count) = record.rows.shape, record.indices.shape
+    return GatherSpec(
+        R=rows,
+        T=tokens,
+        K=count,
+        M=record.inverse.shape[1],
+        D=channels,
+        WEIGHTS=record.weights is not None,
+        DOTS=dots,
+        UNROLL=terms <= UNROLLED,
+        BLOCK_T=config.block_t,
+        BLOCKS=ceil_div(sums, config.block_t),
+        BLOCK_D=config.block_d,
+        TILES=ceil_div(channels, config.block_d),
+        EMPTY_T=EMPTY_T,
+        EMPTY_STEP=EMPTY_STEP,
+        EMPTY_BLOCKS=ceil_div(tokens, EMPTY_T),
+    )

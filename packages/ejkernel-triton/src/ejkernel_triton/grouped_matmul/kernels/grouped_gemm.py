@@ -1,0 +1,187 @@
+"""Rows times the matrix of their group: the forward pass, and the gradient of lhs with the matrices transposed.
+
+    tile list      0  1  2 | 3 | 4  5 | 6 ...        tiles of rows; | where the group changes
+    columns   0    p0 p1 p2  p3  p4 p5  p6 p7        a band of tiles of rows goes down first: the programs that run
+              1    p8 p9 ..                          together share matrices along a row of this picture, and rows of
+              2    ..                                lhs along a column, in L2
+             ...
+    the next band of tiles of rows
+
+Programs are persistent: program p multiplies tiles p, p + PROGRAMS, ... to the end of the list, whose length is read
+from memory. A tile may reach into the rows of the next group. Those are multiplied too and not stored, since another
+tile stores them. A row of a product depends on no other row, so NaN there does no harm, and the main loop has no masks.
+
+    prologue            main loop over the contracted axis              epilogue
+    tile p -> entry  -> lhs tile, rhs tile -> registers -> acc      ->  scales, bias, existing_out -> rows of the group
+                        (num_stages copies in flight)                   (FLATTEN: the next tile's copies start here)
+
+Source: Gale et al. 2022, arXiv:2211.15841 (block-sparse products of a dropless mixture of experts).
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile
+from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW, bounded, operand
+
+
+@triton.jit
+def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
+    """A tile of a matrix as an operand of the product, times its scales where these differ along C."""
+    if spec.SCALES == "elements":
+        at = (c // spec.PER_SCALE[0])[:, None] * spec.SCALE_STRIDES[0]
+        # Columns past the end repeat the last scale instead of a mask; they are not stored.
+        n = tl.minimum(n, spec.COLUMNS - 1)
+        at += (n // spec.PER_SCALE[1])[None, :] * spec.SCALE_STRIDES[1]
+        factors = tl.load(scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + at)
+        return operand(tile.to(tl.float32) * factors, spec)
+    else:
+        return operand(tile, spec)
+
+
+@triton.jit
+def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec: tl.constexpr):
+    """acc + a b, with operands of 8 bits; a step has one scale for each row, and one for each column."""
+    if spec.WIDEN:
+        lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
+    if spec.LHS_SCALES == "steps" or spec.SCALES == "steps":
+        # The accumulator cannot be the product's: scales of a step multiply its product alone. The matrix unit waits
+        # for that, 427 instead of 655 TFLOP/s on an H200 (docs/lab/grouped_matmul_gpu.md).
+        step_product = tl.dot(lhs_tile, rhs_tile)
+        if spec.LHS_SCALES == "steps":
+            step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_BLOCKS // spec.CONTRACTED)[:, None]
+        if spec.SCALES == "steps":
+            step_product *= tl.load(rhs_scale + step * spec.BLOCK_K // spec.PER_SCALE[0] * spec.SCALE_STRIDES[0])[
+                None, :
+            ]
+        return acc + step_product
+    else:
+        # Hopper sums products of 8 bits at about 14 bits; after IMPRECISE elements they go to a float32 accumulator.
+        return tl.dot(lhs_tile, rhs_tile, acc, max_num_imprecise_acc=spec.IMPRECISE)
+
+
+@triton.jit
+def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr):
+    """Accumulator [BLOCK_M, BLOCK_N] of a tile of rows and columns."""
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
+    BLOCK_N: tl.constexpr = spec.BLOCK_N
+    BLOCK_K: tl.constexpr = spec.BLOCK_K
+    EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
+    # Rows after the end of lhs repeat its last row, so that loads without masks stay inside the array.
+    m = tl.minimum(tl.arange(0, BLOCK_M), spec.ROWS - 1 - row)
+    n, in_columns = bounded(column, BLOCK_N, spec.COLUMNS)
+    k = tl.arange(0, BLOCK_K)
+    # 64-bit pointers to the operands' tiles and 32-bit offsets inside of them: 64-bit offsets take registers.
+    lhs_at = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
+    rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
+    rhs_at += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
+    if spec.LHS_SCALES != "no":
+        row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_BLOCKS
+        column_scales = scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + tl.minimum(n, spec.COLUMNS - 1)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # A constant, which flat loops need.
+    step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(0, step_count):
+        # Main loop. No mask along C where steps divide it; columns have one only where tiles do not.
+        if EVEN:
+            lhs_tile = tl.load(lhs_at)
+            rhs_tile = (
+                tl.load(rhs_at, mask=in_columns[None, :], other=0.0) if spec.COLUMNS % BLOCK_N else tl.load(rhs_at)
+            )
+            c = step * BLOCK_K + k
+        else:
+            # The last step is 0 in both operands past the end: 0 in one alone would meet what lies there, maybe NaN.
+            in_k = k < spec.CONTRACTED - step * BLOCK_K
+            lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
+            rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
+            c = tl.minimum(step * BLOCK_K + k, spec.CONTRACTED - 1)
+        if spec.LHS_SCALES == "no":
+            acc = add_dot(acc, operand(lhs_tile, spec), dequantized(rhs_tile, scale, matrix, c, n, spec), spec)
+        else:
+            acc = add_float8_product(acc, lhs_tile, rhs_tile, row_scales, column_scales, step, spec)
+        lhs_at += BLOCK_K
+        rhs_at += BLOCK_K * spec.RHS_STRIDES[0]
+    return acc
+
+
+@triton.jit
+def store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec: tl.constexpr):
+    """The epilogue: scales of rows and columns, bias and `existing_out`; stores the rows of the tile's group alone."""
+    n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
+    matrix = tl.cast(matrix, tl.int64)
+    # Scales of whole rows and columns commute with the sum over C, so they multiply the accumulator once.
+    if spec.LHS_SCALES == "rows":
+        acc *= tl.load(lhs_scale + tl.minimum(row + tl.arange(0, spec.BLOCK_M), spec.ROWS - 1))[:, None]
+    if spec.SCALES == "columns":
+        acc *= tl.load(scale + matrix * spec.SCALE_ELEMENTS + n, mask=in_columns, other=0.0)[None, :]
+    if spec.BIAS:
+        acc += tl.load(bias + matrix * spec.COLUMNS + n, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    add_and_store(acc, existing, output, row, end, column, spec)
+
+
+@triton.jit
+def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
+    """Adds `existing_out`, and stores the rows before `end`."""
+    m = tl.arange(0, spec.BLOCK_M)
+    n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
+    at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
+    # Rows from `end` on are the next group's, whose own tile stores them.
+    mask = (m < end - row)[:, None] & in_columns[None, :]
+    if spec.EXISTING:
+        acc += tl.load(existing + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(output + at, acc.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fill(existing, output, tiles, program, leading, count, total, spec: tl.constexpr):
+    """Stores rows of no group, `existing_out` or 0; their entries are the first `leading` and the last ones."""
+    columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
+    BLOCK_N: tl.constexpr = spec.BLOCK_N
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for tile in tl.range(program, (total - count) * columns, spec.PROGRAMS):
+        entry = tile // columns
+        entry_at = tiles + (entry + tl.where(entry < leading, 0, count)) * FIELDS
+        row, end = tl.load(entry_at + ROW), tl.load(entry_at + END)
+        add_and_store(zeros, existing, output, row, end, (tile % columns) * spec.BLOCK_N, spec)
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec: tl.constexpr, per: tl.constexpr
+):
+    """A program multiplies every PROGRAMS-th tile.
+
+    `tiles` holds the entries, then three counts: leading entries without a matrix, entries with one, all entries.
+    """
+    program = tl.program_id(0)
+    batch = tl.cast(program // spec.PROGRAMS, tl.int64)
+    program = program % spec.PROGRAMS
+    lhs = at_batch(lhs, batch, per.LHS, spec.ROWS * spec.CONTRACTED)
+    rhs = at_batch(rhs, batch, per.RHS, spec.MATRICES * spec.CONTRACTED * spec.COLUMNS)
+    if spec.SCALES != "no":
+        scale = at_batch(scale, batch, per.SCALE, spec.MATRICES * spec.SCALE_ELEMENTS)
+    if spec.LHS_SCALES != "no":
+        lhs_scale = at_batch(lhs_scale, batch, per.LHS_SCALE, spec.ROWS * spec.LHS_BLOCKS)
+    if spec.BIAS:
+        bias = at_batch(bias, batch, per.BIAS, spec.MATRICES * spec.COLUMNS)
+    if spec.EXISTING:
+        existing = at_batch(existing, batch, per.EXISTING, spec.ROWS * spec.COLUMNS)
+    tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
+    output += batch * spec.ROWS * spec.COLUMNS
+    # The counts were made on the device: a grid of fixed size serves groups of any size.
+    ends = tiles + spec.ENTRIES * FIELDS
+    leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+    # Rows of no group are not multiplied, so they have a loop of their own: flat loops need a constant number of
+    # steps.
+    fill(existing, output, tiles, program, leading, count, total, spec)
+    columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
+    # Flat loops overlap a tile's first copies with the epilogue before. On an H200 they are faster for the gradient
+    # of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
+    for tile in tl.range(program, count * columns, spec.PROGRAMS, flatten=spec.FLATTEN):
+        entry, column = grouped_tile(tile, count, columns, spec.BAND)
+        entry_at = tiles + (leading + entry) * FIELDS
+        matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
+        column *= spec.BLOCK_N
+        acc = product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec)
+        store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec)

@@ -1,0 +1,61 @@
+"""Sums over the rows of each group: the gradients of the matrices and of the biases.
+
+    program: one tile [BLOCK_P, BLOCK_Q] of one matrix
+    rows of the group, BLOCK_K a step:  left^T [BLOCK_P, BLOCK_K] x right [BLOCK_K, BLOCK_Q]  ->  acc  ->  output
+
+A program adds the rows of its group in order, so sums have one order and every run gives the same bits. An empty
+group's programs store zeros. Programs are not persistent: groups differ in length, and the hardware gives a
+multiprocessor the next program as soon as one ends.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile
+from ejkernel_triton.grouped_matmul.kernels.tile import bounded
+
+
+@triton.jit
+def group_bounds(bounds, matrix):
+    """First row of a matrix's group and the row after its last."""
+    return tl.load(bounds + matrix * 2), tl.load(bounds + matrix * 2 + 1)
+
+
+@triton.jit
+def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.constexpr):
+    """A program makes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
+    BLOCK_P: tl.constexpr = spec.BLOCK_P
+    BLOCK_Q: tl.constexpr = spec.BLOCK_Q
+    down: tl.constexpr = (spec.HEIGHT + BLOCK_P - 1) // BLOCK_P
+    across: tl.constexpr = (spec.WIDTH + BLOCK_Q - 1) // BLOCK_Q
+    program = tl.program_id(0)
+    batch = tl.cast(program // (spec.MATRICES * down * across), tl.int64)
+    program = program % (spec.MATRICES * down * across)
+    matrix = program // (down * across)
+    # Tiles of a matrix in bands: those that run together share rows of left and right in L2.
+    tile_p, tile_q = grouped_tile(program % (down * across), down, across, spec.BAND)
+    left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.HEIGHT)
+    right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.WIDTH)
+    bounds = at_batch(bounds, batch, per.BOUNDS, spec.MATRICES * 2)
+    output += batch * spec.MATRICES * spec.HEIGHT * spec.WIDTH
+    output += tl.cast(matrix, tl.int64) * (spec.HEIGHT * spec.WIDTH)
+    first, end = group_bounds(bounds, matrix)
+    p, in_p = bounded(tile_p * BLOCK_P, BLOCK_P, spec.HEIGHT)
+    q, in_q = bounded(tile_q * BLOCK_Q, BLOCK_Q, spec.WIDTH)
+    k = tl.arange(0, spec.BLOCK_K)
+    # 64-bit pointers to the group's first row, 32-bit offsets inside of a step.
+    left += tl.cast(first, tl.int64) * spec.HEIGHT + (k[:, None] * spec.HEIGHT + p[None, :])
+    right += tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
+    acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+    for start in tl.range(first, end, spec.BLOCK_K):
+        # Mask both operands after the group's last row: zeros in one alone would meet NaN of another group.
+        in_group = (k < end - start)[:, None]
+        left_tile = tl.load(left, mask=in_group & in_p[None, :], other=0.0)
+        right_tile = tl.load(right, mask=in_group & in_q[None, :], other=0.0)
+        # Rows lie with P together. The transposition is how the product reads the tile of 16-bit operands, not a
+        # copy.
+        acc = add_dot(acc, tl.trans(left_tile), right_tile, spec)
+        left += spec.BLOCK_K * spec.HEIGHT
+        right += spec.BLOCK_K * spec.WIDTH
+    at = output + (p[:, None] * spec.WIDTH + q[None, :])
+    tl.store(at, acc.to(output.dtype.element_ty), mask=in_p[:, None] & in_q[None, :])

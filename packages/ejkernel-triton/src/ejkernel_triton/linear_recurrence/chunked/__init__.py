@@ -1,0 +1,43 @@
+"""Chunked linear recurrences without the delta rule, in both passes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.linear_recurrence import plain_states as recurrent_states
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+HANDLES = recurrent_states.HANDLES | {
+    *("decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision")
+}
+"""Optional fields that the kernels honour, those of states with the states moved around the kernels."""
+
+GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
+
+
+def reasons(record: Any) -> Iterable[str]:
+    """What `Requires` cannot say."""
+    if not all(x.size for x in (record.query, record.key, record.value)):
+        yield "an array is empty"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Recurrences without the delta rule."""
+    return (
+        triton_implementation(
+            "linear_recurrence",
+            forward="linear_recurrence.chunked.forward:forward",
+            backward="linear_recurrence.chunked.backward:backward",
+            gradients=GRADIENTS,
+            paired=True,
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=reasons),
+            config=ConfigSpace(
+                forward=chunked_config.RecurrencePasses,
+                faces=chunked_config.FACES,
+                heuristic=chunked_config.heuristic,
+                candidates=chunked_config.candidates,
+                kind=chunked_config.kind_of_large,
+            ),
+        ),
+    )

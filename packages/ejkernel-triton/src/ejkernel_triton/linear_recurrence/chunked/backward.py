@@ -1,0 +1,247 @@
+"""Backward pass of a linear recurrence in Triton.
+
+The gradients of the states between chunks come first, in a scan from the last chunk to the first; then those of all
+chunks at the same time. Without atomic additions: the same bits every time.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
+from ejkernel.types.pullback import Pullback
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.linear_recurrence.chunked.forward import chunk_states, intra_chunk_scores, zero_padding
+from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
+from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
+from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, canonical, state_dtype
+from ejkernel_triton.sizes import ceil_div
+
+Gradients = dict[str, jax.Array]
+OF_VALUES = frozenset({"value", "dt", "skip"})
+OF_KEYS = frozenset({"query", "key", "decay"})
+
+MAX_SHARED_HEADS = 8
+"""Heads that share queries, keys or values and whose gradients one program adds up."""
+
+
+@with_plain_state_gradients
+def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangents of output and final states, the wanted names, and the forward pass's private
+            residuals.
+        config: Chunks and tiles of both passes.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record, wanted, pocket = canonical(pullback.record), pullback.wanted, pullback.pocket
+    call = make_call(record, config, config.backward_chunk, pocket.gates, pocket.scores)
+    if call.scores is None:
+        call = dataclasses.replace(call, scores=intra_chunk_scores(call))
+    cotangent = pullback.cotangent[0].astype(record.query.dtype)
+    # The scan comes first: the kernels below read the gradient of the state after each chunk.
+    dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
+    gradients: Gradients = {"initial_state": first, "sequence_state": first}
+    if wanted & OF_VALUES:
+        made = value_gradients(call, cotangent, dstates)
+        gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
+    if wanted & OF_KEYS:
+        states = chunk_states(record, call, pocket.starts) if pocket.states is None else pocket.states
+        made = key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, wanted))
+        gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
+    if record.cu_seqlens is not None:
+        gradients = zero_padding_gradients(call, gradients)
+    return {name: sum_to_shape(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
+
+
+def _state_gradients(
+    record: LinearRecurrence, call: RecurrenceCall, cotangent: jax.Array, final: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The gradients of the states after all chunks, [B, H, CHUNKS, K, V], and of those before the first ones."""
+    packed = record.cu_seqlens is not None
+    initial = final[None] if packed else final[:, None]
+    if not packed and call.spec.SEQUENCES > 1:
+        initial = decayed_initial_states(call, record.query, cotangent, initial, reverse=True)
+    dstates, first, _ = pass_states(call, record.query, cotangent, initial, dtype=state_dtype(record), reverse=True)
+    return dstates, first[0] if packed else first[:, 0]
+
+
+def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
+    """In which the gradients of gates are written: the gates' own where they are not summed; None if not wanted."""
+    if record.decay is None or "decay" not in wanted:
+        return None
+    whole = record.decay.shape[:2] == record.query.shape[:2] and record.decay.shape[3] > 1
+    return record.decay.dtype if whole else jnp.float32
+
+
+def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradients:
+    """Gradients with zeros for tokens of no packed sequence, which no chunk has."""
+    per_token = OF_VALUES | OF_KEYS | {"beta"}
+
+    def masked(x: jax.Array) -> jax.Array:
+        return zero_padding(x, call.chunk_index)
+
+    return {name: masked(x) if name in per_token and x.ndim > 1 else x for name, x in gradients.items()}
+
+
+def sum_to_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:
+    """Summed over the axes along which the field is the same."""
+    axes = tuple(n for n, (got, had) in enumerate(zip(gradient.shape, field.shape, strict=True)) if got != had)
+    return (gradient.sum(axes, keepdims=True) if axes else gradient).astype(field.dtype)
+
+
+def value_gradients(
+    call: RecurrenceCall, cotangent: jax.Array, dstates: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of value, dt and skip.
+
+    Args:
+        call: What the stages share.
+        cotangent: [B, T, H, V] of the output.
+        dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
+
+    Returns:
+        [B, T, HV, V] in the value's dtype; [B, T, H] float32 for dt, and for the skip's gradient at each token. The
+        arrays of arguments that the record does not have are undefined.
+    """
+    from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import chunk_bwd_dv_kernel
+
+    spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
+    tiles, shared = ceil_div(spec.V, config.output_block_v), shared_heads(spec.H, value.shape[2])
+    # Where several groups share a head of values, their parts are float32, and XLA adds them up.
+    groups = spec.H // shared
+    # A program has a tile of value channels, so sums over channels are in parts; they are added below.
+    numbers = (batch, tiles, spec.T, spec.H)
+    dvalue, ddt, dskip = launch(
+        chunk_bwd_dv_kernel,
+        (
+            call.query,
+            call.key,
+            value,
+            call.gates,
+            call.scores,
+            call.dt,
+            call.skip,
+            cotangent,
+            dstates,
+            *call.chunk_index.per_chunk,
+        ),
+        [
+            Shape((batch, spec.T, groups, spec.V), value.dtype if groups == value.shape[2] else jnp.float32),
+            Shape(numbers if spec.DT else (batch,), jnp.float32),
+            Shape(numbers if spec.SKIP else (batch,), jnp.float32),
+        ],
+        batch=batch,
+        grid=batch * spec.CHUNKS * groups * tiles,
+        num_warps=config.output_warps,
+        num_stages=config.output_stages,
+        constants={
+            "spec": spec,
+            "VALUE_HEADS": value.shape[2],
+            "BLOCK_K": config.output_block_k,
+            "BLOCK_V": config.output_block_v,
+            "SHARED": shared,
+        },
+    )
+    return over_groups(dvalue, value), _over_tiles(ddt), _over_tiles(dskip)
+
+
+def key_gradients(
+    call: RecurrenceCall, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and gates.
+
+    Args:
+        call: What the stages share.
+        cotangent: [B, T, H, V] of the output.
+        states: [B, H, CHUNKS, K, V], the states before the chunks.
+        dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
+        gates: Dtype of the gradients of gates; None if they are not wanted.
+
+    Returns:
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] of the log gates, which is of no use
+        unless it is wanted.
+    """
+    from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import chunk_bwd_dqkg_kernel
+
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    tiles, shared = ceil_div(spec.K, config.gradient_block_k), _sum_of_shared(spec)
+    groups = spec.H // shared
+    # Queries and keys of H heads are stored by head; shared ones as one part a group, which `over_groups` adds up.
+    heads = [spec.H if n == spec.H else groups for n in (spec.HQ, spec.HK)]
+    exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
+    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.WIDTH > 1 else (batch, tiles, spec.T, spec.H)
+    dquery, dkey, dgates = launch(
+        chunk_bwd_dqkg_kernel,
+        (
+            call.query,
+            call.key,
+            call.value,
+            call.gates,
+            call.dt,
+            cotangent,
+            states,
+            dstates,
+            *call.chunk_index.per_chunk,
+        ),
+        [
+            *(
+                Shape((batch, spec.T, n, spec.K), call.query.dtype if whole else jnp.float32)
+                for n, whole in zip(heads, exact, strict=True)
+            ),
+            Shape(gate_shape if gates is not None else (batch,), jnp.float32 if gates is None else gates),
+        ],
+        batch=batch,
+        grid=batch * spec.CHUNKS * groups * tiles,
+        num_warps=config.gradient_warps,
+        num_stages=config.gradient_stages,
+        constants={
+            "spec": spec,
+            "VALUE_HEADS": call.value.shape[2],
+            "BLOCK_K": config.gradient_block_k,
+            "BLOCK_V": config.gradient_block_v,
+            "SHARED": shared,
+            "GATES": gates is not None,
+            "ONCE": _loads_once(spec),
+        },
+    )
+    if gates is not None and spec.WIDTH == 1:
+        dgates = _over_tiles(dgates)[..., None]
+    return over_groups(dquery, call.query), over_groups(dkey, call.key), dgates
+
+
+def _loads_once(spec: RecurrenceSpec) -> bool:
+    """Whether gates and dt are loaded as `tile.load_once` does."""
+    return spec.DT and spec.PER_SEQUENCE == 0
+
+
+def shared_heads(heads: int, fields: int) -> int:
+    """How many of the heads that share one of a field's heads a program adds up: a power of two that divides them."""
+    group = heads // fields
+    return min(MAX_SHARED_HEADS, group & -group)
+
+
+def _sum_of_shared(spec: RecurrenceSpec) -> int:
+    """Heads whose gradients of queries and keys a program adds up, of those of the two that are shared."""
+    found = [shared_heads(spec.H, n) for n in (spec.HQ, spec.HK) if n < spec.H]
+    return min(found, default=1)
+
+
+def over_groups(parts: jax.Array, field: jax.Array) -> jax.Array:
+    """The gradient of a field from parts of groups of heads, [B, T, groups, d]."""
+    if parts.shape[2] == field.shape[2]:
+        return parts.astype(field.dtype)
+    rows, tokens, heads, width = field.shape
+    return parts.reshape(rows, tokens, heads, -1, width).sum(3).astype(field.dtype)
+
+
+def _over_tiles(parts: jax.Array) -> jax.Array:
+    """[B, tiles, T, H] summed over tiles."""
+    return parts if parts.ndim == 1 else parts.sum(1)

@@ -1,0 +1,199 @@
+"""Chunks, tiles and launch parameters of the chunked recurrence's kernels."""
+
+import dataclasses
+from typing import Any
+
+from jax import lax
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.sizes import ceil_div, padded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrencePasses(ChunkPasses):
+    """Configuration of both passes without the delta rule."""
+
+
+FACES = {
+    "block_q": "chunk",
+    "chunk_size": "chunk",
+    "block_k": "output_block_k",
+    "block_d": "output_block_v",
+    "num_warps": "output_warps",
+    "num_stages": "output_stages",
+}
+"""Fields of the public configurations and what they set here."""
+
+
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
+    """Chunks and tiles for a record on a device, not measured."""
+    default = RecurrencePasses(**config_fields(sized(record, device, 64)))
+    # A scan waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
+    if not interpreting() and 4 * _scan_programs(record, default) < 3 * chip_of(device).multiprocessors:
+        return default
+    return _fused(record, device, default)
+
+
+def config_fields(made: ChunkPasses) -> dict[str, Any]:
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+
+
+def _scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
+    """Programs that make states and outputs in one scan, with as many value channels as states have there."""
+    tiles = ceil_div(record.value.shape[3], config.state_block_v)
+    return record.query.shape[0] * sequence_count(record) * head_count(record) * tiles * config.splits
+
+
+def sequence_count(record: LinearRecurrence) -> int:
+    return 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+
+
+def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
+    """The configuration that makes states and outputs in one scan; the default where the kernel does not fit."""
+    if by_channel(record):
+        return default
+    if interpreting():
+        return default if record.cu_seqlens is None else dataclasses.replace(default, walk=True)
+    if not fits_fused_scan(record, device):
+        return default
+    # One scan a multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several segments: 2 stages, of which two find room,
+    # 0.634 ms for 65536 tokens, 3 stages 0.724; but packed sequences, of which the longest decide, 0.340 and 0.301
+    # (docs/lab/linear_recurrence_gpu.md).
+    many = record.cu_seqlens is None and _scan_programs(record, default) > chip_of(device).multiprocessors
+    if record.dt is not None or record.skip is not None:
+        # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes a thread spill; with gradients two kernels.
+        return dataclasses.replace(default, walk=True, walk_stages=2)
+    # Without states kept, since they are most of what a call with gradients would keep: 1.27 ms instead of 1.24.
+    return dataclasses.replace(default, walk=True, walk_stages=2 if many else 3, keep_states=False)
+
+
+def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
+    """Whether a scan's state and tiles fit: float16 has not the range, float32 takes twice the shared memory."""
+    chip = chip_of(device)  # only Hopper was measured
+    wide = record.query.dtype.name != "bfloat16" or record.precision == lax.Precision.HIGHEST
+    return chip.architecture == "hopper" and not wide and padded(record.query.shape[3], MIN_TILE) <= 128
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrencePasses, ...]:
+    """Configurations worth measuring for a record on a device."""
+    default = heuristic(record, device, direction)
+    if interpreting():
+        other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
+        scans = record.cu_seqlens is None and not by_channel(record)
+        return (default, dataclasses.replace(other, walk=scans), dataclasses.replace(other, walk=False, splits=1))
+    walking = _fused(record, device, default)
+    made = [dataclasses.replace(default, walk=False), dataclasses.replace(default, walk=False, keep_states=False)]
+    if not by_channel(record):
+        made += [dataclasses.replace(made[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
+    if walking.walk:
+        made += [dataclasses.replace(walking, walk_stages=n) for n in (2, 3)]
+        made += [dataclasses.replace(walking, walk_block_v=32, walk_stages=2)]
+        # Segments of a row that are scanned at the same time.
+        made += [dataclasses.replace(walking, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
+    made += [
+        dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (walking, *made[:3]) for n in (64, 32)
+    ]
+    made += [dataclasses.replace(default, walk=False, state_block_k=32, splits=2 * default.splits)]
+    return tuple(dict.fromkeys((default, *made)))
+
+
+def kind_of_large(record: LinearRecurrence) -> str | None:
+    """What calls have in common that share an entry of a table: those with work for a large GPU without splits."""
+    rows, tokens, _, keys = record.query.shape
+    if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
+        return None
+    gates = "no" if record.decay is None else "channel" if by_channel(record) else "head"
+    bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 move and multiply alike
+    words = [f"{bits} bits", f"{padded(keys, MIN_TILE)}x{padded(record.value.shape[3], MIN_TILE)}", f"{gates} gates"]
+    words += ["shared keys"] if _shares_keys(record) else []
+    return " ".join(words if record.precision is None else [*words, str(record.precision)])
+
+
+def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
+    """The configuration for chunks of a length.
+
+    Args:
+        record: The canonical arguments.
+        device: What it runs on.
+        chunk: Tokens a chunk.
+    """
+    chip = chip_of(device)
+    wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
+    small = wide or chip.shared_memory < 128 * 1024
+    keys, values = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
+    most = 16 if interpreting() else 64
+    short = wide or (chip.architecture == "ada" and by_channel(record))  # half as many registers hold the pairs
+    chunk = max(MIN_TILE, min(chunk, 32 if short else chunk, padded(record.query.shape[1], MIN_TILE)))
+    backward_chunk = chunk
+    if interpreting():
+        chunk, backward_chunk = (MIN_TILE if by_channel(record) else 2 * MIN_TILE), MIN_TILE
+    half = 32 if small else most
+    warps = 8 if backward_chunk > 64 else 4
+    hopper = chip.architecture == "hopper" and not wide
+    gradient_block_k, gradient_warps = _gradient_tile(record, warps, hopper)
+    # Measured on an H200 with chunks of 64 and K, V of 128 (docs/lab/linear_recurrence_gpu.md): states 64 x 64, 4 warps
+    # and 3 stages 0.172 ms, 32 x 64 and 2 warps 0.189, 128 x 64 0.246; outputs 4 warps 0.220 ms, 8 warps 0.268, since
+    # 64 rows are one warpgroup's; scores 64 channels 0.654 ms, 32 channels 0.866.
+    return ChunkPasses(
+        chunk=chunk,
+        backward_chunk=backward_chunk,
+        splits=_segments(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
+        keep_states=True,
+        state_block_k=min(keys, most),
+        state_block_v=min(values, most),
+        state_warps=4,
+        state_stages=2 if small else 3,
+        score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
+        score_warps=4,
+        score_stages=1,
+        output_block_t=MIN_TILE if interpreting() else 64,
+        output_block_k=min(keys, half, most),
+        output_block_v=min(values, 2 * most if by_channel(record) and not small else most),
+        output_warps=warps,
+        output_stages=1 if small else 2,
+        gradient_block_k=min(keys, half, most, gradient_block_k),
+        gradient_block_v=min(values, half, most),
+        gradient_warps=gradient_warps,
+        # Gates of channels with 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890 with 1.
+        gradient_stages=1 if small or (hopper and by_channel(record) and record.beta is None) else 2,
+        walk=False,
+        walk_block_v=min(values, 64),
+        walk_warps=4,
+        walk_stages=2 if small else 3,
+    )
+
+
+def _gradient_tile(record: LinearRecurrence, warps: int, hopper: bool) -> tuple[int, int]:
+    """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
+    if by_channel(record):
+        # Each halving adds to both gradients, which are float32 in registers. On Hopper 32 take 2.61 ms instead of
+        # 3.30, and with the delta rule, where they spill 112 bytes a thread, 3.811 instead of 4.716
+        # (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
+        heads = head_count(record) if record.beta is None else 0
+        return (16 if not hopper or heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
+    return (32, 4) if _shares_keys(record) else (64, warps)
+
+
+def _shares_keys(record: LinearRecurrence) -> bool:
+    return head_count(record) > record.key.shape[2]
+
+
+def _segments(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
+    """Segments of a row: one where rows, heads and tiles of states give every multiprocessor a scan already."""
+    if record.cu_seqlens is not None:
+        return 1
+    if interpreting():
+        return 2
+    rows, tokens, _, keys = record.query.shape
+    tiles = ceil_div(keys, block_k) * ceil_div(record.value.shape[3], block_v)
+    # A scan is sequential: its chunks wait for each other, so fewer scans than multiprocessors leave some idle.
+    scans = rows * head_count(record) * tiles
+    if scans >= multiprocessors:
+        return 1
+    # Segments cost a second scan over the keys and values; none gets shorter than 16 chunks.
+    return max(1, min(2 * multiprocessors // scans, tokens // (16 * chunk)))

@@ -1,0 +1,228 @@
+"""Forward pass of a linear recurrence in Triton: the states between chunks, then all chunks at the same time."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence.plain_states import with_plain_states
+from ejkernel.types.pullback import is_differentiated
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.linear_recurrence.chunked.config import RecurrencePasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE
+from ejkernel_triton.linear_recurrence.plan import ChunkIndex, RecurrenceCall, make_call
+from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
+from ejkernel_triton.linear_recurrence.spec import canonical, state_dtype
+from ejkernel_triton.sizes import ceil_div, padded
+
+PADDING_ROWS = 64
+PADDING_COLUMNS = 128
+"""Tokens, and numbers of a token at once, that a program looks at for tokens of no sequence."""
+
+
+class ChunkedResiduals(NamedTuple):
+    """What the backward pass need not compute again. It computes what is None.
+
+    Attributes:
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], scores of pairs of tokens with gates of channels.
+        states: [B, H, CHUNKS, K, V], the states before the chunks.
+        starts: [B, SEQUENCES, H, K, V] float32, where the segments of a long row begin.
+    """
+
+    gates: jax.Array | None = None
+    scores: jax.Array | None = None
+    states: jax.Array | None = None
+    starts: jax.Array | None = None
+
+
+@with_plain_states
+def forward(
+    record: LinearRecurrence, config: RecurrencePasses
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()], ChunkedResiduals]:
+    """Output and final states of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks and tiles of both passes.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
+        spared.
+    """
+    dtype, record = record.query.dtype, canonical(record)
+    call = make_call(record, config, config.chunk)
+    states, initial = None, segment_initial_states(record, call)
+    kept = config.backward_chunk == config.chunk
+    # Two kernels store the states that the backward pass is given.
+    fuse = config.walk and not (kept and config.keep_states and is_differentiated())
+    if fuse:
+        output, ends = fused_chunk_scan(call, initial)
+    else:
+        call = dataclasses.replace(call, scores=intra_chunk_scores(call))
+        states, ends, _ = pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
+        output = chunk_outputs(call, states)
+    final = _final(record, ends)
+    if record.cu_seqlens is not None and not fuse:
+        # No chunk has the tokens of no sequence, so no program writes their outputs.
+        output = zero_padding(output, call.chunk_index)
+    if not kept:
+        return (output.astype(dtype), final), (), ChunkedResiduals()
+    states = states if config.keep_states else None
+    of_segments = initial if record.cu_seqlens is None and call.spec.SEQUENCES > 1 else None
+    return (output.astype(dtype), final), (), ChunkedResiduals(call.gates, call.scores, states, of_segments)
+
+
+def chunk_states(record: LinearRecurrence, call: RecurrenceCall, of_segments: jax.Array | None) -> jax.Array:
+    """The states before all chunks, [B, H, CHUNKS, K, V]; where segments begin is found out unless it is given."""
+    initial = segment_initial_states(record, call) if of_segments is None else of_segments
+    return pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))[0]
+
+
+def segment_initial_states(record: LinearRecurrence, call: RecurrenceCall) -> jax.Array | None:
+    """Where the scans through sequences and segments begin, [B, SEQUENCES, H, K, V]; None is zeros."""
+    initial = initial_states(record)
+    if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
+        return decayed_initial_states(call, record.key, record.value, initial)
+    return initial
+
+
+def _final(record: LinearRecurrence, ends: jax.Array) -> jax.Array:
+    """The final states as the record has them, from those at the end of all scans."""
+    return ends[0] if record.cu_seqlens is not None else ends[:, -1]
+
+
+def initial_states(record: LinearRecurrence) -> jax.Array | None:
+    """[B, 1, H, K, V], or [1, N, H, K, V] of packed sequences; None is zeros."""
+    if record.cu_seqlens is not None:
+        return None if record.sequence_state is None else record.sequence_state[None]
+    return None if record.initial_state is None else record.initial_state[:, None]
+
+
+def zero_padding(array: jax.Array, chunk_index: ChunkIndex) -> jax.Array:
+    """[B, T, ...] with zeros for tokens of no packed sequence."""
+    from ejkernel_triton.linear_recurrence.chunked.kernels.zero_padding import zero_padding_kernel
+
+    assert chunk_index.bounds is not None  # of packed sequences
+    batch, tokens, *rest = array.shape
+    (made,) = launch(
+        zero_padding_kernel,
+        (array, chunk_index.bounds),
+        [0],
+        batch=batch,
+        grid=batch * ceil_div(tokens, PADDING_ROWS),
+        num_warps=4,
+        num_stages=1,
+        constants={
+            "T": tokens,
+            "WIDTH": math.prod(rest),
+            "SEQUENCES": chunk_index.bounds.shape[1] - 2,
+            "ROWS": PADDING_ROWS,
+            "COLUMNS": min(PADDING_COLUMNS, padded(math.prod(rest), MIN_TILE)),
+        },
+    )
+    return made
+
+
+def fused_chunk_scan(
+    call: RecurrenceCall, initial: jax.Array | None, *, w: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs and final states in one scan, which stores no other state; gates of channels in a delta rule alone.
+
+    Args:
+        call: What the stages share.
+        initial: [B, SEQUENCES, H, K, V], where each scan begins; None is zeros.
+        w: W, [B, T, H, K], of a delta rule whose values are U.
+
+    Returns:
+        Outputs [B, T, H, V], 0 where no packed sequence is, and [B, SEQUENCES, H, K, V] float32.
+    """
+    from ejkernel_triton.linear_recurrence.chunked.kernels.fused_chunk_scan import fused_chunk_scan_kernel
+
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    arrays = (call.query, call.key, call.value, call.gates, call.dt, call.skip, initial)
+    output, final = launch(
+        fused_chunk_scan_kernel,
+        (*arrays, w, call.scores, *call.chunk_index.per_scan),
+        [
+            Shape((batch, spec.T, spec.H, spec.V), call.query.dtype),
+            Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+        ],
+        batch=batch,
+        # Packed rows have one more, which writes zeros where no sequence is.
+        grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * ceil_div(spec.V, config.walk_block_v),
+        num_warps=config.walk_warps,
+        num_stages=config.walk_stages,
+        constants={
+            "spec": spec,
+            "VALUE_HEADS": call.value.shape[2],
+            "BLOCK_K": padded(spec.K, MIN_TILE),
+            "BLOCK_V": config.walk_block_v,
+            "INITIAL": initial is not None,
+            "HAS_W": w is not None,
+        },
+    )
+    return output, final
+
+
+def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
+    """What each token reads of what each token of its chunk wrote, with gates of channels.
+
+    Returns:
+        [B, H, CHUNKS * CHUNK, CHUNK] in the query's dtype, without the factor on outputs; None with other gates.
+    """
+    from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_intra import chunk_fwd_intra_kernel
+
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    if spec.WIDTH < 2:
+        return None
+    (scores,) = launch(
+        chunk_fwd_intra_kernel,
+        (call.query, call.key, call.gates, *call.chunk_index.per_chunk),
+        [Shape((batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK), call.query.dtype)],
+        batch=batch,
+        grid=batch * spec.CHUNKS * spec.H,
+        num_warps=config.score_warps,
+        num_stages=config.score_stages,
+        constants={"spec": spec, "BLOCK_K": config.score_block_k},
+    )
+    return scores
+
+
+def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
+    """Outputs [B, T, H, V] from the states before the chunks; those of no packed sequence are undefined."""
+    from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_o import chunk_fwd_o_kernel
+
+    spec, config, batch = call.spec, call.config, call.query.shape[0]
+    # Pairs with gates of channels come whole from a kernel before.
+    block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
+    (output,) = launch(
+        chunk_fwd_o_kernel,
+        (
+            call.query,
+            call.key,
+            call.value,
+            call.gates,
+            call.scores,
+            call.dt,
+            call.skip,
+            states,
+            *call.chunk_index.per_chunk,
+        ),
+        [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
+        batch=batch,
+        grid=batch * spec.CHUNKS * spec.H * (spec.CHUNK // block_t) * ceil_div(spec.V, config.output_block_v),
+        num_warps=config.output_warps,
+        num_stages=config.output_stages,
+        constants={
+            "spec": spec,
+            "VALUE_HEADS": call.value.shape[2],
+            "BLOCK_K": config.output_block_k,
+            "BLOCK_V": config.output_block_v,
+            "BLOCK_T": block_t,
+        },
+    )
+    return output

@@ -1,0 +1,52 @@
+"""The decode step of linear recurrences: one to eight tokens of each sequence, the states updated in place."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.linear_recurrence import chunked
+from ejkernel_triton.linear_recurrence.decode import config
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+HANDLES = chunked.HANDLES | {"beta", "value_decay", "segment_ids"}
+"""Optional fields that the decode step honours: all that there are."""
+
+STEP = 8
+"""Most tokens a sequence of the decode step; of packed sequences, on average."""
+
+LONGEST = 256
+"""Most tokens of packed sequences beyond one each: one of them may have all, and they are worked on in order."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` cannot say."""
+    tokens, sequences = record.query.shape[1], 1
+    if record.cu_seqlens is not None:
+        sequences = record.cu_seqlens.shape[0] - 1
+    if tokens > STEP * sequences:
+        several = f" of {sequences} packed sequences" if record.cu_seqlens is not None else ""
+        yield f"query: {tokens} tokens{several} are more than a step of {STEP} tokens a sequence has"
+    if record.cu_seqlens is not None and tokens - sequences > LONGEST:
+        longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
+        yield f"query: {longest} of {tokens} tokens, which a step works on one after the other"
+    yield from chunked.reasons(record)
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """The decode step, before the chunked kernels, which pad a step to a chunk: it refuses what is longer."""
+    return (
+        triton_implementation(
+            "linear_recurrence",
+            name="triton_decode",
+            forward="linear_recurrence.decode.forward:forward",
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
+            config=ConfigSpace(
+                forward=config.DecodeTile,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=20,
+            cases="ejkernel_triton.linear_recurrence.decode.cases:cases",
+        ),
+    )

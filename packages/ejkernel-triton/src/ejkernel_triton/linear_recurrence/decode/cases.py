@@ -1,0 +1,56 @@
+"""Conformance cases of the decode step: fields whose other cases have more tokens than a step."""
+
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases import delta, state_space
+from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gates, make_cases, normal
+from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
+from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
+from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionArguments
+from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
+from ejkernel.ops.model import Case
+
+STATE = {"return_state": True}
+_VALUE_GATES: Row = (
+    "a step with gates of keys and values",
+    RecurrenceSizes(t=3, g=2, v=12),
+    gates("g_gamma", "gk", "gv", "initial_state", **STATE),
+    ("decay", "value_decay", "initial_state"),
+    ("awkward",),
+)
+_CHANNELS: Row = (
+    "a step of eight tokens with a gate of channels",
+    RecurrenceSizes(t=8, g=1, k=6, v=20, dtype=jnp.bfloat16),
+    lambda key, sizes: {
+        **gates("gate of channels", **STATE)(key, sizes),
+        "initial_state": normal(key, sizes.shape("initial_state"), jnp.bfloat16),
+    },
+    ("decay", "initial_state"),
+    ("awkward",),
+)
+_SEGMENTS: Row = (
+    "a step with segments and padding",
+    RecurrenceSizes(t=8),
+    delta.segments,
+    ("beta", "decay", "segment_ids", "initial_state"),
+    ("awkward",),
+)
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """The cases of the decode step, by operation."""
+    sizes = state_space.StateSpaceSizes(t=4)
+    skipped: state_space.Row = (
+        "a step with a state",
+        sizes,
+        ("initial_state",),
+        {},
+        ("decay", "dt", "skip", "initial_state"),
+        (),
+    )
+    return {
+        "recurrent_attention": make_cases(RecurrentAttentionArguments, (_VALUE_GATES,)),
+        "gated_linear_attention": make_cases(GLAttentionArguments, (_CHANNELS,)),
+        "gated_delta_rule": make_cases(GatedDeltaRuleArguments, (_SEGMENTS,)),
+        "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, (skipped,)),
+    }

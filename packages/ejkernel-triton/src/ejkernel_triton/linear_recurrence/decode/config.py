@@ -1,0 +1,86 @@
+"""Tiles and launch parameters of the decode step of a linear recurrence."""
+
+import dataclasses
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import ceil_div, padded
+
+WIDEST = 64
+"""Value channels of a program by rule: their row of a state in float32 is two lines of the cache."""
+
+TRANSPOSED = 16
+"""The same of a transposed state: whatever their number, they are one piece of memory, and sums stay in a warp."""
+
+HELD = 64
+"""Numbers of a state that a thread holds; as many again are on their way through its sums."""
+
+SEVERAL = 4
+"""Tokens a sequence from which on a thread holds twice as many: the sums of 32 value channels then stay in one warp."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeTile:
+    """Configuration of the decode step.
+
+    Attributes:
+        block_v: Value channels of a program, which has all key channels of them; a power of two.
+        num_warps: Warps a program.
+        streams: Whether the state's lines are the first that leave the L2 cache: they are read once and written once.
+    """
+
+    block_v: int
+    num_warps: int
+    streams: bool
+
+    def __post_init__(self) -> None:
+        if self.block_v < 1 or self.block_v & (self.block_v - 1):
+            raise ValueError(f"block_v: got {self.block_v}, wants a power of two")
+
+
+FACES = {"block_d": "block_v", "num_warps": "num_warps"}
+"""Fields of the public configurations and what they set here."""
+
+
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
+    """The tile for a record on a device, not measured."""
+    columns, held = record.value.shape[3], HELD
+    widest = TRANSPOSED if record.transposed_states else WIDEST
+    tokens, sequences = record.query.shape[0] * record.query.shape[1], state_count(record) // head_count(record)
+    if device.vendor == "nvidia" and not record.transposed_states and tokens >= SEVERAL * sequences:
+        widest, held = WIDEST // 2, 2 * HELD
+    block, most = min(widest, padded(columns)), chip_of(device).multiprocessors
+    if interpreting():
+        return _sized(record, device, min(block, 8), held)
+    # Half a line of the cache is still whole sectors, so few states are cut finer to reach every multiprocessor.
+    while block > 16 and state_count(record) * ceil_div(columns, block) < most:
+        block //= 2
+    return _sized(record, device, block, held)
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DecodeTile, ...]:
+    """Tiles worth measuring for a record on a device."""
+    first = heuristic(record, device, direction)
+    if interpreting():
+        return (first, dataclasses.replace(first, block_v=4))
+    sizes = sorted({min(n, padded(record.value.shape[3])) for n in (16, 32, 64, 128)})
+    made = [_sized(record, device, n) for n in ((8, *sizes) if record.transposed_states else sizes)]
+    made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made if x.num_warps < 8]
+    made += [dataclasses.replace(x, streams=True) for x in made if x.block_v >= WIDEST]
+    return tuple(dict.fromkeys((first, *made)))
+
+
+def state_count(record: LinearRecurrence) -> int:
+    """How many states of heads the record has."""
+    rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return rows * head_count(record)
+
+
+def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int, held: int = HELD) -> DecodeTile:
+    """A tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
+    lanes = 64 if device.vendor == "amd" else 32
+    warps = padded(record.query.shape[3]) * block_v // (held * lanes)
+    return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)

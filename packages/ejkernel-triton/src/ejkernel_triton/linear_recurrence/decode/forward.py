@@ -1,0 +1,58 @@
+"""The decode step of a linear recurrence in Triton: one to eight tokens a sequence, the state updated in place."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, segment_roles
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.linear_recurrence.decode.config import DecodeTile
+from ejkernel_triton.linear_recurrence.decode.spec import make_spec
+
+
+def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Output and final states of a record.
+
+    States in float32, and slots of any dtype, are updated in their own memory: XLA copies them before only if they are
+    used elsewhere, as those of a call that does not donate them are.
+
+    Args:
+        record: The canonical arguments.
+        config: The tile.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states in float32, or the slots; no residuals.
+    """
+    from ejkernel_triton.linear_recurrence.decode.kernels.fused_recurrent import fused_recurrent_kernel
+
+    spec, rows = make_spec(record, config), record.query.shape[0]
+    inputs, state = _inputs(record), (spec.V, spec.K) if spec.TRANSPOSED else (spec.K, spec.V)
+    shape = (rows, spec.SEQUENCES, spec.H, *state) if spec.PACKED else (rows, spec.H, *state)
+    final, output = launch(
+        fused_recurrent_kernel,
+        inputs,
+        (
+            # The number of an input says that the output is written to its memory.
+            len(inputs) - 1 if spec.IN_PLACE else Shape(shape, jnp.float32),
+            Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
+        ),
+        batch=rows,
+        grid=rows * spec.SEQUENCES * spec.H * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    return (output, final[0] if spec.PACKED else final), ()
+
+
+def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
+    """The kernel's arrays: of the tokens, what each is (0 is padding, 2 begins a segment), and the states."""
+    roles, bounds, slots, initial = None, None, None, record.initial_state
+    if record.segment_ids is not None:
+        real, restart = segment_roles(record.segment_ids)
+        roles = jnp.where(real, 1 + restart.astype(jnp.int32), 0)
+    if record.cu_seqlens is not None:
+        bounds = record.cu_seqlens.astype(jnp.int32)[None]
+        initial = None if record.sequence_state is None else record.sequence_state[None]
+        slots = None if record.state_slots is None else record.state_slots[None]
+    tokens = (record.query, record.key, record.value, record.decay, record.value_decay, record.beta, record.dt)
+    return (*tokens, record.skip, roles, bounds, slots, initial)

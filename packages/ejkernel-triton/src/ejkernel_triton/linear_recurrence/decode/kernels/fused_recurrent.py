@@ -1,0 +1,187 @@
+"""The decode step: a few tokens against a state in memory, which is read once and written once.
+
+    state in HBM    [K, BLOCK_V] ---- load ---> registers ---------------------------> store, in place where donated
+    tokens                            load 0  | load 1           | load 2  ...
+                                              | decay, write,    | decay, write,
+                                              | read, store 0    | read, store 1
+
+A program has all key channels of one tile of value channels of one head's state, so no program needs another's sums.
+A row of the tile is BLOCK_V numbers side by side, which 16 bytes a thread load; of a transposed state [V, K] a column
+is. Where states are in slots, a program looks up that of its sequence, and leaves the others alone. What the next token
+brings is loaded while the one before is worked on: a step waits for memory once, not once a token.
+
+Tokens that are none (padding, or the one after the last) are loaded as zeros: they decay by exp(0), write nothing
+and read zero.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_outputs
+
+
+@triton.jit
+def load_row(at, token, channels, there, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+    """A token's channels in float32; 0 beyond WIDTH and where there is no token."""
+    mask = (channels < WIDTH) & (there + 0 * channels > 0)  # the interpreter has no & of a vector and a scalar
+    return tl.load(at + token * STRIDE + channels, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_number(at, token, there, STRIDE: tl.constexpr):
+    """A token's number in float32."""
+    return tl.load(at + token * STRIDE, mask=there > 0, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_token(
+    query, key, value, decay, value_decay, beta, dt, roles, token, end, channels, columns, spec: tl.constexpr
+):
+    """What a token brings: its row of every field, 0 of those that there are not, and its role in its segment."""
+    # The load of the token after the last is issued too, and masked: the loop has no branch for it.
+    there = tl.cast(token < end, tl.int32)
+    role = there
+    if spec.SEGMENTS:
+        role = tl.load(roles + token, mask=there > 0, other=0)
+        there = role
+    q = load_row(query, token, channels, there, spec.K, spec.HQ * spec.K)
+    k = load_row(key, token, channels, there, spec.K, spec.HK * spec.K)
+    v = load_row(value, token, columns, there, spec.V, spec.HV * spec.V)
+    # A field that is not there is one number that nothing reads: a loop carries the same values every time.
+    g = tl.cast(end * 0, tl.float32)
+    w = g
+    b = g
+    if spec.DECAY == 1:
+        g = load_number(decay, token, there, spec.DECAY_STRIDE)
+    if spec.DECAY > 1:
+        g = load_row(decay, token, channels, there, spec.K, spec.DECAY_STRIDE)
+    if spec.VALUE_DECAY:
+        w = load_row(value_decay, token, columns, there, spec.V, spec.H * spec.V)
+    if spec.BETA:
+        b = load_number(beta, token, there, spec.H)
+    if spec.DT:
+        b = load_number(dt, token, there, spec.H)
+    return q, k, v, g, w, b, role
+
+
+@triton.jit
+def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
+    """The state [K, V] after a token: restart, decay, write."""
+    if spec.SEGMENTS:
+        # where and not a product: inf or NaN of the segment before must not reach this one.
+        state = tl.where(role > 1, 0.0, state)
+    if spec.DECAY == 1:
+        state *= tl.exp2(g * LOG2E)
+    if spec.DECAY > 1:
+        state *= tl.exp2(g * LOG2E)[:, None]
+    if spec.VALUE_DECAY:
+        state *= tl.exp2(w * LOG2E)[None, :]
+    u = v
+    if spec.DT:
+        u = b * v
+    if spec.BETA:
+        # The sum crosses the program's warps through shared memory; a program of one warp needs none.
+        # Products of a single token are matrix times vector: no tensor cores, and memory bounds them anyway.
+        u = b * (v - tl.sum(state * k[:, None], axis=0))
+    if spec.SEGMENTS:
+        # Padding has k = 0, but inf of the state times 0 is NaN in the sum above: u must be 0 too.
+        u = tl.where(role > 0, u, 0.0)
+    return state + k[:, None] * u[None, :]
+
+
+@triton.jit
+def fused_recurrent_kernel(
+    query,
+    key,
+    value,
+    decay,
+    value_decay,
+    beta,
+    dt,
+    skip,
+    roles,
+    bounds,
+    slots,
+    initial,
+    final,
+    output,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """One head's tile of one state, through all tokens of its sequence.
+
+    In place, `final` has the initial states: a program reads its tile before it writes it, and no other has that tile.
+    """
+    BLOCK_K: tl.constexpr = spec.BLOCK_K
+    BLOCK_V: tl.constexpr = spec.BLOCK_V
+    program = tl.program_id(0)
+    tile = program % spec.TILES
+    head = program // spec.TILES % spec.H
+    sequence = program // (spec.TILES * spec.H) % spec.SEQUENCES
+    row = tl.cast(program // (spec.TILES * spec.H * spec.SEQUENCES), tl.int64)
+    channels, columns = tl.arange(0, spec.BLOCK_K), tile * spec.BLOCK_V + tl.arange(0, spec.BLOCK_V)
+    at = head * (spec.K * spec.V)
+    if spec.TRANSPOSED:
+        at += channels[:, None] + columns[None, :] * spec.K
+    else:
+        at += channels[:, None] * spec.V + columns[None, :]
+    mask = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
+    # 64 bits: a token's number times its stride may have more than 31.
+    first = tl.cast(tile * 0, tl.int64)
+    end = first + spec.T
+    if spec.PACKED:
+        bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
+        first, end = tokens_of(bounds, sequence)
+    STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.H * spec.K * spec.V
+    place = tl.cast(sequence, tl.int64)
+    if spec.SLOTS > 0:
+        slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
+        place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
+        mask = mask & (channels * 0 + used > 0)[:, None]  # the interpreter has no & of a tile and a scalar
+    target = final + row * STATES + place * (spec.H * spec.K * spec.V) + at
+    # The state comes first, for it is what memory is busy with.
+    if spec.IN_PLACE:
+        state = tl.load(target, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
+    elif spec.STATE:
+        source = at_batch(initial, row, per.INITIAL, STATES) + place * (spec.H * spec.K * spec.V) + at
+        state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
+    else:
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    query = at_batch(query, row, per.QUERY, spec.T * spec.HQ * spec.K) + head // (spec.H // spec.HQ) * spec.K
+    key = at_batch(key, row, per.KEY, spec.T * spec.HK * spec.K) + head // (spec.H // spec.HK) * spec.K
+    value = at_batch(value, row, per.VALUE, spec.T * spec.HV * spec.V) + head // (spec.H // spec.HV) * spec.V
+    output += (row * spec.T * spec.H + head) * spec.V
+    if spec.DECAY > 0:
+        decay = at_batch(decay, row, per.DECAY, spec.DECAY_T * spec.H * spec.DECAY) + head * spec.DECAY
+    if spec.VALUE_DECAY:
+        value_decay = at_batch(value_decay, row, per.VALUE_DECAY, spec.T * spec.H * spec.V) + head * spec.V
+    if spec.BETA:
+        beta = at_batch(beta, row, per.BETA, spec.T * spec.H) + head
+    if spec.DT:
+        dt = at_batch(dt, row, per.DT, spec.T * spec.H) + head
+    if spec.SKIP:
+        skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
+    if spec.SEGMENTS:
+        roles = at_batch(roles, row, per.ROLES, spec.T)
+    q, k, v, g, w, b, role = load_token(
+        query, key, value, decay, value_decay, beta, dt, roles, first, end, channels, columns, spec
+    )
+    for token in tl.range(first, end):
+        # Issued before this token's arithmetic, which hides it.
+        next_q, next_k, next_v, next_g, next_w, next_b, next_role = load_token(
+            query, key, value, decay, value_decay, beta, dt, roles, token + 1, end, channels, columns, spec
+        )
+        state = update_state(state, k, v, g, w, b, role, spec)
+        # Read after the write: a token sees what it wrote.
+        read = spec.SCALE * tl.sum(state * q[:, None], axis=0)
+        if spec.SKIP:
+            read += skip_weight * v
+        if spec.SEGMENTS:
+            read = tl.where(role > 0, read, 0.0)
+        at_token = output + token * (spec.H * spec.V) + columns
+        tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
+        q, k, v, g, w, b, role = next_q, next_k, next_v, next_g, next_w, next_b, next_role
+    # In place, the tile was read at the top by this program alone.
+    tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
+    if spec.PACKED:
+        zero_outputs(output, bounds, sequence, columns, spec.SEQUENCES, spec.T, spec.H * spec.V, spec.V)

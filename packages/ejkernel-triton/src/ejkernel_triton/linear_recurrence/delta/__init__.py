@@ -1,0 +1,44 @@
+"""Chunked linear recurrences with the delta rule, in both passes."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.linear_recurrence import chunked
+from ejkernel_triton.linear_recurrence.chunked.config import FACES, kind_of_large
+from ejkernel_triton.linear_recurrence.delta import config
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+HANDLES = (chunked.HANDLES - {"dt", "skip", "precision", "transposed_states"}) | {"beta"}
+"""Optional fields that the delta rule's kernels honour."""
+
+GRADIENTS = (chunked.GRADIENTS - {"dt", "skip"}) | {"beta"}
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` cannot say."""
+    if record.beta is None:
+        yield "beta is not given: that is served by 'triton'"
+    yield from chunked.reasons(record)
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Recurrences with the delta rule."""
+    return (
+        triton_implementation(
+            "linear_recurrence",
+            name="triton_delta",
+            forward="linear_recurrence.delta.forward:forward",
+            backward="linear_recurrence.delta.backward:backward",
+            gradients=GRADIENTS,
+            paired=True,
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
+            config=ConfigSpace(
+                forward=config.DeltaPasses,
+                faces=FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+                kind=kind_of_large,
+            ),
+        ),
+    )

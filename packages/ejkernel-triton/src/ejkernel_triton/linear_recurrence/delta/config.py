@@ -1,0 +1,121 @@
+"""Chunks, tiles and launch parameters of the delta rule's kernels."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.linear_recurrence.chunked.config import config_fields, fits_fused_scan, sequence_count, sized
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.sizes import ceil_div, padded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaPasses(ChunkPasses):
+    """Configuration of both passes of the delta rule.
+
+    Corrections, which with gates of channels make the scores too, have `score_warps` and `score_stages`.
+
+    Attributes:
+        correction_block_k: Key channels at once, where corrections are made.
+        correction_block_v: Value channels at once there.
+        reverse_block_v: Value channels of a program that passes gradients of states, from the last chunk to the first;
+            it has all key channels.
+        reverse_warps: Warps of it.
+        reverse_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
+    """
+
+    correction_block_k: int
+    correction_block_v: int
+    reverse_block_v: int
+    reverse_warps: int
+    reverse_stages: int
+
+
+def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
+    """Chunks and tiles of the forward pass for a record with beta on a device."""
+    made, multiprocessors = sized(record, device, 64), chip_of(device).multiprocessors
+    columns, block = record.value.shape[3], made.state_block_v
+    scans, splits = record.query.shape[0] * sequence_count(record) * head_count(record), made.splits
+    if not interpreting():
+        # Segments of a row are scanned twice before, for which a multiprocessor a scan is enough: 65536 tokens of 16
+        # heads take 2.43 ms with 4, 2.55 with 8, and 2.66 with none and narrow tiles.
+        splits = multiprocessors // (scans * ceil_div(columns, block)) if fits_fused_scan(record, device) else 1
+        splits = max(1, min(splits, record.query.shape[1] // (16 * made.chunk))) if record.cu_seqlens is None else 1
+    # A scan has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
+    enough = 3 * multiprocessors // 4
+    while not interpreting() and block > MIN_TILE and scans * splits * ceil_div(columns, block) < enough:
+        block //= 2
+    return dataclasses.replace(
+        made,
+        chunk=min(made.chunk, 64),  # the triangular matrices of 128 tokens do not fit the registers
+        splits=splits,
+        state_block_v=block,
+        output_block_v=min(made.output_block_v, 64),
+    )
+
+
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
+    """Chunks and tiles of both passes for a record with beta on a device, not measured."""
+    made, chip = _forward_sizes(record, device), chip_of(device)
+    small, hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
+    keys, values = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
+    # Programs that pass states hold all key channels: those of one pass or the other spill with more than 32 columns,
+    # but on Hopper.
+    block = min(made.state_block_v, 64 if hopper else 32)
+    fields: dict[str, Any] = config_fields(made) | {
+        "backward_chunk": made.chunk,
+        "state_block_v": block,
+        "state_stages": 1 if small and (by_channel(record) or record.decay is None) else made.state_stages,
+        # A program has three products at a time.
+        "gradient_block_k": min(made.gradient_block_k, 64 if hopper else MIN_TILE if small else 32),
+        "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
+        "walk": record.cu_seqlens is not None if interpreting() else _fuses(record, device, block),
+        "walk_block_v": block,
+        "correction_block_k": made.score_block_k,
+        "correction_block_v": made.output_block_v,
+    }
+    if hopper and record.query.dtype.itemsize == 2 and not interpreting():
+        # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
+        # channels, 0.57 instead of 0.60.
+        # Packed and with a gate a head, masks take registers, and 64 leave room for a third program: 0.738 ms, not
+        # 0.753.
+        most = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
+        fields |= {"correction_block_k": min(keys, most), "correction_block_v": min(values, most)}
+        fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
+    return DeltaPasses(**fields, reverse_block_v=block, reverse_warps=4, reverse_stages=1 if small else 2)
+
+
+def _fuses(record: LinearRecurrence, device: DeviceInfo, block: int) -> bool:
+    """Whether one kernel makes states and outputs of a delta rule."""
+    # With a gate a head it takes 0.713 ms where two kernels take 0.712, and with gradients 2.375 instead of 2.180; of
+    # packed sequences 0.763 instead of 1.045 (docs/lab/linear_recurrence_gpu.md).
+    wins = record.decay is not None and (by_channel(record) or record.cu_seqlens is not None)
+    return wins and block == 64 and fits_fused_scan(record, device)
+
+
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaPasses, ...]:
+    """Configurations of both passes worth measuring for a record with beta on a device."""
+    default = heuristic(record, device, direction)
+    if interpreting():
+        return (default, dataclasses.replace(default, keep_states=False, walk=not default.walk, splits=1))
+    made = [dataclasses.replace(default, walk=False, keep_states=keep) for keep in (True, False)]
+    made += [dataclasses.replace(default, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
+    columns = [n for n in (16, 32, 64) if _holds_state(record, device, n)]
+    made += [dataclasses.replace(made[0], state_block_v=n) for n in columns]
+    made += [dataclasses.replace(default, correction_block_k=64, correction_block_v=64)]
+    made += [dataclasses.replace(default, reverse_block_v=n) for n in columns]
+    made += [dataclasses.replace(default, reverse_warps=8)]
+    made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]
+    return tuple(dict.fromkeys((default, *made)))
+
+
+def _holds_state(record: LinearRecurrence, device: DeviceInfo, columns: int) -> bool:
+    """Whether shared memory holds all key channels of so many columns of a state, and of a chunk of keys."""
+    chip, size = chip_of(device), record.query.dtype.itemsize
+    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
+    rows = parts * columns + (32 if size > 2 else 64)
+    return padded(record.query.shape[3], MIN_TILE) * rows * size <= chip.shared_memory

@@ -1,0 +1,238 @@
+"""What a call's kernels share: which tokens each chunk has, cumulative gates, and pipeline stages that fit the chip.
+
+Triton's compiler decides how much shared memory a kernel takes; `_bytes` is an upper bound of what its versions 3.6 and
+3.9 do, which a test compares with them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops.device import current_device
+from ejkernel_triton.chips import KIBI, Chip, chip_of
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, make_spec
+from ejkernel_triton.sizes import ceil_div, padded
+
+MOST_SEQUENCES = 1023
+"""Packed sequences up to which one kernel makes all that is known of their chunks."""
+
+
+class ChunkIndex(NamedTuple):
+    """Which tokens the chunks of packed sequences have; all are None without packing.
+
+    Attributes:
+        bounds: int32 [1, N + 2], cumulative lengths, the last twice.
+        first_chunks: int32 [1, N + 1], chunks before each sequence, and all chunks.
+        starts: int32 [1, CHUNKS], the first token of each chunk.
+        ends: int32 [1, CHUNKS], the token after the last of its sequence; chunks after the last have no token.
+        order: int32 [1, N], the sequences in the order in which their scans begin: the longest first, so that none
+            begins when the others have ended.
+    """
+
+    bounds: jax.Array | None
+    first_chunks: jax.Array | None
+    starts: jax.Array | None
+    ends: jax.Array | None
+    order: jax.Array | None
+
+    @property
+    def per_chunk(self) -> tuple[jax.Array | None, ...]:
+        """What kernels of single chunks read."""
+        return self.starts, self.ends
+
+    @property
+    def per_scan(self) -> tuple[jax.Array | None, ...]:
+        """What kernels read that scan along the chunks of a sequence."""
+        return self.bounds, self.first_chunks, self.order
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrenceCall:
+    """What the stages of one call share. B rows; the letters are those of `RecurrenceSpec`.
+
+    Attributes:
+        spec: Constants.
+        config: Chunks and tiles.
+        query: [B, T, HQ, K].
+        key: [B, T, HK, K].
+        value: [B, T, HV, V].
+        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `cumulative_gates`; [B|1, H] where gates are
+            constant; factors of chunks where queries and keys are decayed already; None without gates.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], from `forward.intra_chunk_scores`; None without gates of channels.
+        dt: [B, T, H], or None.
+        skip: [1, 1, H], or None.
+        chunk_index: Where the chunks of packed sequences lie.
+    """
+
+    spec: RecurrenceSpec
+    config: ChunkPasses
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    gates: jax.Array | None
+    scores: jax.Array | None
+    dt: jax.Array | None
+    skip: jax.Array | None
+    chunk_index: ChunkIndex
+
+
+GATE_COLUMNS = 64
+"""Gates of a token that a program sums up."""
+
+WGMMA_ROWS, WGMMA_WARPS = 64, 4
+"""Tokens of a chunk and warps from which on Hopper's products read shared memory, which then holds every stage."""
+
+
+def make_chunk_index(record: LinearRecurrence, spec: RecurrenceSpec) -> ChunkIndex:
+    """Where the chunks of packed sequences lie: each sequence is cut into chunks from its first token on."""
+    if record.cu_seqlens is None:
+        return ChunkIndex(None, None, None, None, None)
+    bounds, sequences = record.cu_seqlens.astype(jnp.int32), record.cu_seqlens.shape[0] - 1
+    if 0 < sequences <= MOST_SEQUENCES:
+        return ChunkIndex(*_index_in_one_launch(bounds[None], sequences, spec))
+    return _index_of_many_sequences(bounds, spec)
+
+
+def _index_in_one_launch(cu_seqlens: jax.Array, sequences: int, spec: RecurrenceSpec) -> tuple[jax.Array, ...]:
+    """The tables of `ChunkIndex` in one launch."""
+    from ejkernel_triton.linear_recurrence.kernels.chunk_index import chunk_index_kernel
+
+    most = padded(sequences + 1, MIN_TILE)
+    entries = max(MIN_TILE, 4096 // most)
+    shapes = (sequences + 2, sequences + 1, spec.CHUNKS, spec.CHUNKS, sequences)
+    return launch(
+        chunk_index_kernel,
+        (cu_seqlens,),
+        [Shape((1, n), jnp.int32) for n in shapes],
+        batch=1,
+        grid=ceil_div(max(spec.CHUNKS, sequences + 2), entries),
+        num_warps=4,
+        num_stages=1,
+        constants={
+            "SEQUENCES": sequences,
+            "CHUNK": spec.CHUNK,
+            "CHUNKS": spec.CHUNKS,
+            "ENTRIES": entries,
+            "PADDED": most,
+        },
+    )
+
+
+def _index_of_many_sequences(bounds: jax.Array, spec: RecurrenceSpec) -> ChunkIndex:
+    """The tables of `ChunkIndex` of more sequences than a program looks at at once; or of none."""
+    counts = -(-jnp.diff(bounds) // spec.CHUNK)
+    first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
+    # Few numbers: comparing all of them is one fused operation, where a binary search would be a loop. Chunks after
+    # the last have sequence N, which is empty.
+    sequence = jnp.searchsorted(first_chunks[1:], chunk, side="right", method="compare_all")
+    bounds = jnp.append(bounds, bounds[-1])
+    starts, ends = bounds[sequence] + (chunk - first_chunks[sequence]) * spec.CHUNK, bounds[sequence + 1]
+    order = jnp.argsort(-counts).astype(jnp.int32)
+    return ChunkIndex(bounds[None], first_chunks[None], starts[None], ends[None], order[None])
+
+
+def make_call(
+    record: LinearRecurrence,
+    config: ChunkPasses,
+    chunk: int,
+    gates: jax.Array | None = None,
+    scores: jax.Array | None = None,
+    *,
+    cumulative: bool = True,
+) -> RecurrenceCall:
+    """The call of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks and tiles.
+        chunk: Tokens a chunk, which of the two lengths.
+        gates: Cumulative gates, where the forward pass kept them.
+        scores: Scores of pairs of tokens with gates of channels, where the forward pass kept them.
+        cumulative: Whether cumulative gates are made where they were not kept.
+    """
+    spec = make_spec(record, chunk, config.splits)
+    chunk_index = make_chunk_index(record, spec)
+    if cumulative and gates is None:
+        gates = cumulative_gates(record.decay, spec, chunk_index)
+    return RecurrenceCall(
+        spec=spec,
+        config=config,
+        query=record.query,
+        key=record.key,
+        value=record.value,
+        gates=gates,
+        scores=scores,
+        dt=record.dt,
+        skip=record.skip,
+        chunk_index=chunk_index,
+    )
+
+
+def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, chunk_index: ChunkIndex) -> jax.Array | None:
+    """Sums of log gates from each chunk's first token on, in powers of two.
+
+    Args:
+        decay: [B|1, T|1, H, WIDTH], or None.
+        spec: Constants.
+        chunk_index: Where the chunks of packed sequences lie.
+
+    Returns:
+        [B|1, H, CHUNKS * CHUNK, WIDTH] float32; rows after a chunk's last token repeat its sum.
+        [B|1, H], the log gates themselves, where they are constant. None without gates.
+    """
+    from ejkernel_triton.linear_recurrence.kernels.chunk_local_cumsum import chunk_local_cumsum_kernel
+
+    if decay is None:
+        return None
+    if spec.CONSTANT:
+        return decay[:, 0, :, 0]
+    rows, columns = decay.shape[0], spec.H * spec.WIDTH
+    block = min(GATE_COLUMNS, padded(columns, MIN_TILE))
+    (cumulative,) = launch(
+        chunk_local_cumsum_kernel,
+        (decay, *chunk_index.per_chunk),
+        [Shape((rows, spec.H, spec.CHUNKS * spec.CHUNK, spec.WIDTH), jnp.float32)],
+        batch=rows,
+        grid=rows * spec.CHUNKS * ceil_div(columns, block),
+        num_warps=4,
+        num_stages=1,
+        constants={"spec": spec, "T": decay.shape[1], "BLOCK": block},
+    )
+    return cumulative
+
+
+def state_stages(call: RecurrenceCall, most: int, *, block_k: int, block_v: int, written: bool) -> int:
+    """The stages with which the delta rule's state passing fits the chip in use.
+
+    Args:
+        call: What the stages share.
+        most: The most stages.
+        block_k: Key channels of a program's tile of the state, which are all.
+        block_v: Value channels.
+        written: Whether what tokens write is read, in addition to keys and corrections.
+    """
+    chip = chip_of(current_device())
+    fitting = (n for n in range(most, 1, -1) if _bytes(call, chip, n, (block_k, block_v), written) <= _room(chip))
+    return next(fitting, 1)
+
+
+def _room(chip: Chip) -> int:
+    return chip.shared_memory - (KIBI if chip.vendor == "nvidia" else 0)
+
+
+def _bytes(call: RecurrenceCall, chip: Chip, stages: int, state: tuple[int, int], written: bool) -> int:
+    """Bytes of the chunks that are copied ahead and of the state, an operand of the correction's product."""
+    size, chunk = call.query.dtype.itemsize, call.spec.CHUNK
+    block_k, block_v = state
+    unit = chip.architecture in ("hopper", "blackwell")
+    # Elsewhere the last stage goes to registers.
+    buffers = stages if unit and chunk >= WGMMA_ROWS and call.config.state_warps >= WGMMA_WARPS else stages - 1
+    of_chunk = chunk * ((2 * block_k + (block_v if written else 0)) * size + 8)  # and gates in float32
+    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
+    return buffers * of_chunk + parts * block_k * block_v * size

@@ -1,0 +1,268 @@
+"""Paged softmax attention by persistent programs with equal shares of all key tiles (stream-K).
+
+                 entry 0 (long)              entry 1   entry 2
+    head 0          head 1          ...    h0 h1 ..   h0 h1 ..       key tiles of all entries and KV heads, in a line
+    |t t t t t t t|t t t t t t t|  ...  |t t|t t| ... |t|t| ... |
+    |-- program 0 --|-- program 1 --|-- program 2 --| ...            equal shares of the line: "stream-K"
+
+A program loops over its share. An item is one KV head of one entry. Where a program has all tiles of an item, it stores
+the output at once. Where other programs have some of them (split-KV), it stores the unnormalised accumulator, the row
+maximum and the denominator in one of its two slots: slot 2p if its share begins with the item, slot 2p + 1 if its share
+ends with it. `split_combine_kernel` merges the slots of an item.
+
+So the time of a call follows from the sum of the lengths and not from the longest, nothing is recompiled when lengths
+change, and the workspace holds two tiles a program whatever the lengths.
+
+Sources: Milakov & Gimelshein 2018 (online softmax); Kwon et al. 2023, arXiv:2309.06180 (paged attention); Osama et al.
+2023, arXiv:2301.03598 (stream-K); Dao et al. 2023 (Flash-Decoding: merging partial softmaxes).
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, at_batch, dot, finite
+from ejkernel_triton.paged_attention.kernels.tile import (
+    CONTEXT,
+    FIELDS,
+    HIGH,
+    LOW,
+    POSITION,
+    ROW,
+    ROWS,
+    SEQUENCE,
+    START,
+    TILES,
+    key_operand,
+    load_queries,
+    load_rows,
+    load_share,
+    pages_of,
+    scores_of,
+    slopes_of,
+    store_partial,
+    store_rows,
+    value_operand,
+)
+
+
+@triton.jit
+def attend_tile(
+    acc,
+    tail,
+    row_max,
+    row_sum,
+    q,
+    q_rotary,
+    keys,
+    values,
+    tables,
+    sequence,
+    position,
+    context,
+    low,
+    high,
+    head,
+    tile,
+    slopes,
+    qq_bias,
+    PARTIAL: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """One step of the online softmax over a tile of keys and values. PARTIAL tiles mask by window and causal order."""
+    M: tl.constexpr = spec.M
+    m = tl.arange(0, M)
+    d = tl.arange(0, spec.BD)
+    dv = tl.arange(0, spec.BV)
+    r = tl.arange(0, spec.BR)
+    k_head = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
+    v_head = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
+    k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
+    # Slots outside of the sequence are never read: they may hold other sequences' tokens, or NaN.
+    page, valid = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
+    # Scores. A latent cache takes two products: tiles are powers of two, so 512 + 64 columns in one would be 1024.
+    k_tile = load_rows(k_head, page, tile, k, valid, d, d < spec.D - spec.ROTARY, False, spec)
+    products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
+    if spec.ROTARY > 0:
+        r_tile = load_rows(v_head, page, tile, k, valid, r, r < spec.ROTARY, True, spec)
+        products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
+    scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
+    # `m < M` always holds: it makes the row of keys a tile.
+    allowed = valid[None, :] & (m < spec.M)[:, None]
+    if PARTIAL:
+        # Row m is query row m // G, at position + m // G.
+        if spec.RIGHT is not None:
+            allowed = allowed & (k[None, :] <= (position + m // spec.G + spec.RIGHT)[:, None])
+        if spec.LEFT is not None:
+            allowed = allowed & (k[None, :] >= (position + m // spec.G - spec.LEFT)[:, None])
+    scores = tl.where(allowed, scores, float("-inf"))
+    # Online softmax. `finite` is for rows that no key has reached yet: -inf - -inf would be NaN.
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = finite(new_max)
+    p = tl.exp2(scores - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    if spec.LATENT > 0:
+        # One tile in shared memory is the operand of both products: a latent vector is read once from HBM.
+        v_tile = value_operand(k_tile, spec)
+    else:
+        # Masked slots are read as 0: a weight of 0 times NaN would be NaN.
+        v_tile = load_rows(v_head, page, tile, k, valid, dv, dv < spec.DV, True, spec)
+        v_tile = value_operand(v_tile, spec)
+    acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
+    if spec.TAIL:
+        # Rotary columns that are values have an accumulator of their own: a power of two of columns each.
+        tail = add_dot(tail * alpha[:, None], p.to(v_tile.dtype), value_operand(r_tile, spec), spec)
+    return acc, tail, new_max, row_sum
+
+
+@triton.jit
+def attend(
+    q,
+    q_rotary,
+    keys,
+    values,
+    tables,
+    work,
+    head,
+    first,
+    count,
+    slopes,
+    qq_bias,
+    spec: tl.constexpr,
+):
+    """Online softmax of an item over `count` of its key tiles, from tile `first` on.
+
+    Returns:
+        acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in powers of two. `tail` accumulates
+        the rotary columns, where those are values too.
+    """
+    M: tl.constexpr = spec.M
+    BV: tl.constexpr = spec.BV
+    BR: tl.constexpr = spec.BR
+    sequence, position, context = tl.load(work + SEQUENCE), tl.load(work + POSITION), tl.load(work + CONTEXT)
+    low, high = tl.load(work + LOW), tl.load(work + HIGH)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BV], tl.float32)
+    tail = tl.zeros([M, BR], tl.float32)
+    # Tiles of an item are counted from the one that holds its first key.
+    first_tile = low // spec.BLOCK_KV + first
+    full_start, full_end = first_tile, first_tile
+    if spec.FULL_TILES:
+        # Full tiles first, in a loop without masks; then the partial tiles at both ends of the range. The online
+        # softmax gives the same result in any order of tiles.
+        full_low, full_high = low, high
+        if spec.LEFT is not None:
+            # A full tile is one that every row attends: the last row bounds it on the left, the first on the right.
+            full_low = tl.maximum(low, position + spec.BLOCK_Q - 1 - spec.LEFT)
+        if spec.RIGHT is not None:
+            full_high = tl.minimum(high, position + spec.RIGHT + 1)
+        full_start = tl.minimum(
+            tl.maximum((full_low + spec.BLOCK_KV - 1) // spec.BLOCK_KV, first_tile), first_tile + count
+        )
+        full_end = tl.minimum(tl.maximum(full_high // spec.BLOCK_KV, full_start), first_tile + count)
+        for tile in tl.range(full_start, full_end):
+            acc, tail, row_max, row_sum = attend_tile(
+                acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
+                low, high, head, tile, slopes, qq_bias,
+                False, spec,
+            )  # fmt: skip
+    # Partial tiles of both ends in one loop, which jumps over the full ones: a second copy of its body would double
+    # its code.
+    for step in tl.range(first_tile, first_tile + count - (full_end - full_start)):
+        tile = step
+        if spec.FULL_TILES:
+            tile = tl.where(step < full_start, step, step + (full_end - full_start))
+        acc, tail, row_max, row_sum = attend_tile(
+            acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
+            low, high, head, tile, slopes, qq_bias,
+            True, spec,
+        )  # fmt: skip
+    return acc, tail, row_max, row_sum
+
+
+@triton.jit
+def paged_attention_kernel(
+    query,
+    keys,
+    values,
+    tables,
+    work,
+    shares,
+    sinks,
+    slopes,
+    qq_bias,
+    output,
+    lse,
+    parts,
+    row_maxima,
+    row_sums,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """A program attends the key tiles of its share; see the diagram at the top.
+
+    `work` holds the entries, `shares` the entry and the tile in which each program begins and, last, the tiles of a
+    share and of all. Slots of `parts` that no item needs are left as they are.
+    """
+    program = tl.program_id(0)
+    # Neighbouring programs have the same keys and other query heads: the keys come from HBM once, then from L2.
+    split = program % spec.SPLITS
+    batch = tl.cast(program // (spec.SPLITS * spec.PROGRAMS), tl.int64)
+    program = program // spec.SPLITS % spec.PROGRAMS
+    query = at_batch(query, batch, per.QUERY, spec.ROWS * spec.H * spec.D)
+    keys = at_batch(keys, batch, per.KEYS, spec.KEY_ELEMENTS)
+    values = at_batch(values, batch, per.VALUES, spec.VALUE_ELEMENTS)
+    if spec.TABLE > 0:
+        tables = at_batch(tables, batch, per.TABLES, spec.SEQUENCES * spec.TABLE)
+    work, shares, sinks = load_share(work, shares, sinks, batch, spec, per)
+    if spec.ALIBI:
+        slopes = at_batch(slopes, batch, per.SLOPES, spec.H)
+    if spec.QQ > 0:
+        qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ * spec.QQ)
+    output, lse = output + batch * spec.ROWS * spec.H * spec.DV, lse + batch * spec.ROWS * spec.H
+    slots = batch * spec.PROGRAMS * spec.SPLITS * 2 * spec.M
+    PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
+    parts, row_maxima, row_sums = parts + slots * PART, row_maxima + slots, row_sums + slots
+    m = tl.arange(0, spec.M)
+    # `at` is a place in the line of key tiles, from the program's first tile to the end of its share.
+    share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
+    entry, first_tile = tl.load(shares + program * 2), tl.load(shares + program * 2 + 1)
+    end = tl.minimum(first_tile + share, total)
+    at = first_tile
+    while at < end:
+        entry_at = work + entry * FIELDS
+        start, tiles = tl.load(entry_at + START), tl.load(entry_at + TILES)
+        row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
+        # Where in the line: an entry's tiles lie head by head. The item ends with its head's tiles or with the share.
+        head = (at - start) // tiles
+        first = (at - start) % tiles
+        count = tl.minimum(tiles - first, end - at)
+        q_head = head * spec.SPLITS + split
+        q, q_rotary = load_queries(query, row, rows, q_head, spec)
+        acc, tail, row_max, row_sum = attend(
+            key_operand(q, spec),
+            key_operand(q_rotary, spec),
+            keys,
+            values,
+            tables,
+            entry_at,
+            head,
+            first,
+            count,
+            slopes_of(slopes, q_head, spec),
+            qq_bias,
+            spec,
+        )
+        if count == tiles:
+            store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, q_head, sinks, m, spec)
+        else:
+            # Split-KV: the item goes on in another program's share. `split_combine_kernel`, the next launch, reads the
+            # slot. Items between a share's first and last are whole, so two slots do.
+            slot = ((program * spec.SPLITS + split) * 2 + tl.where(at == first_tile, 0, 1)).to(tl.int64) * spec.M + m
+            tl.store(row_maxima + slot, row_max)
+            tl.store(row_sums + slot, row_sum)
+            store_partial(parts, slot, acc, tail, spec)
+        at += count
+        # The next entry after the last head of this one.
+        entry = tl.where(at == start + tiles * spec.HK, entry + 1, entry)

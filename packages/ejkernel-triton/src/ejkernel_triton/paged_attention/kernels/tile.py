@@ -1,0 +1,217 @@
+"""Device helpers for one tile of paged attention: loading queries and pages, scores, and storing rows."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LN2, LOG2E, at_batch, finite, round_bfloat16, tanh
+
+# Fields of a work entry.
+SEQUENCE = tl.constexpr(0)
+ROW = tl.constexpr(1)
+ROWS = tl.constexpr(2)
+POSITION = tl.constexpr(3)
+CONTEXT = tl.constexpr(4)
+LOW = tl.constexpr(5)
+HIGH = tl.constexpr(6)
+START = tl.constexpr(7)
+TILES = tl.constexpr(8)
+FIELDS = tl.constexpr(9)
+
+
+@triton.jit
+def rounded(x, spec: tl.constexpr):
+    """A tile rounded to `compute_dtype`, to the nearest with ties to even; as it is where there is none."""
+    # Bits are rounded by hand, since the interpreter's cast cuts digits off.
+    if spec.ROUND == "bfloat16":
+        x = round_bfloat16(x.to(tl.float32))
+    if spec.ROUND == "float16":
+        x = x.to(tl.float16)
+    if spec.BYTES == 1:
+        # Triton's interpreter converts integers to bfloat16 as the integers that hold its bits.
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def key_operand(x, spec: tl.constexpr):
+    """A tile of queries or keys in the dtype of their product."""
+    x = rounded(x, spec)
+    if spec.OPERAND == "float32":
+        return x.to(tl.float32)
+    elif spec.OPERAND == "bfloat16":
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float16)
+
+
+@triton.jit
+def value_operand(x, spec: tl.constexpr):
+    """A tile of values in the dtype of the product of weights and values."""
+    x = rounded(x, spec)
+    if spec.VALUE == "float32":
+        return x.to(tl.float32)
+    elif spec.VALUE == "bfloat16":
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float16)
+
+
+@triton.jit
+def load_queries(query, row, rows, head, spec: tl.constexpr):
+    """Queries of an entry's rows and one tile of heads; row m is query row m // G of head m % G.
+
+    Returns:
+        [M, BD], all columns or those multiplied with a latent vector, and [M, BR], those of the rotary columns.
+    """
+    m = tl.arange(0, spec.M)
+    d = tl.arange(0, spec.BD)
+    r = tl.arange(0, spec.BR)
+    # All query heads of a KV head are rows of one tile, so a key tile serves them all with one load. Rows and columns
+    # that pad are 0.
+    at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)[:, None] * spec.D
+    mask = (m < rows * spec.G)[:, None]
+    q = tl.load(query + at + d[None, :], mask=mask & (d < spec.D - spec.ROTARY)[None, :], other=0.0)
+    rotary = tl.load(query + at + (spec.LATENT + r)[None, :], mask=mask & (r < spec.ROTARY)[None, :], other=0.0)
+    return q, rotary
+
+
+@triton.jit
+def pages_of(tables, sequence, tile, k, valid, spec: tl.constexpr):
+    """Page of every key of a tile, or one page for the tile if WHOLE, and the mask of keys that are in the sequence.
+
+    A table entry that is no page of the cache is padding.
+    """
+    if spec.TABLE == 0:
+        return sequence, valid & (k < spec.PAGE_SIZE)
+    elif spec.WHOLE:
+        column = tile * spec.BLOCK_KV // spec.PAGE_SIZE
+        # The last tile may begin after the table's end.
+        page = tl.load(tables + sequence * spec.TABLE + column, mask=column < spec.TABLE, other=-1)
+        in_range = (page >= 0) & (page < spec.PAGES)
+        # Triton's interpreter makes integers of a vector of truth values and a single one.
+        return tl.where(in_range, page, 0), valid & (tl.zeros_like(k) + tl.where(in_range, 1, 0) > 0)
+    else:
+        column = k // spec.PAGE_SIZE
+        valid = valid & (column < spec.TABLE)
+        page = tl.load(tables + sequence * spec.TABLE + column, mask=valid, other=-1)
+        valid = valid & (page >= 0) & (page < spec.PAGES)
+        return tl.where(valid, page, 0), valid
+
+
+@triton.jit
+def load_rows(
+    head_rows,
+    page,
+    tile,
+    k,
+    valid,
+    columns,
+    column_mask,
+    VALUES: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """Columns of a tile's rows of one head's keys or, if VALUES, of its values; 0 where `valid` is false."""
+    per_page: tl.constexpr = spec.VALUE_STRIDES[0] if VALUES else spec.KEY_STRIDES[0]
+    per_slot: tl.constexpr = spec.VALUE_STRIDES[1] if VALUES else spec.KEY_STRIDES[1]
+    # 64 bits: a cache may have more than 2 ** 31 elements.
+    page = tl.cast(page, tl.int64)
+    if spec.WHOLE:
+        # Page numbers for each key would take one pipeline stage, and registers for pointers. With one page number a
+        # tile, all stages hold tiles.
+        slot = tile * spec.BLOCK_KV if spec.TABLE == 0 else tile * spec.BLOCK_KV % spec.PAGE_SIZE
+        first = head_rows + page * per_page + tl.cast(slot, tl.int64) * per_slot
+        rows = first + tl.arange(0, spec.BLOCK_KV) * per_slot
+        return tl.load(rows[:, None] + columns[None, :], mask=valid[:, None] & column_mask[None, :], other=0.0)
+    else:
+        at = page * per_page + tl.where(valid, k % spec.PAGE_SIZE, 0) * per_slot
+        return tl.load(
+            head_rows + at[:, None] + columns[None, :], mask=valid[:, None] & column_mask[None, :], other=0.0
+        )
+
+
+@triton.jit
+def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.constexpr):
+    """Scores [M, BLOCK_KV] as powers of two, from products of queries and keys."""
+    scores = products * spec.FACTOR
+    if spec.PLAIN:
+        return scores
+    else:
+        if spec.ALIBI:
+            # The distance is counted from the first new token, as in the family's formula; another origin would move
+            # lse and the weight of a sink.
+            scores += slopes[:, None] * (k - context).to(tl.float32)[None, :]
+        if spec.QQ > 0:
+            row = position + m // spec.G - context
+            column = k - context
+            # Pairs of new tokens alone, such as the mask of a tree of drafts.
+            in_range = ((row >= 0) & (row < spec.QQ))[:, None] & ((column >= 0) & (column < spec.QQ))[None, :]
+            scores += tl.load(qq_bias + row[:, None] * spec.QQ + column[None, :], mask=in_range, other=0.0).to(
+                tl.float32
+            )
+        if spec.CAP is not None:
+            capped = spec.CAP * tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
+            # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+            scores = tl.where(scores == float("-inf"), scores, capped) if spec.QQ > 0 else capped
+        return scores * LOG2E
+
+
+@triton.jit
+def slopes_of(slopes, head, spec: tl.constexpr):
+    """Slopes [M] of an item's rows."""
+    M: tl.constexpr = spec.M
+    m = tl.arange(0, M)
+    if spec.ALIBI:
+        return tl.load(slopes + head * spec.G + m % spec.G).to(tl.float32)
+    else:
+        return tl.zeros([M], tl.float32)
+
+
+@triton.jit
+def store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, head, sinks, m, spec: tl.constexpr):
+    """The epilogue: adds the sink to the denominator, normalises, and stores rows m of an item's output and lse.
+
+    `tail` holds the value columns after those of `acc`, where there are any.
+    """
+    mask = m < rows * spec.G
+    base = finite(row_max)
+    factor = tl.full(m.shape, 1.0, tl.float32)
+    if spec.SINKS:
+        # The sink may exceed every score, so it joins the maximum as well as the denominator. It has no value.
+        sink = tl.load(sinks + head * spec.G + m % spec.G) * LOG2E
+        base = finite(tl.maximum(row_max, sink))
+        factor = tl.exp2(row_max - base)
+        row_sum = row_sum * factor + tl.exp2(sink - base)
+    denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
+    at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)
+    # A row without keys: output 0 and lse -inf.
+    tl.store(lse + at, tl.where(row_sum > 0.0, (tl.log2(denominator) + base) * LN2, float("-inf")), mask=mask)
+    factor = (factor * spec.VALUE_SCALE / denominator)[:, None]
+    dv = tl.arange(0, spec.BV)
+    offsets = at[:, None] * spec.DV + dv[None, :]
+    width = spec.LATENT if spec.TAIL else spec.DV
+    # Columns that pad, and the rotary ones of `tail`, are not stored here.
+    tl.store(output + offsets, (acc * factor).to(output.dtype.element_ty), mask=mask[:, None] & (dv < width)[None, :])
+    if spec.TAIL:
+        r = tl.arange(0, spec.BR)
+        offsets = at[:, None] * spec.DV + (spec.LATENT + r)[None, :]
+        in_range = mask[:, None] & (r < spec.ROTARY)[None, :]
+        tl.store(output + offsets, (tail * factor).to(output.dtype.element_ty), mask=in_range)
+
+
+@triton.jit
+def store_partial(parts, slot, acc, tail, spec: tl.constexpr):
+    """Stores unnormalised values of rows in their slots, [PART] each: those of `acc`, then those of `tail`."""
+    PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
+    tl.store(parts + slot[:, None] * PART + tl.arange(0, spec.BV)[None, :], acc)
+    if spec.TAIL:
+        tl.store(parts + slot[:, None] * PART + (spec.BV + tl.arange(0, spec.BR))[None, :], tail)
+
+
+@triton.jit
+def load_share(work, shares, sinks, batch, spec: tl.constexpr, per: tl.constexpr):
+    """The work list, the programs' shares and the sinks of a batch row."""
+    work = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS)
+    shares = at_batch(shares, batch, per.SHARES, (spec.PROGRAMS + 1) * 2)
+    if spec.SINKS:
+        sinks = at_batch(sinks, batch, per.SINKS, spec.H)
+    return work, shares, sinks

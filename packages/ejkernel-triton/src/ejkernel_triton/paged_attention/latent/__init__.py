@@ -1,0 +1,48 @@
+"""`mla_decode` on the paged kernels: a dense cache of latent vectors is a cache with one page a sequence."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.device import current_device
+from ejkernel_triton.paged_attention.config import FACES, PagedForward
+from ejkernel_triton.paged_attention.latent import config
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+HANDLES = frozenset(
+    {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
+)
+"""Optional fields that the records of `mla_decode` can have."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """Why a record of `mla_decode` is refused, where `Requires` cannot say it."""
+    if not (record.query.size and record.key.size):
+        yield "an array is empty"
+        return
+    if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):
+        yield f"rows of {record.key.shape[-1]} are more than 512 of the latent vector and 128 behind it"
+        return
+    if too_large := config.too_large(record, current_device()):
+        yield too_large
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Decoding with a dense latent cache; for the CPU too where Triton's interpreter is switched on."""
+    return (
+        triton_implementation(
+            "tiled_attention",
+            only=frozenset({"mla_decode"}),
+            name="triton_latent",
+            forward="paged_attention.latent.forward:forward",
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_reasons),
+            config=ConfigSpace(
+                forward=PagedForward,
+                faces=FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=20,
+            cases="ejkernel_triton.paged_attention.latent.cases:cases",
+        ),
+    )

@@ -1,0 +1,13 @@
+"""Conformance cases of latent decoding in Triton: rows wider than one accumulator, and heads of several tiles."""
+
+from ejkernel.modules.operations.cases.mla_decode import DecodeSizes, arrays
+from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.mla_decode import MLADecodeArguments
+from ejkernel.ops.model import Case
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """Cases by the name of their operation."""
+    sizes = DecodeSizes(b=2, s=80, h=80, g=1, r=512, n=16, rope=64, one_cache=True, lengths=(80, 30))
+    wide: Row[DecodeSizes] = ("one cache of 512 + 64, 80 heads", sizes, lambda key: {}, (), ("awkward",))
+    return {"mla_decode": table(MLADecodeArguments, arrays, (wide,))}

@@ -1,0 +1,30 @@
+"""Tile sizes of the paged kernels for a dense cache of latent vectors, which they read as one page a sequence."""
+
+import jax
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention.latent_pages import as_pages
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.paged_attention import config as paged_config
+from ejkernel_triton.paged_attention.config import PagedForward
+
+
+def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
+    """Tile sizes for a record on a device."""
+    return paged_config.heuristic(_shapes(record), device, direction)
+
+
+def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
+    """Tile sizes worth measuring for a record on a device."""
+    return paged_config.candidates(_shapes(record), device, direction)
+
+
+def too_large(record: TiledAttention, device: DeviceInfo) -> str:
+    """Why the kernel cannot run for a record on a device; empty where it can."""
+    return paged_config.too_large(_shapes(record), device)
+
+
+def _shapes(record: TiledAttention) -> PagedAttention:
+    return jax.eval_shape(lambda record: as_pages(record)[0], record)

@@ -1,0 +1,23 @@
+"""Backward pass of the quantised matmul in Triton."""
+
+import jax
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.types.pullback import Pullback
+from ejkernel_triton.quantized_matmul.config import QuantizedTiles
+from ejkernel_triton.quantized_matmul.forward import matmul_over_rows, matmul_over_words
+
+
+def backward(pullback: Pullback, config: QuantizedTiles) -> dict[str, jax.Array]:
+    """The gradient of x: the cotangent times the transposed matrix, by the kernel of the other layout.
+
+    Args:
+        pullback: Record, cotangent [M, N], and the wanted names.
+        config: Tiles, splits, warps and stages.
+
+    Returns:
+        [M, K] in x's dtype, if it is wanted.
+    """
+    record: QuantizedMatmul = pullback.record
+    run = matmul_over_rows if record.transpose else matmul_over_words
+    return {name: run(record, pullback.cotangent, config) for name in sorted(pullback.wanted)}

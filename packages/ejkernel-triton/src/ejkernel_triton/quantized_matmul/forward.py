@@ -1,0 +1,76 @@
+"""Forward pass of the quantised matmul in Triton."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
+from ejkernel.planning.quantized_formats import NF4
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.quantized_matmul.config import QuantizedTiles
+from ejkernel_triton.quantized_matmul.spec import QuantizedSpec, make_spec
+from ejkernel_triton.sizes import ceil_div
+
+
+def forward(record: QuantizedMatmul, config: QuantizedTiles) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tiles, splits, warps and stages.
+
+    Returns:
+        [M, N] in x's dtype. There are no residuals.
+    """
+    run = matmul_over_words if record.transpose else matmul_over_rows
+    return run(record, record.x, config), ()
+
+
+def matmul_over_rows(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
+    """left [M, R] times the packed matrix, [M, columns]."""
+    from ejkernel_triton.quantized_matmul.kernels.matmul_over_rows import matmul_over_rows_kernel
+
+    spec = make_spec(record, config)
+    made = _launch(
+        matmul_over_rows_kernel, record, left, spec, config, (spec.PER, spec.M, spec.W), spec.W, config.block_w
+    )
+    # Column `word * PER + n` is code n of the word.
+    return finished(record, jnp.moveaxis(made, 0, 2).reshape(spec.M, -1))
+
+
+def matmul_over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
+    """left [M, columns] times the transposed packed matrix, [M, R]."""
+    from ejkernel_triton.quantized_matmul.kernels.matmul_over_words import matmul_over_words_kernel
+
+    spec = make_spec(record, config)
+    # x is small next to the matrix, so it is put in the order of codes, not the weights.
+    by_code = jnp.moveaxis(left.reshape(spec.M, spec.W, spec.PER), 2, 0)
+    shape = (1, spec.M, spec.R)
+    made = _launch(matmul_over_words_kernel, record, by_code, spec, config, shape, spec.R, config.block_r)
+    return finished(record, made[0])
+
+
+def _launch(
+    kernel: object,
+    record: QuantizedMatmul,
+    left: jax.Array,
+    spec: QuantizedSpec,
+    config: QuantizedTiles,
+    shape: tuple[int, ...],
+    extent: int,
+    block: int,
+) -> jax.Array:
+    """The sum of all splits' outputs, float32 of the given shape; `extent` is cut into blocks, one a program."""
+    zeros = None if record.zeros is None else record.zeros[None]
+    table = jnp.asarray(NF4, jnp.float32)[None] if spec.TABLE else None
+    (parts,) = launch(
+        kernel,
+        (left.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zeros, table),
+        (Shape((1, spec.SPLITS, *shape), jnp.float32),),
+        batch=1,
+        grid=ceil_div(extent, block) * ceil_div(spec.M, spec.BLOCK_M) * spec.SPLITS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )
+    # Split-K: a sum in a fixed order, so every run gives the same bits, where atomic additions would not.
+    return parts[0].sum(axis=0)

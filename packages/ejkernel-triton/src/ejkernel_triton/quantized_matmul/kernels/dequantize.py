@@ -1,0 +1,128 @@
+"""Device helpers of the quantised matmul's kernels: codes and scales of a packed matrix, dequantised in registers."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import round_bfloat16
+
+
+@triton.jit
+def decode_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr):
+    """Converts a float of few bits, sign on top, to float32: shifts its bits and replaces the exponent's bias.
+
+    The value of a subnormal is what its mantissa adds to the smallest power of two. Float32 subnormals would take
+    fewer instructions, but devices may flush them to zero.
+    """
+    # The code's exponent and mantissa, where float32 has the low end of its exponent and the top of its mantissa.
+    shifted = (bits & (SIGN - 1)) << (23 - MANTISSA)
+    # A subnormal has no implicit 1: read with the least normal exponent, that 1 is subtracted again.
+    normal = (shifted + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    subnormal = (shifted + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
+    value = tl.where(shifted < (1 << 23), subnormal, normal)
+    return tl.where((bits & SIGN) != 0, -value, value)
+
+
+@triton.jit
+def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
+    """What is stored of the scales of a tile of words, and of the zeros of affine codes: one number a group.
+
+    They are loaded one tile before their use. A load outside of the pipeline that every step waits for took the whole
+    time of a step.
+    """
+    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words of a group
+    COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
+    groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
+    # Past the ends words and scales are 0, since code 0 may stand for another number than 0. An e8m0 of 0 is not 0, but
+    # code 0 of its formats is.
+    mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
+    at = rows[:, None] * spec.GROUPS + groups[None, :]
+    stored = tl.load(scales + at, mask=mask, other=0)
+    if spec.AFFINE and not spec.CENTER:
+        return stored, tl.load(zeros + at, mask=mask, other=0)
+    else:
+        return stored, stored
+
+
+@triton.jit
+def spread_over_words(x, spec: tl.constexpr):
+    """Broadcasts values of groups [BLOCK_R, groups] to their words [BLOCK_R, BLOCK_W]."""
+    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER
+    R: tl.constexpr = spec.BLOCK_R
+    W: tl.constexpr = spec.BLOCK_W
+    if W <= WORDS_PER_GROUP:
+        return tl.broadcast_to(x, [R, W])
+    else:
+        return tl.reshape(tl.broadcast_to(x[:, :, None], [R, W // WORDS_PER_GROUP, WORDS_PER_GROUP]), [R, W])
+
+
+@triton.jit
+def factors(stored, zeros, spec: tl.constexpr):
+    """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
+    if spec.EXPONENT:
+        # e8m0: the byte is the exponent field of a float32, but for 2 ** -127, which is subnormal, and 255 for NaN.
+        exponent = stored.to(tl.int32)
+        bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+        scale = bits.to(tl.float32, bitcast=True)
+    elif spec.SCALE8:
+        scale = decode_float(stored.to(tl.int32), 7, 3, 128)
+    else:
+        scale = stored.to(tl.float32)
+    if spec.AFFINE:
+        # f * (2 ** BITS s) - (2 ** BITS s + z s) = q s - z s: the 1 of the mantissa is part of the offset.
+        factor = scale * (1 << spec.BITS)
+        if spec.CENTER:
+            every = spread_over_words(factor, spec)
+            return every, every * (1 + spec.CENTER / (1 << spec.BITS))
+        return spread_over_words(factor, spec), spread_over_words(factor + scale * zeros.to(tl.float32), spec)
+    else:
+        every = spread_over_words(scale, spec)
+        return every, every
+
+
+@triton.jit
+def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr):
+    """Dequantises code number CODE of every word, to the dtype of the product's operands."""
+    if spec.AFFINE:
+        # The code becomes the top of the mantissa of 1: f = 1 + q / 2 ** BITS, and one multiply-add dequantises it.
+        # Conversions of integers to floats run at a quarter of the rate of multiply-adds.
+        SHIFT: tl.constexpr = 23 - (CODE + 1) * spec.BITS
+        MASK: tl.constexpr = ((1 << spec.BITS) - 1) << (23 - spec.BITS)
+        # SHIFT moves the code's top bit to bit 22. A shift to the right drags the sign in; MASK takes it off.
+        shifted = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
+        value = ((shifted & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
+    elif spec.TABLE:
+        bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
+        # A gather from 16 numbers, which stay in L1.
+        value = tl.load(table + bits) * scale
+    elif spec.BITS == 4:
+        value = decode_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
+    else:
+        value = decode_float(packed >> (CODE * spec.BITS), 7, 3, 128) * scale
+    if spec.OPERAND == "float32":
+        return value
+    elif spec.OPERAND == "bfloat16":
+        if spec.WIDEN:  # the interpreter's cast cuts digits off
+            value = round_bfloat16(value)
+        return value.to(tl.bfloat16)
+    else:
+        return value.to(tl.float16)
+
+
+@triton.jit
+def store_partial(parts, acc, code, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """Stores a split's tile of outputs."""
+    at = (code * spec.M + m)[:, None] * WIDTH + columns[None, :]
+    tl.store(parts + at, acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def program_of(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
+    """Batch row, split, tile of columns and tile of rows of a program.
+
+    Programs that share words run next to each other, and find them in L2.
+    """
+    ROW_TILES: tl.constexpr = (spec.M + spec.BLOCK_M - 1) // spec.BLOCK_M
+    row = program % ROW_TILES
+    column = program // ROW_TILES % COLUMN_TILES
+    part = program // (ROW_TILES * COLUMN_TILES) % spec.SPLITS
+    return tl.cast(program // (ROW_TILES * COLUMN_TILES * spec.SPLITS), tl.int64), part, column, row

@@ -1,0 +1,7 @@
+"""The kernel of each step of the ring loop: tiled attention's, forwards and backwards."""
+
+from ejkernel.families.ring_attention import loop as ring_loop
+from ejkernel_triton.tiled_attention import backward as tiled_backward
+from ejkernel_triton.tiled_attention import forward as tiled_forward
+
+KERNEL = ring_loop.StepKernel(tiled_forward.forward, tiled_backward.backward)

@@ -1,0 +1,37 @@
+"""Backward pass of segment pooling in Triton."""
+
+import jax
+
+from ejkernel.families.segment_pooling import SegmentPooling
+from ejkernel.types.pullback import Pullback
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.segment_pooling.config import PoolingBackward
+from ejkernel_triton.segment_pooling.forward import pool_ranges
+from ejkernel_triton.segment_pooling.spec import backward_spec
+
+
+def backward(pullback: Pullback, config: PoolingBackward) -> dict[str, jax.Array]:
+    """Gradient of the values.
+
+    Args:
+        pullback: Record and cotangent [B, M, H, D].
+        config: Tiles and warps.
+
+    Returns:
+        `{"values": [B, T, H, D]}`, in the values' dtype.
+    """
+    from ejkernel_triton.segment_pooling.kernels.pool_bwd import pool_bwd_kernel
+
+    record: SegmentPooling = pullback.record
+    spec, rows = backward_spec(record, config), record.values.shape[0]
+    (gradient,) = launch(
+        pool_bwd_kernel,
+        (pullback.cotangent.reshape(rows, spec.M, spec.C), record.lengths, pool_ranges(record)),
+        (Shape((rows, spec.T, spec.C), record.values.dtype),),
+        batch=rows,
+        grid=rows * spec.BLOCKS * spec.GROUPS,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    return {"values": gradient.reshape(record.values.shape)}

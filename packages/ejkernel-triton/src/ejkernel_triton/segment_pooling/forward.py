@@ -1,0 +1,55 @@
+"""Forward pass of segment pooling in Triton."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.segment_pooling import SegmentPooling
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.segment_pooling.config import PoolingForward
+from ejkernel_triton.segment_pooling.spec import forward_spec
+
+
+def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, tuple[()]]:
+    """Means of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Blocks, tiles and warps.
+
+    Returns:
+        [B, M, H, D] in the values' dtype. There are no residuals.
+    """
+    from ejkernel_triton.segment_pooling.kernels.pool_fwd import pool_fwd_kernel
+    from ejkernel_triton.segment_pooling.kernels.split_combine import split_combine_kernel
+
+    spec, (rows, _, heads, size) = forward_spec(record, config), record.values.shape
+    values, lengths, ranges = record.values.reshape(rows, spec.T, spec.C), record.lengths, pool_ranges(record)
+    output, sums = launch(
+        pool_fwd_kernel,
+        (values, lengths, ranges),
+        (Shape((rows, spec.M, spec.C), values.dtype), Shape((rows, spec.BLOCKS, 2, spec.C), jnp.float32)),
+        batch=rows,
+        grid=rows * spec.BLOCKS * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    # Blocks of whole chunks have no pool that crosses them: one kernel is enough then.
+    if spec.RANGES or spec.SPAN % spec.CHUNK:
+        (output,) = launch(
+            split_combine_kernel,
+            (sums, lengths, ranges, output),
+            # The first kernel's output, in its memory: pools that cross no block stay as they are.
+            (3,),
+            batch=rows,
+            grid=rows * spec.M * spec.WIDE_TILES,
+            num_warps=4,
+            num_stages=1,
+            constants={"spec": spec},
+        )
+    return output.reshape(rows, spec.M, heads, size), ()
+
+
+def pool_ranges(record: SegmentPooling) -> jax.Array | None:
+    """The ranges as the one row's, [1, M, 2] int32."""
+    return None if record.ranges is None else record.ranges.astype(jnp.int32)[None]

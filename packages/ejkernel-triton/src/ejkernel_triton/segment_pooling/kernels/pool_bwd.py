@@ -1,0 +1,40 @@
+"""Gradients of tokens: each gets a share of its pool's cotangent."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.segment_pooling.kernels.tile import count_up_to, span_of, tokens_of
+
+
+@triton.jit
+def pool_bwd_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, per: tl.constexpr):
+    """The gradients of BLOCK_T tokens: their pools' cotangents by the pools' lengths; 0 for tokens of no pool."""
+    STEPS: tl.constexpr = spec.STEPS
+    program = tl.program_id(0)
+    group = program % spec.GROUPS
+    block = program // spec.GROUPS % spec.BLOCKS
+    row = tl.cast(program // (spec.GROUPS * spec.BLOCKS), tl.int64)
+    token = block * spec.BLOCK_T + tl.arange(0, spec.BLOCK_T)
+    tokens = tokens_of(lengths, row, spec, per)
+    if spec.RANGES:
+        ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
+        pool = count_up_to(ranges + 1, token, spec)  # pools that end at or before a token
+    else:
+        pool = token // spec.CHUNK
+    first, end = span_of(ranges, pool, tokens, pool < spec.M, spec)
+    in_pool = (pool < spec.M) & (first <= token) & (token < end)
+    length = tl.cast(tl.maximum(end - first, 1), tl.float32)
+    # 64 bits for a pool's row: tokens of one tile may read pools far from each other.
+    source = at_batch(cotangent, row, per.COTANGENT, spec.M * spec.C) + tl.cast(pool, tl.int64) * spec.C
+    target = gradient + (row * spec.T + token) * spec.C
+    for step in tl.static_range(STEPS):
+        channels = (group * STEPS + step) * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
+        channel_mask = (channels < spec.C)[None, :]
+        # Tokens of a pool read the same row of cotangents: after the first, from a cache.
+        dpool = tl.load(source[:, None] + channels[None, :], mask=in_pool[:, None] & channel_mask, other=0.0).to(
+            tl.float32
+        )
+        # 0 for tokens of no pool: the load was masked, and the length is at least 1.
+        share = (dpool / length[:, None]).to(gradient.dtype.element_ty)
+        tl.store(target[:, None] + channels[None, :], share, mask=(token < spec.T)[:, None] & channel_mask)

@@ -1,0 +1,78 @@
+"""Segment pooling: every token of a pool is read once, and its gradient written once; both are bound by memory.
+
+    tokens     |------ block 0 ------|------ block 1 ------|------ block 2 ------|
+    pools      [ a ][    b    ][          c                                ][ d ]
+    pool_fwd       a, b: means         head of c             head of c, d: mean       a program per block and
+                   tail of c                                                          tile of channels
+    split_combine  c = (tail + head + head) / length                                  a program per pool and tile
+
+Blocks have equally many tokens, however long pools are, so programs have equal work. What lies in one block is finished
+there. A pool that crosses blocks leaves a float32 sum in each: the tail of the block in which it begins, the heads of
+those that it goes on in. The second kernel adds them in order: no atomics, so two runs give the same bits.
+
+Pools are disjoint and in order, so the pools of a block are found by two searches, and that of a token by one.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.segment_pooling.kernels.tile import load_rows, pools_between, span_of, tokens_of
+
+
+@triton.jit
+def sum_rows(values, first, end, channels, spec: tl.constexpr):
+    """[BLOCK_C] float32, the sum of tokens from `first` up to `end`."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    BLOCK_C: tl.constexpr = spec.BLOCK_C
+    # BLOCK_T rows of partial sums: their loads are independent, and one reduction follows the loop.
+    acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    if spec.PREFETCH:
+        # Carried through the loop: the next tile is under way while this one is added, so that a program always has
+        # loads in flight. After the last tile every row is masked.
+        tile = load_rows(values, first, end, channels, spec)
+        for token in tl.range(first, end, spec.BLOCK_T):
+            next_tile = load_rows(values, token + BLOCK_T, end, channels, spec)
+            acc += tile.to(tl.float32)
+            tile = next_tile
+    else:
+        for token in tl.range(first, end, spec.BLOCK_T):
+            acc += load_rows(values, token, end, channels, spec).to(tl.float32)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, per: tl.constexpr):
+    """The pools of one block of tokens: means of those that lie in it, sums [BLOCKS, 2, C] of those that cross it."""
+    program = tl.program_id(0)
+    tile = program % spec.TILES
+    block = program // spec.TILES % spec.BLOCKS
+    row = tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64)
+    channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
+    values = at_batch(values, row, per.VALUES, spec.T * spec.C)
+    output += row * (spec.M * spec.C)
+    sums += (row * spec.BLOCKS + block) * (2 * spec.C)
+    start, behind = block * spec.SPAN, (block + 1) * spec.SPAN
+    tokens = tokens_of(lengths, row, spec, per)
+    if spec.RANGES:
+        ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
+        # From the first pool that ends after the block's first token to the last that begins before its end.
+        pool, last = pools_between(ranges, start, behind - 1, spec)
+    else:
+        # Chunks that go on from the block before, or into the next one, are among them.
+        pool, last = start // spec.CHUNK, tl.minimum((behind + spec.CHUNK - 1) // spec.CHUNK, spec.M)
+    for m in tl.range(pool, last):
+        first, end = span_of(ranges, m, tokens, m >= 0, spec)
+        # Clipped to the block: no token is read by two programs of one tile of channels.
+        acc = sum_rows(values, tl.maximum(first, start), tl.minimum(end, behind), channels, spec)
+        channel_mask = channels < spec.C
+        # Pools without tokens are whole: their mean is 0 over a length of at least 1.
+        whole = (end <= first) | ((first >= start) & (end <= behind))
+        if whole:
+            mean = acc / tl.cast(tl.maximum(end - first, 1), tl.float32)
+            tl.store(
+                output + tl.cast(m, tl.int64) * spec.C + channels, mean.to(output.dtype.element_ty), mask=channel_mask
+            )
+        else:
+            # A block has at most one pool that goes on from the one before, and one that goes on into the next.
+            tl.store(sums + tl.where(first >= start, spec.C, 0) + channels, acc, mask=channel_mask)

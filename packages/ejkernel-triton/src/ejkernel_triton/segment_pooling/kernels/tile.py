@@ -1,0 +1,68 @@
+"""Device helpers of the segment pooling kernels: searches of pools, and rows of tokens."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_up_to(column, bound, spec: tl.constexpr):
+    """How many pools have a number up to `bound` in a column of `ranges`; of a vector of bounds, each."""
+    LEVELS: tl.constexpr = spec.LEVELS
+    found = bound * 0
+    # A binary search without branches, so that a vector of bounds can take every step together. Loads depend on each
+    # other, one a bit of the number of pools.
+    for level in tl.static_range(LEVELS):
+        step = spec.STEP >> level
+        in_range = found + step <= spec.M
+        # Ranges are pairs, so a column's numbers are 2 apart. After the last pool nothing is loaded.
+        last = tl.load(column + 2 * (found + step - 1), mask=in_range, other=0)
+        found = tl.where(in_range & (last <= bound), found + step, found)
+    return found
+
+
+@triton.jit
+def pools_between(ranges, start, last, spec: tl.constexpr):
+    """How many pools end at or before the token `start`, and how many begin at or before the token `last`."""
+    WAYS: tl.constexpr = spec.WAYS
+    WIDE_LEVELS: tl.constexpr = spec.WIDE_LEVELS
+    ways = tl.arange(0, WAYS) + 1
+    ended, begun = tl.cast(start * 0, tl.int32), tl.cast(start * 0, tl.int32)
+    # A step of the search looks at WAYS pools at once: a program waits for memory once for up to WAYS pools, twice for
+    # WAYS * WAYS, where a binary search would wait once a bit, and for both columns together.
+    for level in tl.static_range(WIDE_LEVELS):
+        stride = WAYS ** (WIDE_LEVELS - 1 - level)
+        end_at, begin_at = ended + ways * stride - 1, begun + ways * stride - 1
+        ends = tl.load(ranges + 2 * end_at + 1, mask=end_at < spec.M, other=0)
+        begins = tl.load(ranges + 2 * begin_at, mask=begin_at < spec.M, other=0)
+        ended += stride * tl.sum(tl.where((end_at < spec.M) & (ends <= start), 1, 0), axis=0)
+        begun += stride * tl.sum(tl.where((begin_at < spec.M) & (begins <= last), 1, 0), axis=0)
+    return ended, begun
+
+
+@triton.jit
+def tokens_of(lengths, row, spec: tl.constexpr, per: tl.constexpr):
+    """How many tokens of a row count."""
+    if spec.LENGTHS:
+        return tl.load(lengths + row // per.LENGTHS)
+    else:
+        return tl.cast(row * 0 + spec.T, tl.int32)
+
+
+@triton.jit
+def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
+    """First token of a pool, or of each of a vector of them, and the token after its last."""
+    if spec.RANGES:
+        first = tl.load(ranges + 2 * pool, mask=in_range, other=0)
+        return first, tl.load(ranges + 2 * pool + 1, mask=in_range, other=0)
+    else:
+        return tl.minimum(pool * spec.CHUNK, tokens), tl.minimum((pool + 1) * spec.CHUNK, tokens)
+
+
+@triton.jit
+def load_rows(values, token, end, channels, spec: tl.constexpr):
+    """[BLOCK_T, BLOCK_C] of the tokens from `token` on; 0 from `end` on."""
+    rows = tl.arange(0, spec.BLOCK_T)
+    # 64 bits for where the rows begin, 32 for where an element is in them.
+    start = values + tl.cast(token, tl.int64) * spec.C
+    mask = (token + rows < end)[:, None] & (channels < spec.C)[None, :]
+    return tl.load(start + (rows[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0)

@@ -1,0 +1,155 @@
+"""The selection kernel: weights of blocks, summed over the heads of a KV head, and the largest of each query.
+
+    q [ROWS, BD]      per tile of blocks:  s = q K_c^T --> p = exp2(s - lse) --> sum over heads --> scratch [queries, M]
+    (queries x heads)                                                            (one region a program, overwritten by
+                                                                                  its next tile: it stays in L2)
+    then, a few queries at a time:  scratch [few, M] --> N - 1 times: the largest, the later of equals; taken out
+
+The log-sum-exp is that of the compressed branch, which ran before. No array of queries by blocks is in memory: a
+program has one scratch row for each query of a tile, and there are as many programs as run at once.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import dot
+from ejkernel_triton.selected_attention.kernels.tile import at_batch
+
+
+@triton.jit
+def block_topk_kernel(
+    query,
+    keys,
+    shift,
+    current_blocks,
+    q_ids,
+    block_ids,
+    indices,
+    scratch,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BM: tl.constexpr,
+    TOPK_QUERIES: tl.constexpr,
+):
+    """Persistent programs: PROGRAMS of a batch row loop over its tiles of QUERIES queries of every KV head.
+
+    HEADS is the group size padded to a power of two, BLOCKS the blocks of a tile of scores, BM all blocks padded to a
+    power of two that is no less, TOPK_QUERIES the queries whose largest weights are looked for at once.
+    """
+    program = tl.program_id(0) % PROGRAMS
+    batch = tl.program_id(0) // PROGRAMS
+    query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+    keys = at_batch(keys, batch, per.KEYS, spec.M * spec.HK * spec.D)
+    shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
+    current_blocks = at_batch(current_blocks, batch, per.CURRENT_BLOCKS, spec.T)
+    if spec.SEGMENTS:
+        q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
+        block_ids = at_batch(block_ids, batch, per.BLOCK_IDS, spec.M)
+    indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.SLOTS)
+    scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES * BM)
+    TILES: tl.constexpr = (spec.T + QUERIES - 1) // QUERIES
+    # An item is a tile of queries and a KV head.
+    for item in tl.range(program, TILES * spec.HK, PROGRAMS):
+        head = item // TILES
+        start = (item % TILES) * QUERIES
+        token = start + tl.arange(0, QUERIES)
+        current = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
+        # No query of the tile selects a block from `last` on: those are not computed.
+        last = tl.max(current, 0)
+        ids = (q_ids, block_ids)
+        _block_weights(query, keys, shift, ids, scratch, head, start, current, last, spec, QUERIES, HEADS, BLOCKS, BM)
+        # Barrier: other threads read the scratch rows than wrote them. A second one follows, before the next tile
+        # overwrites them.
+        tl.debug_barrier()
+        for first in tl.range(0, QUERIES, TOPK_QUERIES):
+            _store_largest(
+                current_blocks, scratch, indices, head, start + first, first, last, spec, BLOCKS, BM, TOPK_QUERIES
+            )
+        tl.debug_barrier()
+
+
+@triton.jit
+def _block_weights(
+    query,
+    keys,
+    shift,
+    ids,
+    scratch,
+    head,
+    start,
+    current,
+    last,
+    spec: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """Stores the summed weights of the blocks before each query's current one in its scratch row, -1 for the others."""
+    q_ids, block_ids = ids
+    ROWS: tl.constexpr = QUERIES * HEADS
+    d = tl.arange(0, spec.BD)
+    row = tl.arange(0, ROWS)
+    # Heads are the fast axis of the rows, so that a reshape separates them for the sum.
+    token, group_head = start + row // HEADS, row % HEADS
+    valid = (token < spec.T) & (group_head < spec.G)
+    q_row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64)
+    in_row = (d < spec.D)[None, :]
+    q = tl.load(query + q_row[:, None] * spec.D + d[None, :], mask=valid[:, None] & in_row, other=0.0)
+    lse = tl.load(shift + q_row, mask=valid, other=0.0)
+    tokens = start + tl.arange(0, QUERIES)
+    for tile in tl.range(0, (last + BLOCKS - 1) // BLOCKS):
+        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+        at = keys + (block * spec.HK + head)[:, None] * spec.D + d[None, :]
+        k = tl.load(at, mask=(block < spec.M)[:, None] & in_row, other=0.0)
+        weights = tl.exp2(dot(q, tl.trans(k), spec) * spec.FACTOR - lse[:, None])
+        # exp2 may overflow for blocks that the mask below excludes: their weights are replaced, never summed.
+        weights = tl.where(valid[:, None], weights, 0.0)
+        summed = tl.sum(tl.reshape(weights, [QUERIES, HEADS, BLOCKS]), 1)
+        selectable = block[None, :] < current[:, None]
+        if spec.SEGMENTS:
+            q_id = tl.load(q_ids + tokens, mask=tokens < spec.T, other=-1)
+            # Ids that are not there differ: -1 of queries, -2 of blocks.
+            block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
+            selectable = selectable & (q_id[:, None] == block_id[None, :])
+        offset = tl.arange(0, QUERIES)[:, None] * BM + block[None, :]
+        # -1 is below every sum of weights: such a block is never the largest while another is left.
+        tl.store(scratch + offset, tl.where(selectable, summed, -1.0), mask=(block < BM)[None, :])
+
+
+@triton.jit
+def _store_largest(
+    current_blocks,
+    scratch,
+    indices,
+    head,
+    start,
+    first,
+    last,
+    spec: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BM: tl.constexpr,
+    TOPK_QUERIES: tl.constexpr,
+):
+    """Stores the lists of TOPK_QUERIES queries from `start` on, current block first; scratch rows begin at `first`."""
+    token = start + tl.arange(0, TOPK_QUERIES)
+    valid = token < spec.T
+    current = tl.load(current_blocks + token, mask=valid, other=-1)
+    at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.SLOTS
+    tl.store(at, current, mask=valid)
+    block = tl.arange(0, BM)
+    # Columns after hold weights of an earlier tile of queries, or nothing yet; they count as -1.
+    written = (block < (last + BLOCKS - 1) // BLOCKS * BLOCKS)[None, :]
+    rows = scratch + (first + tl.arange(0, TOPK_QUERIES))[:, None] * BM + block[None, :]
+    weights = tl.load(rows, mask=written, other=-1.0)
+    # Slot by slot the largest: a few rounds over weights in registers instead of a sort. What was found becomes -1.
+    for slot in tl.range(1, spec.SLOTS):
+        largest = tl.max(weights, 1)
+        # The later of equal weights, as the family's reference selects.
+        found = tl.max(tl.where(weights == largest[:, None], block[None, :], -1), 1)
+        tl.store(at + slot, tl.where((largest >= 0.0) & (current >= 0), found, -1), mask=valid)
+        weights = tl.where(block[None, :] == found[:, None], -1.0, weights)

@@ -1,0 +1,165 @@
+"""The backward kernels, by recomputation of the scores: one for queries, one for keys and values, one that merges.
+
+    selected_bwd_dq: q, do, lse, delta in registers          selected_bwd_dkdv: K, V of one block in registers
+    per key tile of every listed block:                      per tile of queries in the block's list, gathered:
+      K tile --> s = q K^T --> p = exp2(s - lse), masked       q tile  --> s^T = K q^T --> p^T, masked
+      V tile --> dp = do V^T,  ds = p (dp - delta)             do tile --> dv += p^T do
+                 dq += ds K                                                dp^T = V do^T - delta
+                                                                           dk += (p^T dp^T) q
+
+Every query may list the first block, so long lists are split: a program of `selected_bwd_dkdv_kernel` loops over one
+split of one list. Where a list has several splits, each stores its float32 accumulators in a slot, and
+`split_combine_kernel` adds the slots up in their order. No atomic additions, so every run gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.selected_attention.kernels.tile import at_batch, block_start, load_keys
+
+# Fields of a part of a list.
+BLOCK = tl.constexpr(0)
+FIRST_ENTRY = tl.constexpr(1)
+END_ENTRY = tl.constexpr(2)
+SLOT = tl.constexpr(3)
+SPLIT_FIELDS = tl.constexpr(4)
+
+
+@triton.jit
+def _gather(base, token, group_head, head, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[ROWS, COLUMNS], each row that of a token and a head of the group; 0 where `valid` is false."""
+    d = tl.arange(0, COLUMNS)
+    # 64-bit offsets for every row: the tokens of a tile come from a list and may lie anywhere in the array.
+    row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64) * WIDTH
+    return tl.load(base + row[:, None] + d[None, :], mask=valid[:, None] & (d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def selected_bwd_dkdv_kernel(
+    query,
+    key,
+    value,
+    readers,
+    parts,
+    starts,
+    ends,
+    q_positions,
+    q_ids,
+    k_ids,
+    cotangent,
+    shift,
+    delta,
+    dkey,
+    dvalue,
+    key_sums,
+    value_sums,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Gradients of BLOCK_KV keys and values of one block and KV head, over one part of the list of the block's queries.
+
+    A tile has ROWS rows: BLOCK_Q queries times the heads of the group, and what pads. There are PARTS parts, and SUMS
+    slots for sums, of every KV head.
+    """
+    TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    program = tl.program_id(0)
+    # Programs of one part and other keys of its block run next to each other: they gather the same queries from L2.
+    tile = program % TILES
+    part = (program // TILES) % PARTS
+    head = (program // (TILES * PARTS)) % spec.HK
+    batch = program // (TILES * PARTS * spec.HK)
+    parts = at_batch(parts, batch, per.PARTS, spec.HK * PARTS * SPLIT_FIELDS) + (head * PARTS + part) * SPLIT_FIELDS
+    block = tl.load(parts + BLOCK)
+    if block >= 0:  # there may be fewer parts than there is room for
+        first_entry, end, slot = tl.load(parts + FIRST_ENTRY), tl.load(parts + END_ENTRY), tl.load(parts + SLOT)
+        query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+        key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
+        value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
+        cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
+        shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
+        delta = at_batch(delta, batch, per.DELTA, spec.T * spec.H)
+        readers = at_batch(readers, batch, per.READERS, spec.HK * spec.T * spec.SLOTS)
+        readers += tl.cast(head, tl.int64) * (spec.T * spec.SLOTS)
+        if spec.STARTS:
+            starts = at_batch(starts, batch, per.STARTS, spec.M)
+        if spec.POSITIONS:
+            q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
+        BD: tl.constexpr = spec.BD
+        BV: tl.constexpr = spec.BV
+        start = block_start(starts, block, spec)
+        index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        valid = (index < spec.SIZE) & (start + index < spec.S)
+        if spec.SEGMENTS:
+            q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
+            k_id = tl.load(at_batch(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
+        # K and V of the block stay in registers; queries are streamed.
+        k = load_keys(key, start, index, valid, spec.D, BD, spec)
+        v = load_keys(value, start, index, valid, spec.DV, BV, spec)
+        dk = tl.zeros([BLOCK_KV, BD], tl.float32)
+        dv = tl.zeros([BLOCK_KV, BV], tl.float32)
+        row = tl.arange(0, ROWS)
+        # A row is a query and a head, without gaps between queries: only the tile's end pads.
+        group_head = row % spec.G
+        for at in tl.range(first_entry, end, BLOCK_Q):
+            entry = at + row // spec.G
+            listed = (row < BLOCK_Q * spec.G) & (entry < end)
+            # Queries of a list lie anywhere, so q, do, lse and delta are gathered row by row; rows that pad read 0.
+            token = tl.load(readers + entry, mask=listed, other=0)
+            q = _gather(query, token, group_head, head, listed, spec.D, BD, spec)
+            do = _gather(cotangent, token, group_head, head, listed, spec.DV, BV, spec)
+            q_row = token * spec.H + head * spec.G + group_head
+            lse = tl.load(shift + q_row, mask=listed, other=0.0)
+            delta_row = tl.load(delta + q_row, mask=listed, other=0.0)
+            last = token
+            if spec.POSITIONS:
+                last = tl.load(q_positions + token, mask=listed, other=-1)
+            # The list says that the query reads the block; within its own block it still attends only up to its
+            # position.
+            attends = valid[:, None] & listed[None, :] & ((start + index)[:, None] <= last[None, :])
+            if spec.SEGMENTS:
+                attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=listed, other=-1)[None, :])
+            scores = dot(k, tl.trans(q), spec) * spec.FACTOR
+            # Transposed, [keys, queries]: p^T and ds^T are left operands as they lie in registers.
+            weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
+            dv = add_dot(dv, weights.to(do.dtype), do, spec)
+            dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])
+            if spec.SEGMENTS:
+                dscores = tl.where(attends, dscores, 0.0)
+            dk = add_dot(dk, dscores.to(q.dtype), q, spec)
+        dk = dk * spec.SCALE
+        # The whole list: this is the gradient. Where sequences are packed, a block may reach into the next sequence,
+        # whose own block stores those keys.
+        if slot < 0:
+            dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
+            dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV
+            last_key = tl.load(at_batch(ends, batch, per.ENDS, spec.M) + block)
+            _store_keys(dkey, start, index, last_key, dk, spec.D, BD, spec)
+            _store_keys(dvalue, start, index, last_key, dv, spec.DV, BV, spec)
+        else:
+            # One part of several: float32 accumulators, whole tiles without masks, for `split_combine_kernel`, the next
+            # launch.
+            sums = (tl.cast(batch * spec.HK + head, tl.int64) * SUMS + slot) * TILES + tile
+            _store_sums(key_sums, sums, dk, BLOCK_KV, BD)
+            _store_sums(value_sums, sums, dv, BLOCK_KV, BV)
+
+
+@triton.jit
+def _store_keys(base, start, index, end, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Writes [keys, COLUMNS] to keys `start + index` before `end` of an array [S, HK, WIDTH]."""
+    d = tl.arange(0, COLUMNS)
+    at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])
+    attends = (start + index < end)[:, None] & (d < WIDTH)[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=attends)
+
+
+@triton.jit
+def _store_sums(base, q_row, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes [ROWS, COLUMNS] as number `q_row` of an array of such tiles."""
+    at = base + q_row * (ROWS * COLUMNS)
+    tl.store(at + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile)

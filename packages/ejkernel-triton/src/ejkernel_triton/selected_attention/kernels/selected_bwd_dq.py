@@ -1,0 +1,90 @@
+"""The gradient of queries, by recomputation of the scores; see `selected_bwd_dkdv`."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.selected_attention.kernels.tile import (
+    at_batch,
+    attending,
+    block_start,
+    load_heads,
+    load_keys,
+    load_numbers,
+    query_position,
+    slots_in_use,
+    store_heads,
+)
+
+
+@triton.jit
+def selected_bwd_dq_kernel(
+    query,
+    key,
+    value,
+    listed,
+    starts,
+    q_positions,
+    q_ids,
+    k_ids,
+    cotangent,
+    shift,
+    delta,
+    dquery,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """The gradient of one query, for all query heads of one KV head."""
+    program = tl.program_id(0)
+    token = program % spec.T
+    head = (program // spec.T) % spec.HK
+    batch = program // (spec.T * spec.HK)
+    query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+    key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
+    value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
+    cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
+    shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
+    delta = at_batch(delta, batch, per.DELTA, spec.T * spec.H)
+    listed = at_batch(listed, batch, per.LISTED, spec.T * spec.HK * spec.SLOTS)
+    listed += tl.cast(token * spec.HK + head, tl.int64) * spec.SLOTS
+    if spec.STARTS:
+        starts = at_batch(starts, batch, per.STARTS, spec.M)
+    if spec.POSITIONS:
+        q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
+    count = slots_in_use(listed, spec)
+    q_id = 0
+    if spec.SEGMENTS:
+        k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
+        q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
+        # Padding attends to nothing: the loop has no steps, and the gradient stored is 0.
+        count = tl.where(q_id >= 0, count, 0)
+    q_position = query_position(q_positions, token, spec)
+    TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    BG: tl.constexpr = spec.BG
+    BD: tl.constexpr = spec.BD
+    # The program's query, with all heads of the KV head, stays in registers.
+    q = load_heads(query, token, head, spec.D, BD, spec)
+    do = load_heads(cotangent, token, head, spec.DV, spec.BV, spec)
+    lse = load_numbers(shift, token, head, spec)
+    delta_row = load_numbers(delta, token, head, spec)
+    acc = tl.zeros([BG, BD], tl.float32)
+    # One loop over the tiles of all listed blocks, as in the forward kernel.
+    for i in tl.range(0, count * TILES):
+        block = tl.load(listed + i // TILES)
+        index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        start = block_start(starts, block, spec)
+        valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
+        k = load_keys(key, start, index, valid, spec.D, BD, spec)
+        v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
+        attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
+        scores = dot(q, tl.trans(k), spec) * spec.FACTOR
+        # Masked weights are replaced after exp2, which may be inf for keys that lse does not count.
+        weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
+        dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
+        if spec.SEGMENTS:  # products of other segments' rows may be inf, and 0 x inf is NaN
+            dscores = tl.where(attends[None, :], dscores, 0.0)
+        # K is an operand of two products, of scores and of dq, with one load.
+        acc = add_dot(acc, dscores.to(k.dtype), k, spec)
+    dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
+    store_heads(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)

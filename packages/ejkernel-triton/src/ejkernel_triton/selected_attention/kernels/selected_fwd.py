@@ -1,0 +1,117 @@
+"""The forward kernel: online softmax of one query, with all heads of a KV head, over the blocks that it lists.
+
+                       +------------------------ per key tile of every listed block -------------------------+
+    q  (registers) --->|  K tile --> s = q K^T, masked --> m' = max(m, s) --> p = exp2(s - m')                 |
+                       |                                   alpha = exp2(m - m')                               |
+                       |  V tile ---------------------------------------> acc = alpha acc + p V               |
+                       +--------------------------------------------------------------------------------------+
+    epilogue: output = acc / l, lse = m + log l
+
+Neighbouring queries list different blocks, so a tile of scores has only the heads that share a KV head: 16 rows, one
+matrix instruction of a warp. With a warp a program nothing passes between warps, and as many programs as shared memory
+holds keep their copies in flight; what bounds them is how fast L2 delivers keys and values.
+
+Source: native sparse attention, Yuan et al. 2025, arXiv:2502.11089, section 3.4.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LN2, add_dot, dot, finite
+from ejkernel_triton.selected_attention.kernels.tile import (
+    at_batch,
+    attending,
+    block_start,
+    load_heads,
+    load_keys,
+    query_position,
+    slots_in_use,
+    store_heads,
+)
+
+
+@triton.jit
+def selected_fwd_kernel(
+    query,
+    key,
+    value,
+    listed,
+    starts,
+    q_positions,
+    q_ids,
+    k_ids,
+    output,
+    lse,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """A program has one query and one KV head. Programs of a KV head run next to each other: they share keys in L2."""
+    program = tl.program_id(0)
+    token = program % spec.T
+    head = (program // spec.T) % spec.HK
+    batch = program // (spec.T * spec.HK)
+    query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+    key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
+    value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
+    listed = at_batch(listed, batch, per.LISTED, spec.T * spec.HK * spec.SLOTS)
+    listed += tl.cast(token * spec.HK + head, tl.int64) * spec.SLOTS
+    if spec.STARTS:
+        starts = at_batch(starts, batch, per.STARTS, spec.M)
+    if spec.POSITIONS:
+        q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
+    # Slots after the last named block cost nothing; an empty slot before it is a tile without keys.
+    count = slots_in_use(listed, spec)
+    q_id = 0
+    if spec.SEGMENTS:
+        k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
+        q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
+        count = tl.where(q_id >= 0, count, 0)  # padding attends to nothing
+    q_position = query_position(q_positions, token, spec)
+    BG: tl.constexpr = spec.BG
+    BV: tl.constexpr = spec.BV
+    TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    # Rows that pad the group to 16 are 0; they are computed like the others and not stored.
+    q = load_heads(query, token, head, spec.D, spec.BD, spec)
+    row_max = tl.full([BG], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BG], tl.float32)
+    acc = tl.zeros([BG, BV], tl.float32)
+    # One loop over the tiles of all listed blocks: the pipeline of copies drains where a loop ends, so not one a
+    # block.
+    for i in tl.range(0, count * TILES):
+        block = tl.load(listed + i // TILES)
+        index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        start = block_start(starts, block, spec)
+        # Keys that are not there are read as 0: their weights are 0, and 0 x NaN would be NaN.
+        valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
+        k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
+        v = load_keys(value, start, index, valid, spec.DV, BV, spec)
+        attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
+        row_max, row_sum, acc = softmax_step(q, k, v, attends, row_max, row_sum, acc, spec)
+    # Epilogue. A query without keys has denominator 0: its output is 0, its lse -inf.
+    denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
+    lse_row = tl.where(row_sum > 0.0, (tl.log2(denominator) + finite(row_max)) * LN2, float("-inf"))
+    g = tl.arange(0, BG)
+    # lse is [B, H, T], as the family's residuals are: a stride of T between the heads of a query.
+    rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
+    tl.store(lse + rows, lse_row, mask=g < spec.G)
+    output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
+    store_heads(output, token, head, acc / denominator[:, None], spec.DV, BV, spec)
+
+
+@triton.jit
+def softmax_step(q, k, v, attends, row_max, row_sum, acc, spec: tl.constexpr):
+    """One step of the online softmax, over a tile of keys.
+
+    q [BG, BD], k [K, BD], v [K, BV], attends [K], row_max and row_sum [BG], acc [BG, BV].
+    """
+    # One query: all rows of the tile, its heads, have the same mask.
+    scores = tl.where(attends[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = finite(new_max)  # a tile may have nothing that attends
+    weights = tl.exp2(scores - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
+    # Weights take the values' dtype for the matrix unit; the accumulator stays float32.
+    acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
+    return new_max, row_sum, acc

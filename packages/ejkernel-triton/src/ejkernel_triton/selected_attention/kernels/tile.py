@@ -1,0 +1,92 @@
+"""Tiles of selected attention: the heads of one query, the keys of a listed block, and the mask between them.
+
+Arrays of a batch row are found by `at_batch`; `per` says how many rows share one.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
+    return array + tl.cast(batch // PER, tl.int64) * ELEMENTS
+
+
+@triton.jit
+def load_heads(base, token, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[BG, COLUMNS]: the rows of one token, of all query heads of a KV head; 0 in heads and columns that pad."""
+    g = tl.arange(0, spec.BG)
+    d = tl.arange(0, COLUMNS)
+    at = base + tl.cast(token * spec.H + head * spec.G, tl.int64) * WIDTH + (g[:, None] * WIDTH + d[None, :])
+    # Without what pads there is no mask: a predicate that is always true still costs.
+    if spec.BG != spec.G or COLUMNS != WIDTH:
+        return tl.load(at, mask=(g < spec.G)[:, None] & (d < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_heads(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Writes [BG, COLUMNS] to where `load_heads` reads."""
+    g = tl.arange(0, spec.BG)
+    d = tl.arange(0, COLUMNS)
+    at = base + tl.cast(token * spec.H + head * spec.G, tl.int64) * WIDTH + (g[:, None] * WIDTH + d[None, :])
+    tl.store(at, tile.to(base.dtype.element_ty), mask=(g < spec.G)[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def load_numbers(base, token, head, spec: tl.constexpr):
+    """[BG] of an array [T, H]: one number for every query head of a KV head."""
+    g = tl.arange(0, spec.BG)
+    return tl.load(base + tl.cast(token * spec.H + head * spec.G, tl.int64) + g, mask=g < spec.G, other=0.0)
+
+
+@triton.jit
+def slots_in_use(listed, spec: tl.constexpr):
+    """One more than the last slot of a query's list that names a block."""
+    slots = tl.arange(0, spec.BS)
+    # The list in one load; empty slots may lie between others.
+    blocks = tl.load(listed + slots, mask=slots < spec.SLOTS, other=-1)
+    return tl.max(tl.where(blocks >= 0, slots + 1, 0), 0)
+
+
+@triton.jit
+def block_start(starts, block, spec: tl.constexpr):
+    """The first key of a block; that of the first block for -1."""
+    # An empty slot is -1: the load of `starts` has no mask and must not begin before the array.
+    block = tl.maximum(block, 0)
+    if spec.STARTS:
+        return tl.load(starts + block)
+    else:
+        return block * spec.SIZE
+
+
+@triton.jit
+def load_keys(base, start, index, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """[keys, COLUMNS] at keys `start + index` of an array [S, HK, WIDTH]; 0 where `valid` is false."""
+    d = tl.arange(0, COLUMNS)
+    # 64 bits for where the tile begins, 32 for where an element is in it: 64-bit offsets of elements take registers.
+    at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])
+    if COLUMNS != WIDTH:
+        return tl.load(at, mask=valid[:, None] & (d < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(at, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def query_position(q_positions, token, spec: tl.constexpr):
+    """The query's position among the keys, which is the last key it may attend to."""
+    if spec.POSITIONS:
+        return tl.load(q_positions + token)
+    else:
+        return token
+
+
+@triton.jit
+def attending(k_ids, key, valid, q_positions, q_id, spec: tl.constexpr):
+    """Which keys of a block one query attends to."""
+    attends = valid & (key <= q_positions)
+    if spec.SEGMENTS:
+        attends = attends & (tl.load(k_ids + key, mask=valid, other=-1) == q_id)
+    return attends

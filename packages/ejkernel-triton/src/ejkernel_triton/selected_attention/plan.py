@@ -1,0 +1,204 @@
+"""The queries that list each block, and the splits of the compressed branch's queries.
+
+Lists are inverted, from the blocks that a query lists to the queries that list a block:
+
+    block_indices [T, N]  --sort by (block, query)-->  readers [T N]   | block 0 ........ | block 1 .. | ...
+                                                       splits          | L | L | L | rest |     one    |
+
+The sort is of one unsigned integer for each slot. Nothing is compiled again when lists change: there is room for one
+split per block, and one for every `length` slots that there are.
+
+The compressed branch has one key a block. They are so few that a backward kernel with a program for every tile of keys
+leaves most of a GPU idle. So its queries are split, and the splits count as rows of the batch with the same keys:
+
+    query [B, T]  -->  [B splits, T / splits]      dkey = sum over splits of each split's dkey, in float32
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.selected_attention import SelectedAttention, blocks, starts
+from ejkernel.families.selected_attention.branches import DenseKernel
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.device import current_device
+from ejkernel.ops.nested import DISPATCHED
+from ejkernel.types.pullback import Pullback
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.sizes import ceil_div
+
+UINT32_RANGE = 2**32
+
+
+class Readers(NamedTuple):
+    """The queries by the block that they list. E slots, C parts, M blocks.
+
+    Attributes:
+        tokens: [B, Hk, E] int32, queries, block by block, in ascending order within a block.
+        parts: [B, Hk, C, 4] int32: block, first entry, entry after the last, and slot of the sums; block -1 where there
+            are fewer parts, slot -1 where a block has one part alone.
+        merges: [B, Hk, M, 2] int32, first slot of a block's sums and their number, 0 where it has one part alone.
+        slots: Slots for sums that there is room for, a batch row and KV head.
+    """
+
+    tokens: jax.Array
+    parts: jax.Array
+    merges: jax.Array
+    slots: int
+
+
+BLOCK_KV = 64
+"""Keys that a program of a backward kernel accumulates gradients for."""
+PROGRAMS_PER_SM = 2
+"""Programs that a multiprocessor's registers hold at once."""
+MIN_QUERIES = 256
+"""Fewest queries of a split."""
+
+
+def find_readers(record: SelectedAttention, length: int) -> Readers:
+    """The lists of a record, and their parts of at most `length` queries."""
+    listed, count = record.block_indices, blocks(record)
+    assert listed is not None  # selected by now
+    if record.q_segment_ids is not None:
+        listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, -1)
+    tokens, bounds = _sorted(listed, count)
+    entries = tokens.shape[2]
+    sizes = jnp.diff(bounds)
+    # A block that no query lists has an empty part, whose program stores its zeros.
+    part_counts = jnp.maximum(-(-sizes // length), 1)
+    part_ends = jnp.cumsum(part_counts, axis=-1)
+    part_starts = part_ends - part_counts
+    max_parts = count + entries // length
+    part = jnp.arange(max_parts, dtype=jnp.int32)
+    # How many blocks' parts have all come before.
+    block = jnp.sum(part_ends[:, :, None, :] <= part[:, None], axis=-1, dtype=jnp.int32)
+    exists = block < count
+    block = jnp.minimum(block, count - 1)
+
+    def at_block(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, block, axis=-1)
+
+    slot_counts = jnp.where(part_counts > 1, part_counts, 0)
+    slot = jnp.cumsum(slot_counts, axis=-1) - slot_counts
+    within = part - at_block(part_starts)
+    first_entry = at_block(bounds[..., :-1]) + within * length
+    parts = (
+        jnp.where(exists, block, -1),
+        first_entry,
+        jnp.minimum(first_entry + length, at_block(bounds[..., 1:])),
+        jnp.where(at_block(slot_counts) > 0, at_block(slot) + within, -1),
+    )
+    # A list that is split has more than `length` entries, and at most twice as many parts as whole ones.
+    return Readers(
+        tokens=tokens,
+        parts=jnp.stack(parts, axis=-1).astype(jnp.int32),
+        merges=jnp.stack((slot, slot_counts), axis=-1).astype(jnp.int32),
+        slots=max(1, 2 * (entries // length)),
+    )
+
+
+def block_ends(record: SelectedAttention) -> jax.Array:
+    """The key after the last of each block, [1, M] int32: a sequence's last block ends where the next one begins."""
+    block_starts, keys = starts(record), record.key.shape[1]
+    next_starts = jnp.concatenate([block_starts[1:], jnp.full(1, keys, block_starts.dtype)])
+    return jnp.minimum(block_starts + record.block_size, next_starts).astype(jnp.int32)[None]
+
+
+def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Queries by block, [B, Hk, T N], and where each block's begin, [B, Hk, count + 1]; slots of no block come last."""
+    batch, length, heads, slots = listed.shape
+    entries = length * slots
+    token = jnp.arange(length, dtype=jnp.uint32)[:, None]
+    block = jnp.where(listed >= 0, listed, count).swapaxes(1, 2).reshape(batch * heads, length, slots)
+    edge = jnp.arange(count + 1, dtype=jnp.uint32)
+    if batch * heads * (count + 1) * length < UINT32_RANGE:
+        # One sort of all rows: XLA leaves long sorts along one axis to a radix sort.
+        row = jnp.arange(batch * heads, dtype=jnp.uint32)[:, None] * (count + 1)
+        pairs = (row[..., None] + block.astype(jnp.uint32)) * length + token
+        ordered = jnp.sort(pairs.reshape(-1))
+        edges = ((row + edge) * length).reshape(-1)
+        bounds = jnp.searchsorted(ordered, edges, method="scan_unrolled").reshape(batch, heads, count + 1)
+        # From entries of all rows to entries of each row.
+        bounds = bounds - jnp.arange(batch * heads, dtype=bounds.dtype).reshape(batch, heads, 1) * entries
+        return (ordered % length).astype(jnp.int32).reshape(batch, heads, entries), bounds.astype(jnp.int32)
+    blocks_of, tokens = jax.lax.sort(
+        (block.reshape(-1, entries).astype(jnp.int32), jnp.broadcast_to(token, block.shape).reshape(-1, entries)),
+        num_keys=1,
+    )
+    bounds = jax.vmap(lambda x: jnp.searchsorted(x, edge.astype(jnp.int32), method="scan_unrolled"))(blocks_of)
+    tokens = tokens.astype(jnp.int32).reshape(batch, heads, entries)
+    return tokens, bounds.reshape(batch, heads, count + 1).astype(jnp.int32)
+
+
+def backward_in_splits(pullback: Pullback) -> dict[str, jax.Array]:
+    """Gradients of query, key and value of a branch, as far as they are wanted."""
+    record: TiledAttention = pullback.record
+    splits = query_splits(record)
+    if splits == 1:
+        return DISPATCHED.backward(pullback)
+    found = DISPATCHED.backward(_split_queries(pullback, splits))
+    batch, tokens = record.query.shape[:2]
+    made: dict[str, jax.Array] = {}
+    for name, gradient in found.items():
+        if name == "query":
+            made[name] = gradient.reshape(batch, -1, *gradient.shape[2:])[:, :tokens]
+        else:
+            summed = jnp.sum(gradient.reshape(batch, splits, *gradient.shape[1:]), axis=1, dtype=jnp.float32)
+            made[name] = summed.astype(gradient.dtype)
+    return made
+
+
+DENSE = DenseKernel(DISPATCHED.forward, backward_in_splits)
+"""The branches that are tiled attention."""
+
+
+def query_splits(record: TiledAttention) -> int:
+    """How many splits the queries of a branch are cut into."""
+    if record.kv_positions is None:  # the window: its keys are as many as its queries
+        return 1
+    # As many splits as fill the chip. With 8192 queries and 128 keys the backward pass took 4.78 ms in one call, 0.93
+    # in 17 splits and 0.58 in 32 (docs/lab/native_sparse_attention_gpu.md).
+    batch, keys, heads, _ = record.key.shape
+    programs = PROGRAMS_PER_SM * chip_of(current_device()).multiprocessors
+    key_programs = batch * heads * ceil_div(keys, BLOCK_KV)
+    return max(1, min(ceil_div(programs, key_programs), record.query.shape[1] // MIN_QUERIES))
+
+
+def _split_queries(pullback: Pullback, splits: int) -> Pullback:
+    """The same backward pass with splits of the queries as rows of the batch."""
+    record: TiledAttention = pullback.record
+    batch, tokens = record.query.shape[:2]
+    length = ceil_div(tokens, splits)
+    missing = splits * length - tokens
+
+    def split(x: Any, value: Any = 0) -> Any:
+        if x is None:
+            return None
+        x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+        x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+        return x.reshape(batch * splits, length, *x.shape[2:])
+
+    def repeated(x: Any) -> Any:
+        return x if x is None or x.shape[0] == 1 < batch else jnp.repeat(x, splits, axis=0)
+
+    # Padding of the last split has position -1, before all keys, and segment -1: it attends to nothing.
+    split_record = dataclasses.replace(
+        record,
+        query=split(record.query),
+        key=repeated(record.key),
+        value=repeated(record.value),
+        q_segment_ids=split(record.q_segment_ids, -1),
+        kv_segment_ids=repeated(record.kv_segment_ids),
+        q_positions=split(record.q_positions, -1),
+        kv_positions=repeated(record.kv_positions),
+    )
+    lse = split(pullback.residuals.lse.swapaxes(1, 2), -jnp.inf).swapaxes(1, 2)
+    return dataclasses.replace(
+        pullback,
+        record=split_record,
+        residuals=SoftmaxResiduals(lse=lse),
+        output=split(pullback.output),
+        cotangent=split(pullback.cotangent),
+    )

@@ -1,0 +1,66 @@
+"""The decode step of the selective scan: one to eight tokens of each sequence, the states updated in place."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.selective_scan import scan_sequences
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+from ejkernel_triton.selective_scan.decode import config
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+STEP = 8
+"""Most tokens a sequence of the decode step; of packed sequences, on average."""
+
+LONGEST = 256
+"""Most tokens of packed sequences beyond one each: one of them may have all, and they are worked on in order."""
+
+WIDEST = 256
+"""Most numbers of a channel's state that the decode step takes."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """Why the decode step refuses a record, where `Requires` cannot say it."""
+    tokens = record.x.shape[1]
+    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    if tokens > STEP * sequences:
+        yield f"x: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
+    if record.cu_seqlens is not None and tokens - sequences > LONGEST:
+        longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
+        yield f"x: {longest} of {tokens} tokens, which a step works on one after the other"
+    yield from scan_reasons(record)
+
+
+def scan_reasons(record: Any) -> Iterable[str]:
+    """What neither the scan nor its decode step takes, and `Requires` cannot say."""
+    arrays = (record.x, record.decay, record.initial_state)
+    if not all(array.size for array in arrays if array is not None):
+        yield "an array is empty"
+    if str(record.step.dtype) not in DTYPES:
+        yield f"dt of {record.step.dtype} is not among {', '.join(DTYPES)}"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """The decode step of the scan."""
+    return (
+        triton_implementation(
+            "selective_scan",
+            name="triton_decode",
+            forward="selective_scan.decode.forward:forward",
+            requires=triton_requires(
+                head_dims=range(1, WIDEST + 1),
+                handles=scan_sequences.HANDLES | {"initial_state"},
+                extra=_reasons,
+            ),
+            config=ConfigSpace(
+                forward=config.StepTile,
+                faces=config.FACES,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            # Before the scans of both packages, whose blocks of tokens would be masked but for one token.
+            priority=30,
+            cases="ejkernel_triton.selective_scan.decode.cases:cases",
+        ),
+    )

@@ -1,0 +1,69 @@
+"""Tiles of the selective scan's decode step."""
+
+import dataclasses
+
+from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.chips import chip_of
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import ceil_div, padded
+
+HELD = 16
+"""Numbers of a state that a thread holds, and of A as many."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTile:
+    """Configuration of the decode step.
+
+    Attributes:
+        block_e: Channels of a program; a power of two.
+        num_warps: Warps a program.
+    """
+
+    block_e: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        if self.block_e < 1 or self.block_e & (self.block_e - 1):
+            raise ValueError(f"block_e: got {self.block_e}, wants a power of two")
+
+
+FACES = {"block_d": "block_e", "num_warps": "num_warps"}
+"""Fields of the public configuration and what they set here."""
+
+
+def sequences(record: SelectiveScan) -> int:
+    """Rows, or packed sequences."""
+    return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+
+
+def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> StepTile:
+    """The tile for a record on a device, not measured."""
+    if interpreting():
+        return StepTile(block_e=16, num_warps=1)
+    lanes, numbers = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
+    block, programs = max(1, 4 * HELD * lanes // numbers), sequences(record)
+    block = min(block, padded(record.x.shape[2]))
+    # Few states are cut finer, to reach every multiprocessor.
+    while (
+        block * numbers > 16 * lanes and programs * ceil_div(record.x.shape[2], block) < chip_of(device).multiprocessors
+    ):
+        block //= 2
+    return _sized(block, numbers, lanes)
+
+
+def _sized(block: int, numbers: int, lanes: int) -> StepTile:
+    return StepTile(block_e=block, num_warps=max(1, min(8, block * numbers // (HELD * lanes))))
+
+
+def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[StepTile, ...]:
+    """Tiles worth measuring for a record on a device."""
+    first = heuristic(record, device, direction)
+    if interpreting():
+        return (first, StepTile(block_e=4, num_warps=1))
+    sizes = [max(1, first.block_e * n // 4) for n in (1, 2, 4, 8)]
+    made = [StepTile(block_e=n, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]
+    made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made if x.num_warps < 8]
+    return tuple(dict.fromkeys((first, *made)))

@@ -1,0 +1,51 @@
+"""The decode step of the selective scan in Triton: one to eight tokens a sequence, the states updated in place."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families import selective_scan
+from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan
+from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.selective_scan.decode.config import StepTile
+from ejkernel_triton.selective_scan.decode.spec import make_spec
+
+
+def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+    """Output and final states of a record.
+
+    States in float32, and slots of any dtype, are updated in their own memory: XLA copies them before only if they are
+    used elsewhere, as those of a call that does not donate them are.
+
+    Args:
+        record: The canonical arguments.
+        config: The tile.
+
+    Returns:
+        Output [B, T, I] in x's dtype, final states in float32 or the slots, and what a backward pass needs.
+    """
+    from ejkernel_triton.selective_scan.decode.kernels.selective_state_update import selective_state_update_kernel
+
+    spec, rows = make_spec(record, config), record.x.shape[0]
+    bounds, slots, initial = record.cu_seqlens, record.state_slots, record.initial_state
+    if spec.PACKED:
+        bounds, slots, initial = (None if x is None else x[None] for x in (bounds, slots, initial))
+        bounds, slots = (None if x is None else x.astype(jnp.int32) for x in (bounds, slots))
+    fields = (record.x, record.step, record.decay[None], record.write, record.read, record.skip[None])
+    inputs = (*fields, bounds, slots, initial)
+    states = (spec.SEQUENCES, spec.E, spec.N) if spec.PACKED else (spec.E, spec.N)
+    final, output = launch(
+        selective_state_update_kernel,
+        inputs,
+        (
+            # The number of an input says that the output is written to its memory.
+            len(inputs) - 1 if spec.IN_PLACE else Shape((rows, *states), jnp.float32),
+            Shape(record.x.shape, record.x.dtype),
+        ),
+        batch=rows,
+        grid=rows * spec.SEQUENCES * spec.TILES,
+        num_warps=config.num_warps,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    # XLA makes the residuals of calls that have a backward pass, and drops those of the others.
+    return (output, final[0] if spec.PACKED else final), selective_scan.reference(record)[1]

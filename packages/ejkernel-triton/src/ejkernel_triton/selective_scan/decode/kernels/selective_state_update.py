@@ -1,0 +1,105 @@
+"""The decode step of the selective scan: a few tokens against states in memory, each read once and written once.
+
+    states in HBM  [BLOCK_E, N] -- load --> registers ------------------------------> store, in place where donated
+    A                           -- load --> registers
+    tokens                          load 0 | load 1            | load 2 ...
+                                           | decay, write,     | decay, write,
+                                           | read, store 0     | read, store 1
+
+A channel's N numbers lie side by side, so a tile is one piece of memory, and sums over them stay among a few lanes of a
+warp. Programs that follow each other have the same channels of another sequence: they find A in the cache.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_outputs
+
+
+@triton.jit
+def load_token(x, step, write, read, token, there, channels, numbers, spec: tl.constexpr):
+    """What a token brings: x and dt by channels, B and C by numbers; zeros where there is none."""
+    # Vectors and no scalars: the interpreter has no & of a vector and a scalar.
+    of_channels = channels < tl.where(there > 0, spec.E, 0)
+    of_numbers = numbers < tl.where(there > 0, spec.N, 0)
+    return (
+        tl.load(x + token * spec.E + channels, mask=of_channels, other=0.0).to(tl.float32),
+        tl.load(step + token * spec.E + channels, mask=of_channels, other=0.0).to(tl.float32),
+        tl.load(write + token * spec.N + numbers, mask=of_numbers, other=0.0).to(tl.float32),
+        tl.load(read + token * spec.N + numbers, mask=of_numbers, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def selective_state_update_kernel(
+    x,
+    step,
+    decay,
+    write,
+    read,
+    skip,
+    bounds,
+    slots,
+    initial,
+    final,
+    output,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """One tile of channels of one sequence, through all of its tokens.
+
+    In place, `final` has the initial states: a program reads its tile before it writes it, and no other has that tile.
+    """
+    BLOCK_E: tl.constexpr = spec.BLOCK_E
+    BLOCK_N: tl.constexpr = spec.BLOCK_N
+    program = tl.program_id(0)
+    sequence = program % spec.SEQUENCES
+    tile = program // spec.SEQUENCES % spec.TILES
+    row = tl.cast(program // (spec.SEQUENCES * spec.TILES), tl.int64)
+    channels, numbers = tile * spec.BLOCK_E + tl.arange(0, spec.BLOCK_E), tl.arange(0, spec.BLOCK_N)
+    at = channels[:, None] * spec.N + numbers[None, :]
+    inside = (channels < spec.E)[:, None] & (numbers < spec.N)[None, :]
+    mask = inside
+    # 64 bits: a token's number times its stride may have more than 31.
+    first = tl.cast(tile * 0, tl.int64)
+    end = first + spec.T
+    if spec.PACKED:
+        bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
+        first, end = tokens_of(bounds, sequence)
+    place = tl.cast(sequence, tl.int64)
+    if spec.SLOTS > 0:
+        slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
+        place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
+        mask = (channels < tl.where(used > 0, spec.E, 0))[:, None] & (numbers < spec.N)[None, :]
+    STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.E * spec.N
+    target = final + row * STATES + place * (spec.E * spec.N) + at
+    # The state comes first, for it is what memory is busy with.
+    if spec.IN_PLACE:
+        state = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    elif spec.STATE:
+        source = at_batch(initial, row, per.INITIAL, STATES) + place * (spec.E * spec.N) + at
+        state = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    else:
+        state = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
+    # Read again by the next sequence's program.
+    rates = at_batch(decay, row, per.DECAY, spec.E * spec.N) + at
+    rates = tl.load(rates, mask=inside, other=0.0, eviction_policy="evict_last")
+    rates = rates.to(tl.float32) * LOG2E
+    weight = tl.load(at_batch(skip, row, per.SKIP, spec.E) + channels, mask=channels < spec.E, other=0.0)
+    x, step = at_batch(x, row, per.X, spec.T * spec.E), at_batch(step, row, per.STEP, spec.T * spec.E)
+    write, read = at_batch(write, row, per.WRITE, spec.T * spec.N), at_batch(read, row, per.READ, spec.T * spec.N)
+    output += row * spec.T * spec.E
+    value, dt, b, c = load_token(x, step, write, read, first, tl.cast(first < end, tl.int32), channels, numbers, spec)
+    for token in tl.range(first, end):
+        # Issued before this token's arithmetic, which hides it.
+        next_value, next_dt, next_b, next_c = load_token(
+            x, step, write, read, token + 1, tl.cast(token + 1 < end, tl.int32), channels, numbers, spec
+        )
+        state = tl.exp2(rates * dt[:, None]) * state + (dt * value)[:, None] * b[None, :]
+        made = tl.sum(state * c[None, :], axis=1) + weight.to(tl.float32) * value
+        tl.store(output + token * spec.E + channels, made.to(output.dtype.element_ty), mask=channels < spec.E)
+        value, dt, b, c = next_value, next_dt, next_b, next_c
+    # In place, the tile was read at the top by this program alone.
+    tl.store(target, state.to(final.dtype.element_ty), mask=mask)
+    if spec.PACKED:
+        zero_outputs(output, bounds, sequence, channels, spec.SEQUENCES, spec.T, spec.E, spec.E)

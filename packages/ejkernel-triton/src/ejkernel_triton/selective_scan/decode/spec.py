@@ -1,0 +1,60 @@
+"""What the decode step's kernel is compiled for."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel_triton.selective_scan.decode.config import StepTile, sequences
+from ejkernel_triton.sizes import ceil_div, padded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """Constants of the kernel.
+
+    Attributes:
+        T: Tokens of a row.
+        SEQUENCES: Packed sequences of a row; 1 without packing.
+        E: Channels.
+        N: Numbers of a channel's state.
+        BLOCK_E: Channels of a program.
+        BLOCK_N: N, padded to a power of two.
+        TILES: Programs of a sequence.
+        PACKED: Whether sequences are packed.
+        STATE: Whether there are states to begin with.
+        SLOTS: How many slots hold them; 0 where they are in no slots.
+        IN_PLACE: Whether the final states have the memory of those to begin with, and are read from there.
+    """
+
+    T: int
+    SEQUENCES: int
+    E: int
+    N: int
+    BLOCK_E: int
+    BLOCK_N: int
+    TILES: int
+    PACKED: bool
+    STATE: bool
+    SLOTS: int
+    IN_PLACE: bool
+
+
+def make_spec(record: SelectiveScan, config: StepTile) -> StepSpec:
+    """The constants of a record's kernel."""
+    (_, tokens, channels), size, states = record.x.shape, record.decay.shape[1], record.initial_state
+    packed = record.cu_seqlens is not None
+    slots = 0 if states is None or record.state_slots is None else states.shape[0]
+    return StepSpec(
+        T=tokens,
+        SEQUENCES=sequences(record) if packed else 1,
+        E=channels,
+        N=size,
+        BLOCK_E=config.block_e,
+        BLOCK_N=padded(size),
+        TILES=ceil_div(channels, config.block_e),
+        PACKED=packed,
+        STATE=states is not None,
+        SLOTS=slots,
+        IN_PLACE=states is not None and (slots > 0 or states.dtype == jnp.float32),
+    )

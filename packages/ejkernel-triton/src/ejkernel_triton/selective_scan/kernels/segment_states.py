@@ -1,0 +1,83 @@
+"""Final states of the segments of a sequence, each from zeros; see `selective_scan_fwd`."""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.selective_scan.kernels.tile import (
+    channels_of,
+    load_column,
+    load_state,
+    load_tokens,
+    program_of,
+    store_state,
+    zero_channels,
+    zero_state,
+)
+
+
+@triton.jit
+def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
+    """The column of the token that is the ith of a block in the direction of the scan."""
+    if REVERSE:
+        return load_column(column, token + (spec.BLOCK_T - 1 - i), spec.T, spec)
+    else:
+        return load_column(column, token + i, spec.T, spec)
+
+
+@triton.jit
+def segment_states_kernel(
+    step,
+    decay,
+    column,
+    values,
+    ends,
+    sums,
+    REVERSE: tl.constexpr,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """The final state of every segment from zeros, [B, SPLITS, N, E], and the segment's sum of dt, [B, SPLITS, E].
+
+    Forward, `column` is B and what is added to states is dt x B, with `values` x. In REVERSE it is C,
+    what is added to the cotangents of the states is dy C, before they decay, and `values` is dy.
+    """
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    row, part, tile = program_of(tl.program_id(0), spec)
+    channels = channels_of(tile, spec)
+    values, step = values + (row // per.VALUES) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
+    column = column + (row // per.COLUMN) * (spec.T * spec.N)
+    rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
+    state = zero_state(spec)
+    total = zero_channels(spec)
+    first_token = part * (spec.PART * spec.INTERVAL)
+    blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - first_token), BLOCK_T)
+    # In reverse the partial block comes first: its tokens after T have dt and values of 0 and change nothing.
+    stride = -BLOCK_T if REVERSE else BLOCK_T
+    token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
+    token_values = load_tokens(values, token, spec.T, channels, spec)
+    steps = load_tokens(step, token, spec.T, channels, spec)
+    for _ in tl.range(0, blocks):
+        next_token = token + stride
+        next_added, next_steps = (
+            load_tokens(values, next_token, spec.T, channels, spec),
+            load_tokens(step, next_token, spec.T, channels, spec),
+        )
+        columns = (column_at(column, token, 0, REVERSE, spec), column_at(column, token, 1, REVERSE, spec))
+        tl.debug_barrier()
+        for i in tl.static_range(BLOCK_T):
+            if i + 2 < BLOCK_T:
+                columns += (column_at(column, token, i + 2, REVERSE, spec),)
+                tl.debug_barrier()
+            if REVERSE:
+                dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), token_values[BLOCK_T - 1 - i].to(tl.float32)
+                # The cotangent gets its token's share before it decays: it is handed to the token before.
+                state = tl.exp2(rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
+            else:
+                dt, value = steps[i].to(tl.float32), token_values[i].to(tl.float32)
+                state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
+            # exp(A dt) over all tokens is exp(A * sum of dt): [E] numbers a segment instead of [N, E].
+            total += dt
+        token_values, steps, token = next_added, next_steps, next_token
+    at = row * spec.SPLITS + part
+    store_state(ends + at * (spec.N * spec.E), channels, state, spec)
+    tl.store(sums + at * spec.E + channels, total, mask=channels < spec.E)

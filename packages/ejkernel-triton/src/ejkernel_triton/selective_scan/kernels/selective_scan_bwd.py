@@ -1,0 +1,303 @@
+"""The backward selective scan: recomputes states forwards, and passes their cotangents backwards.
+
+    interval, from its state in memory:
+        1. forwards over its tokens; the states before every block go to the program's scratch, which stays in L2
+        2. for every block, the last first:
+             forwards:  h before each of its BLOCK_T tokens, in registers
+             backwards: G = a g, the cotangent for the token before, and all gradients
+
+    g_t = G_{t+1} + C_t dy_t        dx = dt sum_n g B + D dy     dB = sum over channels of g dt x
+    G_t = a_t g_t                   ddt = x sum_n g B            dC = sum over channels of dy h_t
+    a_t = exp(dt A)                       + sum_n A G h_{t-1}    dA = sum over tokens of dt G h_{t-1}
+
+Dividing by a_t instead of recomputing states would save an exponential, and lose all digits where a_t is small.
+
+Sums over a program's channels exchange halves between lanes (`sum_lanes`). Programs store their sums, and XLA adds them
+up in a fixed order: no atomic additions, so every run gives the same bits.
+
+Source: Gu & Dao 2023, arXiv:2312.00752.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LN2, zero_outputs
+from ejkernel_triton.selective_scan.kernels.tile import (
+    channels_of,
+    load_column,
+    load_state,
+    load_tokens,
+    program_of,
+    segment_of,
+    sequence_of,
+    starting_state,
+    store_state,
+    store_tokens,
+    zero_channels,
+    zero_state,
+)
+
+
+@triton.jit
+def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
+    """Adds pairs of lanes of low and of high, [..., LANES]: a lane keeps the one of the two that its bit SPAN names.
+
+    The other goes to the lane whose bit differs, which keeps that one.
+    """
+    lane = tl.arange(0, LANES)[None, None, :]
+    upper = (lane & SPAN) != 0
+    # Each lane keeps half and sends half, so a shuffle carries two sums at once.
+    kept, sent = tl.where(upper, high, low), tl.where(upper, low, high)
+    return kept + tl.gather(sent, tl.broadcast_to(lane ^ SPAN, sent.shape), 2)
+
+
+@triton.jit
+def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Sums of every ROWS lanes of each row of [G, ROWS, LANES]: [G, 1, LANES], where lane % ROWS is the row.
+
+    Each level exchanges half of the remaining rows, so all levels take ROWS - 1 shuffles instead of ROWS log2(ROWS).
+    """
+    for level in tl.static_range(7):
+        if ROWS >> (level + 1) >= 1:
+            p = halve_rows(p, ROWS >> (level + 1), LANES)
+    return p
+
+
+@triton.jit
+def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
+    """[G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
+    parts = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
+    low, high = tl.split(tl.permute(parts, (0, 2, 3, 1)))
+    return exchange(low, high, SPAN, LANES)
+
+
+@triton.jit
+def sum_channels(b_terms, c_terms, spec: tl.constexpr):
+    """Sums over the program's channels of [BN, BLOCK_E] each, dB and dC of a token.
+
+    Returns:
+        [1, 1, BLOCK_E], where lane % (2 BN) counts dB and then dC; or, of more numbers than lanes, a pair of
+        [BN / BLOCK_E, 1, BLOCK_E].
+    """
+    BN: tl.constexpr = spec.BN
+    LANES: tl.constexpr = spec.BLOCK_E
+    if 2 * BN <= LANES:
+        # dB and dC fill one half of the lanes each, so that both are summed by the same shuffles: 31 a token with 32
+        # channels and N 16, instead of the 160 of a reduction (docs/lab/selective_scan_gpu.md).
+        sums = exchange(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
+        sums = sum_lanes(sums, BN, LANES)
+        lane = tl.arange(0, LANES)
+        for level in tl.static_range(7):
+            if (2 * BN) << level < LANES:  # lanes that are 2 BN apart hold parts of the same sum
+                sums += tl.gather(sums, tl.broadcast_to((lane ^ ((2 * BN) << level))[None, None, :], sums.shape), 2)
+        return sums
+    else:
+        GROUPS: tl.constexpr = BN // LANES
+        # More sums than lanes: a lane ends with GROUPS sums of dB, and as many of dC.
+        first = sum_lanes(tl.reshape(b_terms, [GROUPS, LANES, LANES]), LANES, LANES)
+        return first, sum_lanes(tl.reshape(c_terms, [GROUPS, LANES, LANES]), LANES, LANES)
+
+
+@triton.jit
+def store_sums(partial, token, end, sums, spec: tl.constexpr):
+    """Stores the sums of a token from `sum_channels`."""
+    BN: tl.constexpr = spec.BN
+    LANES: tl.constexpr = spec.BLOCK_E
+    at = partial + tl.cast(token, tl.int64) * (2 * BN)
+    lane = tl.arange(0, LANES)
+    # A program writes a part of its own, [T, 2 BN]; XLA adds up the programs in a fixed order.
+    mask = token + 0 * lane < end
+    if 2 * BN <= LANES:
+        tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
+    else:
+        GROUPS: tl.constexpr = BN // LANES
+        first, other = sums
+        row = tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]
+        tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=mask[None, :])
+        tl.store(at + BN + row, tl.reshape(other, [GROUPS, LANES]), mask=mask[None, :])
+
+
+@triton.jit
+def recompute_states(x, step, rates, write, state, scratch, first_token, count, end, channels, spec: tl.constexpr):
+    """Recomputes the states of an interval, and stores those before each of its `count` blocks in the scratch."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
+    columns = load_block(write, first_token, end, spec)
+    for block in tl.range(0, count):
+        # States before blocks only: those of each token of an interval would not fit the registers.
+        store_scratch(scratch, block, state, channels, spec)
+        token = first_token + block * BLOCK_T
+        after = token + BLOCK_T  # prefetched during the computation of this block
+        next_xs, next_steps = load_tokens(x, after, end, channels, spec), load_tokens(step, after, end, channels, spec)
+        if spec.PREFETCHED_COLUMNS:
+            # B of the next block too, carried through the loop; the last block loads its own once more, unmasked.
+            next_columns = load_block(write, first_token + tl.minimum(block + 1, count - 1) * BLOCK_T, end, spec)
+        else:
+            columns = load_block(write, token, end, spec)
+            next_columns = columns
+        # The barrier keeps loads from sinking to their use, where every token would wait for memory.
+        tl.debug_barrier()
+        for i in tl.static_range(BLOCK_T):
+            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, columns[i])
+        xs, steps, columns = next_xs, next_steps, next_columns
+
+
+@triton.jit
+def load_inputs(x, step, cotangent, token, end, channels, spec: tl.constexpr):
+    """x, dt and dy of a block of tokens."""
+    xs, steps = load_tokens(x, token, end, channels, spec), load_tokens(step, token, end, channels, spec)
+    return xs, steps, load_tokens(cotangent, token, end, channels, spec)
+
+
+@triton.jit
+def load_block(base, token, end, spec: tl.constexpr):
+    """The columns of a block of tokens."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    columns = ()
+    for i in tl.static_range(BLOCK_T):
+        columns += (load_column(base, token + i, end, spec),)
+    return columns
+
+
+@triton.jit
+def next_state(state, now, dt, rates, b):
+    """The states after a token."""
+    return tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
+
+
+@triton.jit
+def store_scratch(scratch, block, state, channels, spec: tl.constexpr):
+    """Stores a tile of states as block number `block` of the program's scratch."""
+    n = tl.arange(0, spec.BN)[:, None]
+    tl.store(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :], state)
+
+
+@triton.jit
+def load_scratch(scratch, block, channels, spec: tl.constexpr):
+    """Loads a tile of states that `store_scratch` stored."""
+    n = tl.arange(0, spec.BN)[:, None]
+    return tl.load(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :])
+
+
+@triton.jit
+def selective_scan_bwd_kernel(
+    x,
+    step,
+    decay,
+    write,
+    read,
+    skip,
+    states,
+    cotangent,
+    starts,
+    bounds,
+    intervals,
+    dx,
+    dstep,
+    partial,
+    ddecay,
+    dskip,
+    dfirst,
+    scratch,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """All gradients of a segment of the sequence, for the channels of a program; see the top.
+
+    `starts` [B, SPLITS, N, E] are the cotangents of the states after every segment. `partial` [B, TILES, T, 2 BN] are
+    dB and dC of the program's channels, `ddecay` [B, SPLITS, N, E] and `dskip` [B, SPLITS, E] of its tokens, `dfirst`
+    [B, N, E] the cotangents of the states before the first token. Packed sequences are segments, as in
+    `selective_scan_fwd_kernel`.
+    """
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    program = tl.program_id(0)
+    row, part, tile = program_of(program, spec)
+    channels = channels_of(tile, spec)
+    x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
+    dx, dstep = dx + row * (spec.T * spec.E), dstep + row * (spec.T * spec.E)
+    cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.E)
+    write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
+    states = states + (row // per.STATES) * (spec.CHUNKS * spec.N * spec.E)
+    partial = partial + (row * spec.TILES + tile) * (spec.T * 2 * spec.BN)
+    scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
+    scratch -= tile * spec.BLOCK_E  # channels count from the program's first
+    rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
+    starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
+    # The cotangent of the states after the tokens that are left; it lives in registers through all intervals.
+    carry = starting_state(starts, part, channels, True, spec)
+    ddecay_acc = zero_state(spec)
+    dskip_acc = zero_channels(spec)
+    if spec.PACKED:
+        bounds = bounds + (row // per.BOUNDS) * (spec.SPLITS + 1)
+        begin, end, first = sequence_of(bounds, intervals + (row // per.INTERVALS) * (spec.SPLITS + 1), part)
+    else:
+        begin, end, first = segment_of(part, spec)
+    states = states + tl.cast(first, tl.int64) * (spec.N * spec.E)
+    chunks = tl.cdiv(end - begin, spec.INTERVAL)
+    for reverse_index in tl.range(0, chunks):
+        interval = chunks - 1 - reverse_index
+        first_token = begin + interval * spec.INTERVAL
+        count = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
+        # The forward pass stored this state: the one before the interval's first token.
+        state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
+        recompute_states(x, step, rates, write, state, scratch, first_token, count, end, channels, spec)
+        tl.debug_barrier()  # other threads may read a scratch element than wrote it
+        # The first block's operands; without PREFETCH nothing reads them, and the compiler drops the loads.
+        tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, end, channels, spec)
+        state = load_scratch(scratch, count - 1, channels, spec)
+        for reverse_block in tl.range(0, count):
+            block = count - 1 - reverse_block
+            token = first_token + block * spec.BLOCK_T
+            block_state = state if spec.PREFETCH_STATES else load_scratch(scratch, block, channels, spec)
+            # The next block's states, under this block's arithmetic; the first block loads its own once more.
+            if spec.PREFETCH_STATES:
+                state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
+            if spec.PREFETCH:
+                xs, steps, dys = tokens
+                tokens = load_inputs(x, step, cotangent, token - BLOCK_T, end, channels, spec)
+            else:
+                xs, steps, dys = load_inputs(x, step, cotangent, token, end, channels, spec)
+            # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
+            columns = load_block(write, token, end, spec)
+            tl.debug_barrier()
+            # Forwards: BLOCK_T + 1 tiles of states in registers, the one before each token and the last one after.
+            block_states = (block_state,)
+            for i in tl.static_range(BLOCK_T):
+                now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
+                block_states += (next_state(block_states[i], now, dt, rates, columns[i]),)
+            # Backwards over the same tokens.
+            dxs, dsteps, sums = (), (), ()
+            for j in tl.static_range(BLOCK_T):
+                now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
+                dy, at = dys[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
+                # B is loaded a second time, from L1: held since the forward loop it would take registers.
+                b, c = load_column(write, at, end, spec)[:, None], load_column(read, at, end, spec)[:, None]
+                g = carry + c * dy[None, :]
+                carry = tl.exp2(rates * dt[None, :]) * g
+                # a g h_{t-1}: the gradient of the exponent dt A, for dA with dt and for ddt with A.
+                decayed_g = carry * block_states[BLOCK_T - 1 - j]
+                ddecay_acc += decayed_g * dt[None, :]
+                dx_terms = tl.sum(g * b, 0)
+                dxs += (dx_terms * dt + skip_weights * dy,)
+                # `rates` is A log2(e), so LN2 takes the factor out again.
+                dsteps += (dx_terms * now + tl.sum(decayed_g * rates, 0) * LN2,)
+                dskip_acc += dy * now
+                sums += (sum_channels(g * (dt * now)[None, :], block_states[BLOCK_T - j] * dy[None, :], spec),)
+            # After the loop: tokens from `end` on are masked here, and their dy and dt of 0 let `carry` pass unchanged.
+            for j in tl.static_range(BLOCK_T):
+                store_sums(partial, token + (BLOCK_T - 1 - j), end, sums[j], spec)
+            store_tokens(dx, token, end, channels, dxs, True, spec)
+            store_tokens(dstep, token, end, channels, dsteps, True, spec)
+        # All reads of the scratch come before the next interval overwrites it.
+        tl.debug_barrier()
+    segment_row = row * spec.SPLITS + part
+    store_state(ddecay + segment_row * (spec.N * spec.E), channels, ddecay_acc, spec)
+    tl.store(dskip + segment_row * spec.E + channels, dskip_acc, mask=channels < spec.E)
+    if spec.PACKED:
+        store_state(dfirst + segment_row * (spec.N * spec.E), channels, carry, spec)
+        zero_outputs(dx, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
+        zero_outputs(dstep, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
+        zero_outputs(partial, bounds, part, tl.arange(0, 2 * spec.BN), spec.SPLITS, spec.T, 2 * spec.BN, 2 * spec.BN)
+    elif part == 0:
+        store_state(dfirst + row * (spec.N * spec.E), channels, carry, spec)

@@ -1,0 +1,186 @@
+"""The forward selective scan, in one pass, or over segments of the sequence at the same time.
+
+    tokens    |--- interval ---|--- interval ---|--- interval ---| ...
+    states    s0               s1               s2                       stored: the backward pass starts from them
+    tiles      [BLOCK_E]  x, dt  ->  h in registers  ->  y               read and written once
+
+A program scans the tokens of one segment for BLOCK_E channels of one batch row. A thread holds the states of its
+channels; B and C are the same for all of them. The exponentials bound the kernel, one for every element of every state
+and token: the special function units compute 16 a clock and multiprocessor.
+
+With one segment there is one pass. Where channels are too few to fill the chip, there are three:
+
+    segment_states        each segment from zeros: its final state, and its sum of dt; one exponential per element
+    XLA                   state passing between segments: a product with exp(A * sum of dt), and a sum
+    selective_scan_fwd    all segments at once, each from its true first state
+
+Source: Gu & Dao 2023, arXiv:2312.00752.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import zero_outputs
+from ejkernel_triton.selective_scan.kernels.tile import (
+    channels_of,
+    load_columns,
+    load_state,
+    load_tokens,
+    program_of,
+    segment_of,
+    sequence_of,
+    starting_state,
+    store_state,
+    store_tokens,
+)
+
+
+@triton.jit
+def store_boundary(states, offset, channels, state, spec: tl.constexpr):
+    """Stores the states before a token that begins an interval, by its offset in its segment, at the segment's."""
+    # INTERVAL is a multiple of BLOCK_T, so only the first token of a block can begin an interval.
+    if offset % spec.INTERVAL == 0:
+        store_state(states + tl.cast(offset // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
+
+
+@triton.jit
+def scan_token(state, x, dt, rates, columns, skip_weights):
+    """The states after a token, and its output."""
+    b, c = columns
+    now, dt = x.to(tl.float32), dt.to(tl.float32)
+    # `rates` has log2(e) in it, which saves a product in every exponential. Rows after N and tokens after T have b,
+    # dt and x of 0, and leave the states as they are.
+    state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
+    # A sum over a thread's registers: no shuffle.
+    return state, tl.sum(state * c[:, None], 0) + skip_weights * now
+
+
+@triton.jit
+def scan_segment(
+    x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
+):
+    """Scans the tokens of a segment, and returns the states after it. B and C are loaded two tokens ahead."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
+    for token in tl.range(first_token, end, BLOCK_T):
+        store_boundary(states, token - first_token, channels, state, spec)
+        # Prefetch: the next block's tokens are loaded while this one's are computed. They are carried through the loop,
+        # since the compiler sinks a load to the use of its value. For columns, barriers prevent that only in part.
+        next_xs, next_steps = (
+            load_tokens(x, token + BLOCK_T, end, channels, spec),
+            load_tokens(step, token + BLOCK_T, end, channels, spec),
+        )
+        columns = (load_columns(write, read, token, end, spec), load_columns(write, read, token + 1, end, spec))
+        tl.debug_barrier()
+        # Stored once a block: no store stands between the loads of a token and the arithmetic of the next.
+        outputs = ()
+        for i in tl.static_range(BLOCK_T):
+            if i + 2 < BLOCK_T:
+                columns += (load_columns(write, read, token + i + 2, end, spec),)
+                tl.debug_barrier()
+            state, y = scan_token(state, xs[i], steps[i], rates, columns[i], skip_weights)
+            outputs += (y,)
+        store_tokens(output, token, end, channels, outputs, False, spec)
+        xs, steps = next_xs, next_steps
+    return state
+
+
+@triton.jit
+def scan_prefetched(
+    x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
+):
+    """`scan_segment` with B and C loaded PREFETCH tokens before their use, and carried through the loop.
+
+    A token's columns are loaded into the registers of those that were used last; with PREFETCH = 2:
+
+        token      t          t+1        t+2        t+3     ...
+        use        slot 0     slot 1     slot 0     slot 1
+        load            slot 0     slot 1     slot 0     slot 1
+
+    So a load has the arithmetic of PREFETCH tokens before its use, where the compiler may not move it to.
+    """
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    PREFETCH: tl.constexpr = spec.PREFETCHED_COLUMNS
+    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
+    columns = ()
+    for i in tl.static_range(PREFETCH):
+        columns += (load_columns(write, read, first_token + i, end, spec),)
+    for token in tl.range(first_token, end, BLOCK_T):
+        store_boundary(states, token - first_token, channels, state, spec)
+        next_token = token + BLOCK_T
+        next_xs = load_tokens(x, next_token, end, channels, spec)
+        next_steps = load_tokens(step, next_token, end, channels, spec)
+        # After the last block, columns of this one are loaded once more: the loads may have no mask.
+        next_block = tl.where(next_token < end, next_token, token)
+        slots, outputs = columns, ()
+        for i in tl.static_range(BLOCK_T):
+            state, y = scan_token(state, xs[i], steps[i], rates, slots[i], skip_weights)
+            outputs += (y,)
+            if i + PREFETCH < BLOCK_T:
+                slots += (load_columns(write, read, token + (i + PREFETCH), end, spec),)
+            else:
+                slots += (load_columns(write, read, next_block + (i + PREFETCH - BLOCK_T), end, spec),)
+            tl.debug_barrier()  # keeps the loads of a token from sinking to their use
+        store_tokens(output, token, end, channels, outputs, False, spec)
+        carried = ()
+        for i in tl.static_range(PREFETCH):
+            carried += (slots[BLOCK_T + i],)
+        xs, steps, columns = next_xs, next_steps, carried
+    return state
+
+
+@triton.jit
+def selective_scan_fwd_kernel(
+    x,
+    step,
+    decay,
+    write,
+    read,
+    skip,
+    starts,
+    bounds,
+    intervals,
+    output,
+    states,
+    final,
+    GIVEN: tl.constexpr,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
+    """Output, states before every interval and final states; `decay` is A^T * log2(e), [N, E].
+
+    `starts` [B, SPLITS, N, E] are the states before every segment, if GIVEN. Packed sequences are segments, too: they
+    have the tokens between their `bounds`, their first stored states are those of `intervals`, and they share nothing.
+    """
+    row, part, tile = program_of(tl.program_id(0), spec)
+    channels = channels_of(tile, spec)
+    x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
+    output = output + row * (spec.T * spec.E)
+    write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
+    states = states + row * (spec.CHUNKS * spec.N * spec.E)
+    # A^T and D are held in registers for the whole segment: they do not depend on the token.
+    rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
+    if GIVEN:
+        starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
+    state = starting_state(starts, part, channels, GIVEN, spec)
+    if spec.PACKED:
+        bounds = bounds + (row // per.BOUNDS) * (spec.SPLITS + 1)
+        first_token, end, interval = sequence_of(bounds, intervals + (row // per.INTERVALS) * (spec.SPLITS + 1), part)
+    else:
+        first_token, end, interval = segment_of(part, spec)
+    states = states + tl.cast(interval, tl.int64) * (spec.N * spec.E)
+    if spec.PREFETCHED_COLUMNS:
+        state = scan_prefetched(
+            x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
+        )
+    else:
+        state = scan_segment(
+            x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
+        )
+    if spec.PACKED:
+        store_state(final + (row * spec.SPLITS + part) * (spec.N * spec.E), channels, state, spec)
+        zero_outputs(output, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
+    # The last segment ends with the row; the others' final states are no output of the scan.
+    elif part == spec.SPLITS - 1:
+        store_state(final + row * (spec.N * spec.E), channels, state, spec)

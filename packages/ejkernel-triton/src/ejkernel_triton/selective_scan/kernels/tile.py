@@ -1,0 +1,143 @@
+"""Device helpers of the selective scan.
+
+A tile of states is [BN, BLOCK_E], state elements before channels: Triton gives the lanes of a warp to the last axis, so
+a thread holds all elements of its channels' states and sums over them without a shuffle.
+
+`spec` is the kernels' `ScanSpec`.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import tokens_of
+
+
+@triton.jit
+def program_of(program, spec: tl.constexpr):
+    """(row of the batch, segment of the sequence, tile of channels) of a program; the tile is the fastest index."""
+    tile = program % spec.TILES
+    part = (program // spec.TILES) % spec.SPLITS
+    return tl.cast(program // (spec.TILES * spec.SPLITS), tl.int64), part, tile
+
+
+@triton.jit
+def segment_of(part, spec: tl.constexpr):
+    """(first token, end, first interval) of a segment of the row."""
+    # Segments are whole intervals, so each begins where a state is stored.
+    first = part * (spec.PART * spec.INTERVAL)
+    return first, tl.minimum(first + spec.PART * spec.INTERVAL, spec.T), part * spec.PART
+
+
+@triton.jit
+def sequence_of(bounds, intervals, part):
+    """(first token, end, first interval) of a packed sequence."""
+    first, end = tokens_of(bounds, part)
+    return first, end, tl.load(intervals + part).to(tl.int64)
+
+
+@triton.jit
+def channels_of(tile, spec: tl.constexpr):
+    """The channels of a tile.
+
+    The opaque zero hides that the tile begins at a multiple of its size. Without it Triton gives a thread several
+    channels, to vectorise loads, and spreads a state's elements over lanes: the sums over elements then need shuffles.
+    """
+    zero = tile >> 31
+    return tile * spec.BLOCK_E + zero + tl.arange(0, spec.BLOCK_E)
+
+
+@triton.jit
+def load_tokens(base, token, end, channels, spec: tl.constexpr):
+    """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 before the first and from token `end` on.
+
+    All loads are issued before the first value is used, so a block waits for memory once.
+    """
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    start = base + tl.cast(token, tl.int64) * spec.E
+    rows = ()
+    for i in tl.static_range(BLOCK_T):
+        # A tuple of vectors and not a tile: every token is a register of its own, which no loop has to index.
+        rows += (tl.load(start + (i * spec.E + channels), mask=_in_array(token + i, end, channels, spec), other=0.0),)
+    return rows
+
+
+@triton.jit
+def store_tokens(base, token, end, channels, rows, REVERSED: tl.constexpr, spec: tl.constexpr):
+    """Writes BLOCK_T vectors [BLOCK_E], the last first if REVERSED, to a [T, E] array from a token on, up to `end`."""
+    BLOCK_T: tl.constexpr = spec.BLOCK_T
+    start = base + tl.cast(token, tl.int64) * spec.E
+    for i in tl.static_range(BLOCK_T):
+        at = start + (i * spec.E + channels)
+        row = rows[BLOCK_T - 1 - i] if REVERSED else rows[i]
+        tl.store(at, row.to(base.dtype.element_ty), mask=_in_array(token + i, end, channels, spec))
+
+
+@triton.jit
+def _in_array(token, end, channels, spec: tl.constexpr):
+    # A vector, since the interpreter has no & of a vector and a scalar.
+    at = token + 0 * channels
+    return (channels < spec.E) & (at >= 0) & (at < end)
+
+
+@triton.jit
+def load_column(base, token, end, spec: tl.constexpr):
+    """[BN] of a [T, N] array at a token, one value for all channels; 0 before the first and from token `end` on."""
+    n = tl.arange(0, spec.BN)
+    at = base + token * spec.N + n
+    # All lanes read the same addresses, 16 bytes a load: without a mask nothing keeps Triton from that width.
+    if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0 and not spec.PACKED:
+        return tl.load(at)
+    else:
+        # The next token of a packed row belongs to another sequence: read 0 instead of its value, which may be NaN.
+        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < end), other=0.0)
+
+
+@triton.jit
+def load_columns(one, other, token, end, spec: tl.constexpr):
+    """A token's columns of two arrays."""
+    return load_column(one, token, end, spec), load_column(other, token, end, spec)
+
+
+@triton.jit
+def state_offsets(channels, spec: tl.constexpr):
+    """(offsets, mask) of a tile of an [N, E] array."""
+    n = tl.arange(0, spec.BN)
+    return n[:, None] * spec.E + channels[None, :], (n < spec.N)[:, None] & (channels < spec.E)[None, :]
+
+
+@triton.jit
+def load_state(base, channels, spec: tl.constexpr):
+    """[BN, BLOCK_E] of an [N, E] array; 0 outside of it."""
+    at, mask = state_offsets(channels, spec)
+    return tl.load(base + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_state(base, channels, state, spec: tl.constexpr):
+    """Writes [BN, BLOCK_E] to an [N, E] array."""
+    at, mask = state_offsets(channels, spec)
+    tl.store(base + at, state, mask=mask)
+
+
+@triton.jit
+def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
+    """The states at one end of a segment, from [SPLITS, N, E]; zeros if none are given."""
+    if GIVEN:
+        return load_state(starts + part * (spec.N * spec.E), channels, spec)
+    else:
+        return zero_state(spec)
+
+
+@triton.jit
+def zero_state(spec: tl.constexpr):
+    """[BN, BLOCK_E] of zeros."""
+    ROWS: tl.constexpr = spec.BN
+    COLUMNS: tl.constexpr = spec.BLOCK_E
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def zero_channels(spec: tl.constexpr):
+    """[BLOCK_E] of zeros."""
+    COLUMNS: tl.constexpr = spec.BLOCK_E
+    return tl.zeros([COLUMNS], tl.float32)

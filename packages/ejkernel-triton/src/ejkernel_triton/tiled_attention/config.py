@@ -1,0 +1,379 @@
+"""Tile sizes and launch parameters: the heuristic for calls without a measured configuration, and the candidates.
+
+What fits a chip follows from its shared memory; of what fits, matrix unit, head size and features that take registers
+decide. On Hopper the tiles in 16 bits, and in float32 with heads of 128, were measured on an H200, for calls without
+such features; all others are large tiles whose kernels, compiled for the chip, spill no register.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.chips import KIBI, chip_of
+from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.tiled_attention.spec import padded_row, pair_bytes, row_bytes
+
+Pass = Literal["forward", "keys", "queries"]
+Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonForward:
+    """The configuration of the forward kernel.
+
+    Attributes:
+        block_q: Queries that a program owns.
+        block_kv: Keys a tile.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientTile:
+    """The configuration of one of the backward kernels.
+
+    Attributes:
+        block_q: Queries a tile.
+        block_kv: Keys a tile.
+        num_warps: Warps a program.
+        num_stages: Pipeline stages.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonBackward:
+    """The configuration of the backward kernels.
+
+    Attributes:
+        dkv: Tiles of the kernel that accumulates the gradients of keys and values.
+        dq: Tiles of those that accumulate the gradient of queries, and of a bias.
+    """
+
+    dkv: GradientTile
+    dq: GradientTile
+
+
+def _everywhere(field: str) -> tuple[str, ...]:
+    return field, f"dkv.{field}", f"dq.{field}"
+
+
+FACES = {
+    "q_blocksize": _everywhere("block_q"),
+    "kv_blocksize": _everywhere("block_kv"),
+    "num_warps": _everywhere("num_warps"),
+    "num_stages": _everywhere("num_stages"),
+}
+"""Public configuration field -> fields of these: a public size is that of both backward kernels."""
+
+
+class Tile(NamedTuple):
+    """Rows of the tile that a program keeps and of those that it streams, warps and stages."""
+
+    stationary: int
+    streamed: int
+    warps: int
+    stages: int
+
+
+# By size of the operands' rows in bytes, the largest of queries and values, padded: up to 128, 256, 512, and 1024 in
+# float32.
+Preference = tuple[tuple[Tile, ...], ...]
+
+FORWARD: dict[Generation, Preference] = {
+    "hopper": (
+        (Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)),
+        (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(64, 32, 4, 3)),
+        (Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)),
+    ),
+    "ampere": (
+        (Tile(128, 64, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+        (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 4, 1)),
+    ),
+    "amd": (
+        (Tile(128, 64, 4, 1), Tile(64, 64, 4, 1)),
+        (Tile(128, 32, 4, 1), Tile(64, 32, 4, 1)),
+        (Tile(64, 32, 4, 1), Tile(32, 16, 4, 1)),
+        (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ),
+    "interpreter": ((Tile(32, 32, 4, 1), Tile(16, 64, 4, 1)),) * 4,
+}
+
+KEYS: dict[Generation, Preference] = {
+    "hopper": (
+        (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
+        (Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(128, 64, 8, 3)),
+        (Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    ),
+    "ampere": (
+        (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+        (Tile(64, 32, 8, 1), Tile(32, 16, 4, 1)),
+    ),
+    "amd": (
+        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+        (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        (Tile(32, 16, 4, 1),),
+        (Tile(16, 16, 4, 1),),
+    ),
+    "interpreter": ((Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),) * 4,
+}
+
+QUERIES: dict[Generation, Preference] = {
+    "hopper": (
+        (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
+        (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
+        (Tile(64, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)),
+    ),
+    "ampere": (
+        (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        (Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+        (Tile(64, 32, 4, 1), Tile(32, 16, 2, 1)),
+    ),
+    "amd": (
+        (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+        (Tile(64, 32, 4, 1), Tile(32, 32, 2, 1)),
+        (Tile(32, 16, 2, 1),),
+        (Tile(16, 16, 1, 1),),
+    ),
+    "interpreter": ((Tile(32, 32, 2, 1), Tile(16, 64, 1, 1)),) * 4,
+}
+
+# float32 is multiplied in three products of operands split in two. Their registers are fewest where the warps of a
+# program share the streamed rows, as they do in tiles that stream more rows than they keep.
+FORWARD["float32"] = (
+    (Tile(32, 64, 4, 1), Tile(32, 128, 8, 1)),
+    (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 64, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+)
+KEYS["float32"] = (
+    (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 64, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+)
+QUERIES["float32"] = (
+    (Tile(32, 64, 8, 1), Tile(32, 32, 2, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+)
+FORWARD["hopper, float32"] = (
+    (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
+    (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1), Tile(64, 64, 4, 2)),
+    (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1), Tile(32, 64, 8, 1)),
+    FORWARD["float32"][3],
+)
+KEYS["hopper, float32"] = (
+    (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
+    (Tile(128, 32, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
+    (Tile(32, 32, 4, 1), *KEYS["float32"][2]),
+    KEYS["float32"][3],
+)
+QUERIES["hopper, float32"] = (
+    (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
+    (Tile(64, 64, 4, 1), Tile(32, 64, 8, 1)),
+    (*QUERIES["float32"][2], Tile(64, 64, 4, 1)),
+    QUERIES["float32"][3],
+)
+
+# Without the matrix unit a thread holds whole rows of both operands of a product. With head sizes 64 and 128 these
+# were measured on an H200, where some that spill up to 170 bytes are faster than smaller ones that spill nothing.
+FORWARD["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (FORWARD["float32"][3],)
+KEYS["no unit"] = (
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
+    (Tile(16, 16, 4, 1), Tile(32, 64, 8, 1)),
+    KEYS["float32"][3],
+)
+QUERIES["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (QUERIES["float32"][3],)
+
+# Blackwell's matrix unit keeps accumulators in tensor memory; only the forward pass of long rows has fewer registers.
+KEYS["blackwell"], QUERIES["blackwell"] = KEYS["hopper"], QUERIES["hopper"]
+FORWARD["blackwell"] = (*FORWARD["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)))
+
+Exceptions = dict[tuple[Pass, Generation], dict[int, tuple[Tile, ...]]]
+
+# What comes first by the size of rows, counted as above, where ids or positions are read next to the rows.
+INDEXED: Exceptions = {
+    ("forward", "ampere"): {2: (Tile(64, 32, 8, 2),)},
+    ("forward", "float32"): {1: (Tile(32, 64, 8, 1),), 2: (Tile(16, 64, 8, 1),)},
+    ("forward", "hopper, float32"): {2: (Tile(16, 64, 8, 1),)},
+    ("keys", "ampere"): {1: (Tile(32, 64, 8, 2),)},
+    ("keys", "hopper"): {1: (Tile(64, 32, 4, 3),)},
+    ("keys", "hopper, float32"): {2: KEYS["float32"][2]},
+    ("queries", "ampere"): {2: (Tile(64, 16, 4, 3), Tile(16, 64, 8, 1))},
+    ("queries", "hopper"): {2: (Tile(64, 16, 4, 3),)},
+    ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
+}
+# And where more is computed of every score: where they are bounded, biased, masked pair by pair, or dropped.
+RICH: Exceptions = {
+    ("forward", "hopper"): {2: (Tile(128, 32, 8, 3),)},
+    ("forward", "hopper, float32"): {2: (Tile(32, 64, 8, 1),)},
+    ("forward", "ampere"): {0: (Tile(64, 32, 4, 3),), 2: (Tile(64, 32, 8, 2),)},
+    ("forward", "amd"): {0: (Tile(64, 64, 4, 1),)},
+    ("keys", "hopper"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
+    ("keys", "hopper, float32"): {0: (Tile(64, 32, 4, 2),), 2: KEYS["float32"][2]},
+    ("keys", "blackwell"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
+    ("keys", "float32"): {1: (Tile(16, 64, 8, 1),)},
+    ("keys", "ampere"): {0: (Tile(32, 64, 4, 2),), 1: (Tile(32, 64, 8, 2),)},
+    ("keys", "amd"): {0: (Tile(64, 32, 4, 1),)},
+    ("queries", "ampere"): {0: (Tile(64, 32, 4, 2),), 2: (Tile(64, 16, 4, 3), Tile(16, 64, 8, 1))},
+    ("queries", "hopper"): {2: (Tile(64, 16, 4, 3),)},
+    ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
+}
+
+TABLES: dict[Pass, dict[Generation, Preference]] = {"forward": FORWARD, "keys": KEYS, "queries": QUERIES}
+
+
+def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> TritonForward | TritonBackward:
+    """The configuration for a record on a device, not measured."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(
+    record: TiledAttention, device: DeviceInfo, direction: Direction
+) -> tuple[TritonForward, ...] | tuple[TritonBackward, ...]:
+    """Configurations worth measuring for a record on a device, the most likely first."""
+    if direction == "forward":
+        return tuple(dict.fromkeys(_forward(record, tile) for tile in _fitting(record, device, "forward")))
+    keys, queries = _fitting(record, device, "keys"), _fitting(record, device, "queries")
+    pairs = [(tile, queries[0]) for tile in keys] + [(keys[0], tile) for tile in queries[1:]]
+    return tuple(dict.fromkeys(_backward(record, *pair) for pair in pairs))
+
+
+def forward_tile(params: TritonForward) -> Tile:
+    """The tile of a forward configuration.
+
+    Raises:
+        ValueError: A field has a value that no kernel can be compiled with.
+    """
+    _check(params, "")
+    return Tile(params.block_q, params.block_kv, params.num_warps, params.num_stages)
+
+
+def backward_tiles(params: TritonBackward) -> tuple[Tile, Tile]:
+    """The tiles of a backward configuration: of the programs that accumulate for keys, and for queries.
+
+    Raises:
+        ValueError: A field has a value that no kernel can be compiled with.
+    """
+    dkv, dq = params.dkv, params.dq
+    _check(dkv, "dkv.")
+    _check(dq, "dq.")
+    return (
+        Tile(dkv.block_kv, dkv.block_q, dkv.num_warps, dkv.num_stages),
+        Tile(dq.block_q, dq.block_kv, dq.num_warps, dq.num_stages),
+    )
+
+
+def _check(params: TritonForward | GradientTile, where: str) -> None:
+    for field in dataclasses.fields(params):
+        name, value = field.name, getattr(params, field.name)
+        least = 16 if name.startswith("block") else 1
+        if value < least or (name != "num_stages" and value & (value - 1)):
+            wants = "at least 1" if name == "num_stages" else f"a power of two of at least {least}"
+            raise ValueError(f"cfg: got {where}{name}={value}, the triton kernels want {wants}")
+
+
+def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
+    """The kind of matrix unit that multiplies what a record holds."""
+    if device.platform == "cpu":
+        return "interpreter"
+    architecture, wide = chip_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
+    if architecture == "cdna3":
+        return "amd"
+    if wide and record.precision == lax.Precision.HIGHEST:
+        return "no unit"
+    if architecture == "hopper":
+        return "hopper, float32" if wide else "hopper"
+    if wide:
+        return "float32"
+    return "blackwell" if architecture == "blackwell" else "ampere"  # Ada's matrix unit is Ampere's
+
+
+def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[Tile, ...]:
+    """The tiles of a preference that the device's shared memory holds; the last where none is known to."""
+    itemsize = jnp.dtype(record.query.dtype).itemsize
+    row = itemsize * padded_row(record)
+    unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
+    exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
+    first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
+    memory = chip_of(device).shared_memory
+    budget = memory - (0 if which == "forward" else 4 * KIBI)
+    fits = [tile for tile in dict.fromkeys((*first, *preferred)) if row_bytes(record, which, tile) <= budget]
+    if unit in ("hopper", "blackwell"):  # where all stages are in shared memory, and leave the least room
+        fits = [tile for tile in fits if row_bytes(record, which, tile) + pair_bytes(record, tile) <= memory]
+    fits = fits or [preferred[-1]]
+    stationary = fits[0].stationary
+    # Where no diagonal cuts a tile, long ones are better.
+    if which == "forward" and itemsize <= 2 and exceptions is not RICH and not first and _is_open(record):
+        fits.sort(key=lambda tile: 0 if tile.stationary != stationary else -tile.streamed)
+    return tuple(fits)
+
+
+def _is_rich(record: TiledAttention) -> bool:
+    """Whether scores are more than products of queries and keys."""
+    arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
+    return any(x is not None for x in arrays) or record.dropout_prob > 0
+
+
+def _is_indexed(record: TiledAttention) -> bool:
+    """Whether segments or positions say which pairs attend: they matter in few tiles, but take registers in all."""
+    return any(x is not None for x in (record.q_segment_ids, record.q_positions, record.kv_positions))
+
+
+def _is_open(record: TiledAttention) -> bool:
+    """Whether every query sees every key."""
+    return band(record) == (None, None) and record.pattern is None
+
+
+def _forward(record: TiledAttention, tile: Tile) -> TritonForward:
+    queries, keys = _clamped(tile.stationary, record.query.shape[1]), _clamped(tile.streamed, record.key.shape[1])
+    return TritonForward(block_q=queries, block_kv=keys, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _backward(record: TiledAttention, keys: Tile, queries: Tile) -> TritonBackward:
+    t, s = record.query.shape[1], record.key.shape[1]
+    stationary, streamed = _clamped(queries.stationary, t), _clamped(queries.streamed, s)
+    return TritonBackward(
+        dkv=GradientTile(
+            block_q=_clamped(keys.streamed, t),
+            block_kv=_clamped(keys.stationary, s),
+            num_warps=keys.warps,
+            num_stages=keys.stages,
+        ),
+        dq=GradientTile(
+            block_q=stationary,
+            block_kv=streamed,
+            num_warps=warps_for_queries(stationary, streamed),
+            num_stages=queries.stages,
+        ),
+    )
+
+
+def warps_for_queries(stationary: int, streamed: int) -> int:
+    """Warps of programs that accumulate for queries: one per 16 of them, or per 8 keys of a tile with more keys."""
+    return stationary // 16 if stationary >= streamed else streamed // 8
+
+
+def _clamped(block: int, length: int) -> int:
+    """A block no longer than a length needs; matrix products take powers of two from 16 on."""
+    return min(block, padded_for_dot(length))

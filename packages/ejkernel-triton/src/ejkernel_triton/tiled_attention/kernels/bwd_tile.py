@@ -1,0 +1,141 @@
+"""What the backward kernels share: one tile pair's weights and the gradient of its scores.
+
+load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_gradient`)
+scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `transform`
+weights  p = exp2(s - lse), masked to 0            no running maximum: lse is known
+products dp = do V^T - delta                       -delta is where the accumulator starts
+gradient ds = p dp, times the slope of the cap
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import add_dot_rows, dot_rows, load_tile
+from ejkernel_triton.tiled_attention.kernels.tile import (
+    allowed,
+    as_columns,
+    as_rows,
+    describe_keys,
+    drop,
+    in_log2,
+    transform,
+)
+
+
+@triton.jit
+def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """A query tile: queries [Q, BD] and cotangents [Q, BV] as RowTiles; shift of scores, delta and argmax by row."""
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    q_base, do_base, shift, delta, argmax = bases
+    index, valid, _, _, _ = described
+    q = load_tile(q_base, start, valid, spec.H * spec.D, spec.D, BLOCK, BD, MASKED)
+    do = load_tile(do_base, start, valid, spec.H * spec.DV, spec.DV, BLOCK, BV, MASKED)
+    # Rows that are not there get shift and delta 0, so that what is computed of them is finite before masks make it
+    # 0. Full blocks load without a predicate: one that is always true still costs.
+    if MASKED:
+        row_shift = tl.load(shift + index, mask=valid, other=0.0)
+        row_delta = tl.load(delta + index, mask=valid, other=0.0)
+    else:
+        row_shift = tl.load(shift + index)
+        row_delta = tl.load(delta + index)
+    row_argmax = index
+    if spec.NORMALIZE:
+        pass
+    else:
+        row_argmax = tl.load(argmax + index, mask=valid, other=0)
+    q_rows = (q, q_base, start, valid, spec.H * spec.D)
+    do_rows = (do, do_base, start, valid, spec.H * spec.DV)
+    return q_rows, do_rows, row_shift, row_delta, row_argmax
+
+
+@triton.jit
+def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.constexpr, per: tl.constexpr):
+    """Where a head's queries begin in each of the arrays that `load_queries` reads."""
+    q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
+    do_base = cotangent + (tl.cast(batch // per.COTANGENT, tl.int64) * spec.T * spec.H + head) * spec.DV
+    shift += (tl.cast(batch // per.SHIFT, tl.int64) * spec.H + head) * spec.T
+    delta += (tl.cast(batch // per.DELTA, tl.int64) * spec.H + head) * spec.T
+    if spec.NORMALIZE:
+        pass
+    else:
+        argmax += (tl.cast(batch // per.ARGMAX, tl.int64) * spec.H + head) * spec.T
+    return q_base, do_base, shift, delta, argmax
+
+
+@triton.jit
+def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, MASKED: tl.constexpr):
+    """Softmax weights of a tile from its products, and the slope of the soft cap."""
+    scores, slope = transform(products, queries, keys, bias, spec)
+    weights = tl.exp2(in_log2(scores, spec) - shift)
+    if MASKED:
+        # The shift is that of pairs that attend, so the weight of a masked pair may be inf: it is replaced, not
+        # multiplied.
+        weights = tl.where(allowed(queries, keys, masks, spec), weights, 0.0)
+    return weights, slope
+
+
+@triton.jit
+def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr):
+    """Gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped weights.
+
+    It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
+    """
+    if spec.DROPOUT:
+        # Delta is not dropped, so it cannot be where the accumulator starts.
+        dweights = drop(dot_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
+        if spec.NORMALIZE:
+            dweights -= delta
+    elif spec.NORMALIZE:  # the accumulator starts as -delta, so delta is in no registers of its own
+        dweights = add_dot_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
+    else:
+        dweights = dot_rows(a, b, spec.DV, spec)
+    # What may be NaN in memory was read as 0.
+    gradient = weights * dweights
+    if spec.NORMALIZE:
+        pass
+    else:
+        # Delta is here the gradient of the row maximum, which goes to the one key that has it.
+        k, _, _, _, _ = keys
+        gradient -= tl.where(k == argmax, delta, 0.0)
+    if spec.CAP is not None:
+        gradient = gradient * slope
+    if MASKED and spec.SEGMENTS:
+        # Products of other segments' rows may be larger than float32 holds, and 0 x inf is NaN.
+        gradient = tl.where(weights == 0.0, 0.0, gradient)
+    return gradient
+
+
+@triton.jit
+def tile_gradient(
+    n,
+    rows,
+    queries,
+    keys,
+    masks,
+    batch,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    q, do, row_shift, row_delta, row_argmax = rows
+    k_base, v_base, k_ids, k_positions, bias, dropout_keys = keys
+    start = n * K_BLOCK
+    described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
+    _, valid, _, _, _ = described
+    left, columns = as_rows(queries), as_columns(described)
+    # K is the operand of two products: of scores here, and of dq in the caller.
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
+    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    k_rows = (k, k_base, start, valid, spec.HK * spec.D)
+    v_rows = (v, v_base, start, valid, spec.HK * spec.DV)
+    products = dot_rows(q, k_rows, spec.D, spec)
+    weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, masks, spec, MASKED)
+    gradient = score_gradient(
+        weights, slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED
+    )
+    return k, gradient

@@ -1,0 +1,260 @@
+"""The forward kernel: online softmax of one query tile over its key tiles.
+
+                       +--------------------- per key tile: full blocks, then partial blocks ---------------------+
+    q  (registers) --->|  K tile --> s = q K^T --> mask* --> m' = max(m, s) --> p = exp2(s - m')                    |
+                       |                                      alpha = exp2(m - m')                                  |
+                       |  V tile ------------------------------------------> acc = alpha acc + p V                  |
+                       |                                                     l   = alpha l   + sum(p)               |
+                       +--------------------------------------------------------------------------------------------+
+    epilogue: sink joins l, output = acc / l, lse = m + log l             * partial blocks alone
+
+Triton's software pipeliner copies the K and V tiles of the next `num_stages - 1` blocks into shared memory meanwhile.
+
+Sources: Milakov & Gimelshein 2018 (online softmax); Dao 2023, arXiv:2307.08691 (order of the loops).
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import LN2, LOG2E, add_dot, dot, dot_rows, finite, load_tile, store_tile
+from ejkernel_triton.tiled_attention.kernels.tile import (
+    LOWEST,
+    allowed,
+    as_columns,
+    as_rows,
+    block_at,
+    block_list,
+    block_run,
+    describe_keys,
+    describe_queries,
+    drop,
+    in_log2,
+    kv_bases,
+    pair_bases,
+    tile_mask_base,
+    tile_mask_id,
+    transform,
+)
+
+LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32
+
+
+@triton.jit
+def flash_fwd_kernel(
+    query,
+    key,
+    value,
+    block_lists,
+    q_ids,
+    k_ids,
+    q_positions,
+    k_positions,
+    bias,
+    mask,
+    sinks,
+    dropout_rows,
+    dropout_columns,
+    tile_masks,
+    output,
+    lse,
+    max_out,
+    argmax_out,
+    spec: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    LISTS: tl.constexpr,
+    per: tl.constexpr,
+    REVERSED: tl.constexpr,
+):
+    """A program owns Q_BLOCK queries of one head; consecutive programs share keys and values in L2.
+
+    `max_out` and `argmax_out` are None for normalised outputs. LISTS is (heads, row length) of `plan` with a
+    pattern, None without.
+    """
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    program = tl.program_id(0)
+    tile = program % TILES
+    if REVERSED:  # later queries see more keys: the longest programs start first, so the tail wave is short
+        tile = TILES - 1 - tile
+    head = (program // TILES) % spec.H
+    batch = program // (TILES * spec.H)
+    start = tile * Q_BLOCK
+    # Prologue: the query tile stays in registers for the whole loop. Rows past the end are read as 0, computed like
+    # the others and not stored.
+    described = describe_queries(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
+    index, _, _, _, _ = described
+    queries = as_rows(described)
+    q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
+    q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, Q_BLOCK, BD, spec.T % Q_BLOCK > 0)
+    q_rows = (q, q_base, start, index < spec.T, spec.H * spec.D)
+    k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
+    bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
+    keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
+    masks = (mask_at, tile_masks)
+    # State of the online softmax: maxima in powers of two; sums and accumulator are not normalised before the
+    # epilogue.
+    row_max = tl.full([Q_BLOCK], float("-inf"), tl.float32)
+    row_argmax = tl.zeros([Q_BLOCK], tl.int32)
+    row_sum = tl.zeros([Q_BLOCK], tl.float32)
+    acc = tl.zeros([Q_BLOCK, BV], tl.float32)
+    if LISTS is not None:
+        # Two loops over one body, in which MASKED is a constant: full blocks compile without comparisons and bounds
+        # checks.
+        full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
+        for i in tl.range(0, full):
+            n = block_at(blocks, i)
+            row_max, row_argmax, row_sum, acc = _key_block_step(
+                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
+            )
+        for i in tl.range(full, count):
+            n = block_at(blocks, i)
+            here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
+            row_max, row_argmax, row_sum, acc = _key_block_step(
+                n, q_rows, queries, keys, here, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
+            )
+    else:
+        # Without a pattern the blocks are neighbours, so a tile reads four numbers and no list.
+        first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
+        for n in tl.range(full_start, full_end):
+            row_max, row_argmax, row_sum, acc = _key_block_step(
+                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
+            )
+        # Partial blocks before and after the full ones in one loop: two would double its code and its registers.
+        before = full_start - first
+        for i in tl.range(0, before + last - full_end):
+            n = tl.where(i < before, first + i, full_end + i - before)
+            row_max, row_argmax, row_sum, acc = _key_block_step(
+                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
+            )
+    row = tl.cast(batch, tl.int64)
+    rows = (row * spec.H + head) * spec.T + index
+    # Bound without sinks too, since `_finish` has the parameter; it is read with sinks only.
+    sink = sinks
+    if spec.SINKS:
+        sink = sinks + (batch // per.SINKS) * spec.H + head
+    outputs = (output, lse, max_out, argmax_out)
+    _finish(outputs, rows, sink, head, row, start, row_max, row_argmax, row_sum, acc, spec, Q_BLOCK)
+
+
+@triton.jit
+def _key_block_step(
+    n,
+    q_rows,
+    queries,
+    keys,
+    masks,
+    batch,
+    row_max,
+    row_argmax,
+    row_sum,
+    acc,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes key tile n into the running softmax.
+
+    Tile of q_rows [Q, BD]; row_max, row_argmax, row_sum [Q]; acc [Q, BV]; scores and weights [Q, K].
+    """
+    BD: tl.constexpr = spec.BD
+    BV: tl.constexpr = spec.BV
+    q, _, _, _, _ = q_rows
+    k_base, v_base, k_ids, k_positions, bias, dropout_keys = keys
+    start = n * K_BLOCK
+    described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
+    k_index, valid, _, _, _ = described
+    columns = as_columns(described)
+    # Scores. Partial blocks read 0 for keys past the end and for padding: memory may hold NaN there.
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
+    # Beyond 128 columns float32 rows may come in pieces (`spec.PIECE`), since registers do not hold them whole.
+    if BD > 128:
+        k_rows = (k, k_base, start, valid, spec.HK * spec.D)
+        products = dot_rows(q_rows, k_rows, spec.D, spec)
+    else:
+        products = dot(q, tl.trans(k), spec)
+    scores, _ = transform(products, queries, columns, bias, spec)
+    if MASKED:
+        # Masked scores are replaced, not added to: a product with a padded query may be NaN.
+        scores = tl.where(allowed(queries, columns, masks, spec), scores, float("-inf"))
+    # FACTOR is positive, so the maximum is found among unscaled scores and scaled once a row. In the exponents below
+    # the factor is part of a multiply-add.
+    largest = tl.max(scores, 1)
+    new_max = tl.maximum(row_max, in_log2(largest, spec))
+    if spec.NORMALIZE:
+        pass
+    else:
+        # The first key that has the maximum; equal maxima of an earlier tile may have a later index.
+        here = tl.min(tl.where(scores == largest[:, None], k_index[None, :], 0x7FFFFFFF), 1)
+        tied = tl.minimum(row_argmax, here)
+        tile_max = in_log2(largest, spec)
+        row_argmax = tl.where(tile_max > row_max, here, tl.where(tile_max < row_max, row_argmax, tied))
+    shift = new_max
+    if MASKED or spec.BIAS is not None:  # a row may have seen nothing yet: -inf - -inf would be NaN
+        shift = finite(new_max)
+    weights = tl.exp2(in_log2(scores, spec) - shift[:, None])
+    # Softmax of what came before, relative to the new maximum: 0 at a row's first key, whose old maximum is -inf.
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(weights, 1)
+    weights = drop(weights, queries, columns, spec)  # after the sum: dropout is no part of the softmax
+    # Products. Values past the end are read as 0 too: their weight of 0 times NaN would be NaN.
+    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    # Weights take the values' dtype for the matrix unit; the accumulator and `row_sum` stay float32.
+    acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
+    return new_max, row_argmax, row_sum, acc
+
+
+@triton.jit
+def _finish(
+    outputs,
+    rows,
+    sink_at,
+    head,
+    row,
+    start,
+    row_max,
+    row_argmax,
+    row_sum,
+    acc,
+    spec: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+):
+    """Divides, takes the sink into the denominator, and stores. `rows` are offsets in [B, H, T]."""
+    output, lse, max_out, argmax_out = outputs
+    valid = start + tl.arange(0, Q_BLOCK) < spec.T
+    # Without a sink, a row that attends to nothing has base 0 and denominator 0: output 0, lse -inf.
+    base = finite(row_max)
+    factor = tl.full([Q_BLOCK], 1.0, tl.float32)
+    if spec.SINKS:
+        # The sink may exceed every score, so it joins the maximum as well. It has no value: the accumulator is only
+        # rescaled.
+        sink = tl.load(sink_at) * LOG2E
+        base = finite(tl.maximum(row_max, sink))
+        factor = tl.exp2(row_max - base)
+        row_sum = row_sum * factor + tl.exp2(sink - base)
+    some = tl.where(row_sum > 0.0, row_sum, 1.0)
+    logs = tl.where(row_sum > 0.0, _natural(tl.log2(some) + base, base, spec), float("-inf"))
+    tl.store(lse + rows, logs, mask=valid)
+    if spec.NORMALIZE:
+        # One factor a row: rescale of the sink, scale of dropout and denominator.
+        acc = acc * (factor * spec.KEPT / some)[:, None]
+    else:
+        # Not normalised: the output is relative to the maximum, which the caller gets. Its gradient goes to the key
+        # at argmax.
+        acc = acc * spec.KEPT
+        tl.store(max_out + rows, _natural(finite(row_max), row_max, spec), mask=valid)
+        tl.store(argmax_out + rows, row_argmax, mask=valid)
+    BV: tl.constexpr = spec.BV
+    out_base = output + (row * spec.T * spec.H + head) * spec.DV
+    store_tile(out_base, start, acc, spec.H * spec.DV, spec.T, spec.DV, Q_BLOCK, BV)
+
+
+@triton.jit
+def _natural(power, base, spec: tl.constexpr):
+    """A power of two as one of e; the least number there is where a bias hides all that its row has."""
+    if spec.BIASED:
+        return tl.where(base == LOWEST, LEAST, power * LN2)
+    else:
+        return power * LN2

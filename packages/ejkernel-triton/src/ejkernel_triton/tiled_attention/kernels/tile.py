@@ -1,0 +1,237 @@
+"""One tile of scores: which queries and keys it has, its scores, what the masks allow, and dropout.
+
+Queries and keys of a tile are each described by a tuple of vectors, the tile's *rows* or *columns*:
+
+    (index, valid, segment id, position, dropout key)      valid: there, and no padding
+
+Everything elementwise broadcasts, so that a tile may have queries along either axis: `as_rows` and `as_columns` turn a
+description into vectors [n, 1] and [1, n].
+
+Which tiles a program computes is in `plan` (see `tiled_attention.block_lists`). Full blocks take a loop without
+masks, partial blocks one with them.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel_triton.blocks import load_vector, round_bfloat16, tanh, within
+from ejkernel_triton.tiled_attention import spec as tiled_spec
+
+LOWEST = tl.constexpr(tiled_spec.LOWEST)
+
+
+@triton.jit
+def describe_queries(
+    start,
+    batch,
+    head,
+    ids,
+    positions,
+    dropout_keys,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Describes the queries `start` to `start + BLOCK`; all are there unless MASKED."""
+    index = start + tl.arange(0, BLOCK)
+    valid = within(index, spec.T, BLOCK)
+    # Stand-ins: the index is the position unless the call has others; ids and dropout keys that it lacks are not read.
+    id = index
+    position = index
+    dropout_key = index
+    if spec.DROPOUT:
+        row = tl.cast(batch // per.DROPOUT_ROWS, tl.int64) * spec.H + head
+        dropout_key = load_vector(dropout_keys + row * spec.T, index, valid, MASKED)
+    if spec.Q_POSITIONS:
+        position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=valid, other=0)
+    if spec.SEGMENTS:
+        id = tl.load(ids + tl.cast(batch // per.Q_IDS, tl.int64) * spec.T + index, mask=valid, other=-1)
+        valid = valid & (id >= 0)
+        # Padding is -1 here and -2 among keys, so equal ids alone say that both are there.
+        id = tl.where(valid, id, -1)
+    return index, valid, id, position, dropout_key
+
+
+@triton.jit
+def describe_keys(
+    start,
+    batch,
+    ids,
+    positions,
+    dropout_keys,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Describes the keys `start` to `start + BLOCK`; all are there unless MASKED."""
+    index = start + tl.arange(0, BLOCK)
+    valid = within(index, spec.S, BLOCK)
+    id = index
+    position = index
+    dropout_key = index
+    if spec.DROPOUT:
+        dropout_key = load_vector(dropout_keys + (batch // per.DROPOUT_COLUMNS) * spec.S, index, valid, MASKED)
+    if spec.K_POSITIONS:
+        position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=valid, other=0)
+    if spec.SEGMENTS:
+        id = tl.load(ids + tl.cast(batch // per.K_IDS, tl.int64) * spec.S + index, mask=valid, other=-1)
+        valid = valid & (id >= 0)
+        id = tl.where(valid, id, -2)  # equals no query's, padding or not
+    return index, valid, id, position, dropout_key
+
+
+@triton.jit
+def as_rows(described):
+    """A description along the first axis of a tile, [n, 1] each."""
+    index, valid, id, position, dropout_key = described
+    return index[:, None], valid[:, None], id[:, None], position[:, None], dropout_key[:, None]
+
+
+@triton.jit
+def as_columns(described):
+    """A description along the second axis of a tile, [1, n] each."""
+    index, valid, id, position, dropout_key = described
+    return index[None, :], valid[None, :], id[None, :], position[None, :], dropout_key[None, :]
+
+
+@triton.jit
+def allowed(queries, keys, masks, spec: tl.constexpr):
+    """Which pairs attend; `masks` is where the mask of this batch row and head and the mask of this tile begin."""
+    q, q_valid, q_id, q_position, _ = queries
+    k, k_valid, k_id, k_position, _ = keys
+    mask, tile_mask = masks
+    pairs = q_valid & k_valid
+    if spec.SEGMENTS:  # which differ for what is not there
+        pairs = q_id == k_id
+    # The band compares positions, which are indices where the call has none.
+    if spec.LEFT is not None:
+        pairs = pairs & (k_position >= q_position - spec.LEFT)
+    if spec.RIGHT is not None:
+        pairs = pairs & (k_position <= q_position + spec.RIGHT)
+    if spec.PATTERN is not None:
+        # No bounds: a tile mask is as large as a tile, past the ends of queries and keys too.
+        pairs = pairs & (tl.load(tile_mask + (q * spec.PATTERN[1] + k)) != 0)
+    if spec.MASK is not None:
+        # Pairs that are masked by now are not read: fewer bytes, and nothing past the ends.
+        at = mask + offset_of_pair(q, k, spec.MASK[2], spec.MASK[3], spec)
+        pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
+    return pairs
+
+
+@triton.jit
+def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: tl.constexpr):
+    """Where a pair is in a head's bias or mask; in 64 bits, which take registers, only if it must."""
+    if spec.T * spec.S < 2**31:
+        return q * Q_STRIDE + k * K_STRIDE
+    else:
+        return tl.cast(q, tl.int64) * Q_STRIDE + k * K_STRIDE
+
+
+@triton.jit
+def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
+    """Where a head of a batch row begins in the bias and in the mask; the pointers themselves without them."""
+    if spec.BIAS is not None:
+        bias = bias + tl.cast(batch // per.BIAS, tl.int64) * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
+    if spec.MASK is not None:
+        mask = mask + tl.cast(batch // per.MASK, tl.int64) * spec.MASK[0] + tl.cast(head, tl.int64) * spec.MASK[1]
+    return bias, mask
+
+
+@triton.jit
+def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
+    """Where a KV head of a batch row begins in the keys and in the values."""
+    k = key + (tl.cast(batch // per.KEY, tl.int64) * spec.S * spec.HK + head) * spec.D
+    v = value + (tl.cast(batch // per.VALUE, tl.int64) * spec.S * spec.HK + head) * spec.DV
+    return k, v
+
+
+@triton.jit
+def block_run(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
+    """The blocks of a tile without a pattern: first, full_start, full_end, last; see `plan`."""
+    row = block_lists + ((batch // per.BLOCK_LISTS) * TILES + tile) * 4
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def block_list(block_lists, batch, head, tile, LISTS: tl.constexpr, per: tl.constexpr, TILES: tl.constexpr):
+    """The blocks of a tile with a pattern: how many are full, how many there are, and where `block_at` finds them."""
+    HEADS: tl.constexpr = LISTS[0]
+    row = batch // per.BLOCK_LISTS
+    if HEADS > 1:
+        row = row * HEADS + head
+    at = block_lists + (tl.cast(row, tl.int64) * TILES + tile) * LISTS[1]
+    return tl.load(at), tl.load(at + 1), at + 2
+
+
+@triton.jit
+def block_at(blocks, i):
+    """Block `i` of a list."""
+    return tl.load(blocks + 2 * i)
+
+
+@triton.jit
+def tile_mask_id(blocks, i):
+    """The id of the tile mask of block `i` of a list."""
+    return tl.load(blocks + 2 * i + 1)
+
+
+@triton.jit
+def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
+    """Where a tile's mask would begin if it had a row for every query and a column for every key before the tile.
+
+    So `allowed` finds a pair by its indices in the whole call, which are in registers anyway.
+    """
+    SIZE: tl.constexpr = spec.PATTERN[0] * spec.PATTERN[1]
+    return tile_masks + (tl.cast(id, tl.int64) * SIZE - q_start * spec.PATTERN[1] - k_start)
+
+
+@triton.jit
+def transform(scores, queries, keys, bias, spec: tl.constexpr):
+    """From products of queries and keys to what is times FACTOR a power of two; and the derivative of the soft cap."""
+    slope = 1.0
+    if spec.PLAIN:
+        return scores, slope
+    else:
+        # The order that every backend keeps: scale, bias, soft cap, rounding; the mask comes after.
+        scores = scores * spec.SCALE
+        if spec.BIAS is not None:
+            q, q_valid, _, _, _ = queries
+            k, k_valid, _, _, _ = keys
+            at = bias + offset_of_pair(q, k, spec.BIAS[2], spec.BIAS[3], spec)
+            scores += tl.load(at, mask=q_valid & k_valid, other=0.0).to(tl.float32)
+        if spec.CAP is not None:
+            bounded = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
+            # The derivative of the cap, which the backward pass needs, from the tanh that is there.
+            slope = 1.0 - bounded * bounded
+            capped = bounded * spec.CAP
+            # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+            scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS is not None else capped
+        if spec.ROUND == "bfloat16":
+            scores = round_bfloat16(scores)
+        if spec.ROUND == "float16":
+            scores = scores.to(tl.float16).to(tl.float32)
+        return scores, slope
+
+
+@triton.jit
+def in_log2(scores, spec: tl.constexpr):
+    """Scores times log2(e), for exp2, which is the instruction that there is; -inf stays what it is."""
+    if spec.BIASED:
+        # A bias may be the least float32, which times log2(e) is -inf and would count as masked.
+        return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST))
+    else:
+        return scores * spec.FACTOR
+
+
+@triton.jit
+def drop(weights, queries, keys, spec: tl.constexpr):
+    """Weights with those that are dropped at 0; the others are not scaled up."""
+    if spec.DROPOUT:
+        _, _, _, _, row = queries
+        _, _, _, _, column = keys
+        # Products of uint32 wrap. One multiplication decides a pair, the same in every tiling and in both passes.
+        return tl.where(row * column >= spec.THRESHOLD, weights, 0.0)
+    else:
+        return weights

@@ -1,0 +1,106 @@
+"""Which blocks a program computes, and which of those need no masking; and a record's arrays as the kernels take them.
+
+The block lists are small tables that the kernels read. Without a pattern the blocks of a tile are a run of neighbours,
+and so are the full ones among them:
+
+    first        full_start              full_end       last
+      |  partial  |          full           |  partial   |
+
+With a pattern every tile has a list: full blocks first, then the partial ones, each with the id of its tile mask.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.tiled_attention import TiledAttention, block_maps, dropout_numbers
+from ejkernel.families.tiled_attention.block_maps import BlockMap, block_map
+from ejkernel.families.tiled_attention.tile_pairs import cuts, runs, sorted_pairs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """What a kernel reads to find its blocks.
+
+    Attributes:
+        table: int32 [B|1, ...], the operand `plan`.
+        tile_masks: int8 [1, n, q_block, kv_block], the operand of that name; None without a pattern.
+        lists: The constant `LISTS`: heads (1 if all share) and row length of the table; None without a pattern.
+    """
+
+    table: jax.Array
+    tile_masks: jax.Array | None
+    lists: tuple[int, int] | None
+
+
+def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
+    """For every query tile the key tiles to compute: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
+    # Without segments and positions these are NumPy arrays, and the table is a constant of the traced program.
+    if record.pattern is None:
+        some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        return _neighbours(some, every, xp)
+    return _listed(block_map(record, q_block, kv_block))
+
+
+def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
+    """For every key tile the query tiles to compute, of every query head: as `key_blocks`."""
+    if record.pattern is None:
+        some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        return _neighbours(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
+    return _listed(block_map(record, q_block, kv_block).by_keys())
+
+
+def bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
+    """What the gradient of the bias reads: as `key_blocks`, but with a pattern the block map, of ids and -1.
+
+    A program of it has one tile of the map, so a list would have to be searched. The map is smaller than the bias.
+    """
+    if record.pattern is None:
+        return key_blocks(record, q_block, kv_block)
+    found = block_map(record, q_block, kv_block)
+    ids = jnp.where(jnp.asarray(found.some), found.mask_ids, -1)
+    return Blocks(table=ids, tile_masks=_tile_masks(found), lists=(ids.shape[1], ids.shape[3]))
+
+
+def _neighbours(some: Any, every: Any, xp: Any) -> Blocks:
+    table = xp.stack(runs(some, every, xp), axis=-1).astype(np.int32)
+    return Blocks(table=jnp.asarray(table), tile_masks=None, lists=None)
+
+
+def _tile_masks(found: BlockMap) -> jax.Array:
+    return jnp.asarray(found.tile_masks)[None]
+
+
+def _listed(found: BlockMap) -> Blocks:
+    """Rows of full, count, and then a block and its tile mask's id in turn: [B|1, H|1, tiles, 2 + 2 * longest]."""
+    lists = block_maps.block_lists(found)
+    entries = jnp.stack([jnp.asarray(lists.blocks), jnp.asarray(lists.mask_ids)], axis=-1)
+    counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)
+    table = jnp.concatenate([counts, entries.reshape(*entries.shape[:-2], -1)], axis=-1)
+    return Blocks(table=table, tile_masks=_tile_masks(found), lists=(table.shape[1], table.shape[3]))
+
+
+def operands(record: TiledAttention, blocks: Blocks) -> tuple[jax.Array | None, ...]:
+    """The inputs of every kernel, in their order; the backward kernels take more after them.
+
+    Query, key, value, block lists, segment ids of queries and keys, positions of queries and keys, bias, mask, sinks
+    [1, H], dropout's keys of the rows [B, H, T] and of the columns [1, S], and tile masks.
+    """
+    return (
+        record.query,
+        record.key,
+        record.value,
+        blocks.table,
+        record.q_segment_ids,
+        record.kv_segment_ids,
+        record.q_positions,
+        record.kv_positions,
+        record.bias,
+        record.mask,
+        None if record.softmax_aux is None else record.softmax_aux[None],
+        *(dropout_numbers(record) if record.dropout_prob > 0.0 else (None, None)),
+        blocks.tile_masks,
+    )

@@ -1,7 +1,0 @@
-"""Ring attention in Triton: every kind of step in Triton's interpreter, which is chosen at import."""
-
-from triton_chips import run_interpreted
-
-
-def test_every_kind_of_step_gives_the_numbers_of_one_device():
-    run_interpreted("ring_process.py", XLA_FLAGS="--xla_force_host_platform_device_count=2")
