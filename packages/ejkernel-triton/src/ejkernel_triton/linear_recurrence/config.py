@@ -33,7 +33,7 @@ class ChunkPasses:
         gradient_block_v: Value channels at once there.
         gradient_warps: Warps of it.
         gradient_stages: Its pipeline stages.
-        scan: Whether one kernel makes states and outputs forwards, with no state in memory; else `output_*` count, and
+        walk: Whether one kernel makes states and outputs forwards, with no state in memory; else `output_*` count, and
             `state_*` do for more than segments. With gradients and `keep_states` two kernels do.
         walk_block_v: Value channels of a program that scans; it has all key channels.
         walk_warps: Warps of it.
