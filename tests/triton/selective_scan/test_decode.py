@@ -1,6 +1,6 @@
 """The selective scan's decode step: what its kernel takes of a chip, and whose memory it writes.
 
-Its numbers are compared with those of `state_space_v1` in `linear_recurrence/test_decode.py`, with the other decode steps.
+Its numbers are compared with those of `state_space_v1` in `linear_recurrence/test_decode.py`, as those of other steps.
 """
 
 import jax
