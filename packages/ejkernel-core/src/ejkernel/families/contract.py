@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
+def _as_it_is(record: Any, offsets: Mapping[str, Any]) -> Any:
+    return record
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Isolation:
     """What keeps the requests of a family's calls apart, whatever they hold.
@@ -37,7 +41,8 @@ class Family:
         shardable: Letters that may be split over mesh axes; as above.
         aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
         localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
-            `offsets` maps each letter to the global index of the shard's first element.
+            `offsets` maps each letter to the global index of the shard's first element. By default a shard is a call of
+            its own.
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
         lse: Axis letters of the residuals' lse, which operations with `return_lse` return with the output; None
             where the residuals have none, or the output has it already.
@@ -58,9 +63,9 @@ class Family:
     head_dims: Callable[[Any], tuple[int, ...]]
     axes: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
     shardable: str | Callable[[Any], str]
-    aligned: tuple[tuple[str, str], ...]
-    localise: Callable[[Any, Mapping[str, Any]], Any]
     reference: Callable[[Any], tuple[Any, Any]]
+    aligned: tuple[tuple[str, str], ...] = ()
+    localise: Callable[[Any, Mapping[str, Any]], Any] = _as_it_is
     lse: str | None = None
     permissions: frozenset[str] = frozenset()
     unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -1,9 +1,7 @@
 """The causal convolution family: the record its operations lower to and its meaning."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.causal_convolution.record import CausalConvolution, accumulator, activate, places, states
@@ -16,17 +14,11 @@ __all__ = [
     "CausalConvolution",
     "accumulator",
     "activate",
-    "localise",
     "places",
     "reference",
     "requests",
     "states",
 ]
-
-
-def localise(record: CausalConvolution, offsets: Mapping[str, jax.Array]) -> CausalConvolution:
-    """One shard's record as it is: rows and channels know nothing of each other."""
-    return record
 
 
 def requests(record: CausalConvolution) -> tuple[dict[str, Any], ...]:
@@ -52,9 +44,8 @@ FAMILY = Family(
         # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
         "output": ("b t i", "b i s"),
     },
+    # A shard is a call of its own: rows and channels know nothing of each other.
     shardable="bi",
-    aligned=(),
-    localise=localise,
     reference=reference,
     requests=requests,
 )

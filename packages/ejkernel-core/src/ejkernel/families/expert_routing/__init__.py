@@ -1,9 +1,7 @@
 """The expert routing family: the record its operations lower to and its meaning."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
@@ -11,12 +9,7 @@ from ejkernel.families.expert_routing.record import ExpertRouting, Routing, orde
 from ejkernel.families.expert_routing.reference import reference
 from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
 
-__all__ = ["FAMILY", "ExpertRouting", "Routing", "localise", "ordered", "reference", "requests", "sorted_by_expert"]
-
-
-def localise(record: ExpertRouting, offsets: Mapping[str, jax.Array]) -> ExpertRouting:
-    """One shard's record as it is: nothing is split."""
-    return record
+__all__ = ["FAMILY", "ExpertRouting", "Routing", "ordered", "reference", "requests", "sorted_by_expert"]
 
 
 def requests(record: ExpertRouting) -> tuple[dict[str, Any], ...]:
@@ -32,8 +25,6 @@ FAMILY = Family(
     head_dims=lambda record: (record.logits.shape[-1],),
     axes={"logits": "t e", "output": ("t k", "t k", "r", "e")},
     shardable="",
-    aligned=(),
-    localise=localise,
     unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
     requests=requests,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,7 +29,6 @@ __all__ = [
     "axes",
     "gate",
     "gathered",
-    "localise",
     "named",
     "product_record",
     "reference",
@@ -44,11 +42,6 @@ def axes(record: GatedGroupedMatmul) -> Mapping[str, Any]:
     rhs = "e n k" if record.transpose_rhs else "e k n"
     arrays = {"lhs": f"{token} k", "rhs": rhs, "group_sizes": "e", "indices": "m", "rhs_bias": "e c n"}
     return {**arrays, "output": "m f"}
-
-
-def localise(record: GatedGroupedMatmul, offsets: Mapping[str, jax.Array]) -> GatedGroupedMatmul:
-    """One shard's record as it is: nothing is split."""
-    return record
 
 
 def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
@@ -84,9 +77,7 @@ FAMILY = Family(
     head_dims=lambda record: (record.lhs.shape[-1], record.rhs.shape[-1]),
     axes=axes,
     shardable="",
-    aligned=(),
     permissions=frozenset({"left_over"}),
-    localise=localise,
     unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
     requests=requests,

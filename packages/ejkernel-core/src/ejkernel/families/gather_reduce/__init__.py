@@ -1,9 +1,7 @@
 """The gather-reduce family: the record its operations lower to and its meaning."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
@@ -11,12 +9,7 @@ from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, na
 from ejkernel.families.gather_reduce.reference import reference
 from ejkernel.planning.requests import PADDING, UNUSED, claimed
 
-__all__ = ["FAMILY", "GatherReduce", "accumulator", "localise", "named", "reference", "requests", "take_rows"]
-
-
-def localise(record: GatherReduce, offsets: Mapping[str, jax.Array]) -> GatherReduce:
-    """One shard's record as it is: channels know nothing of each other."""
-    return record
+__all__ = ["FAMILY", "GatherReduce", "accumulator", "named", "reference", "requests", "take_rows"]
 
 
 def requests(record: GatherReduce) -> tuple[dict[str, Any], ...]:
@@ -36,9 +29,8 @@ FAMILY = Family(
     dtype=lambda record: record.rows.dtype,
     head_dims=lambda record: (record.rows.shape[-1],),
     axes={"rows": "m d", "indices": "t k", "inverse": "m n", "weights": "t k", "output": "t d"},
+    # A shard is a call of its own: channels know nothing of each other.
     shardable="d",
-    aligned=(),
-    localise=localise,
     reference=reference,
     requests=requests,
 )

@@ -1,9 +1,7 @@
 """The chunked linear recurrence family: the record its operations lower to and its meaning."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
@@ -34,18 +32,12 @@ __all__ = [
     "by_channel",
     "head_count",
     "in_slots",
-    "localise",
     "reference",
     "requests",
     "segment_roles",
     "states",
     "with_plain_states",
 ]
-
-
-def localise(record: LinearRecurrence, offsets: Mapping[str, jax.Array]) -> LinearRecurrence:
-    """One shard's record as it is: rows and heads know nothing of each other."""
-    return record
 
 
 def axes(record: LinearRecurrence) -> dict[str, Any]:
@@ -96,9 +88,9 @@ FAMILY = Family(
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
     axes=axes,
+    # A shard is a call of its own: rows and heads know nothing of each other.
     shardable="bhg",
     aligned=(("h", "g"),),
-    localise=localise,
     reference=reference,
     requests=requests,
 )

@@ -1,9 +1,7 @@
 """The quantised matmul family: the record its operation lowers to and its meaning."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
@@ -17,16 +15,10 @@ __all__ = [
     "axes",
     "columns",
     "finished",
-    "localise",
     "matrix",
     "reference",
     "requests",
 ]
-
-
-def localise(record: QuantizedMatmul, offsets: Mapping[str, jax.Array]) -> QuantizedMatmul:
-    """Returns one shard's record: rows, and columns that lie in rows of their own, are independent."""
-    return record
 
 
 def axes(record: QuantizedMatmul) -> dict[str, str]:
@@ -48,9 +40,8 @@ FAMILY = Family(
     dtype=lambda record: record.x.dtype,
     head_dims=lambda record: (record.x.shape[-1], columns(record)),
     axes=axes,
+    # A shard is a call of its own: rows, and columns that lie in rows of their own, are independent.
     shardable=lambda record: "mn" if record.transpose else "m",
-    aligned=(),
-    localise=localise,
     reference=reference,
     requests=requests,
 )

@@ -1,9 +1,7 @@
 """The recurrent network family: the record its operations lower to, its meaning and its residuals."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
@@ -39,7 +37,6 @@ __all__ = [
     "first_state",
     "gates_of",
     "input_weights",
-    "localise",
     "real_tokens",
     "reference",
     "requests",
@@ -47,11 +44,6 @@ __all__ = [
     "shape",
     "stacked",
 ]
-
-
-def localise(record: RecurrentNetwork, offsets: Mapping[str, jax.Array]) -> RecurrentNetwork:
-    """One shard's record as it is: rows know nothing of each other."""
-    return record
 
 
 def axes(record: RecurrentNetwork) -> dict[str, Any]:
@@ -96,9 +88,8 @@ FAMILY = Family(
     dtype=lambda record: record.x.dtype,
     head_dims=lambda record: (record.weight_hh.shape[3],),
     axes=axes,
+    # A shard is a call of its own: rows know nothing of each other.
     shardable="b",
-    aligned=(),
-    localise=localise,
     reference=reference,
     requests=requests,
 )

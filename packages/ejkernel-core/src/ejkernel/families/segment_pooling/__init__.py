@@ -1,9 +1,7 @@
 """The segment pooling family: the record its operations lower to and its meaning."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
@@ -11,12 +9,7 @@ from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator
 from ejkernel.families.segment_pooling.reference import reference
 from ejkernel.planning.requests import PADDING
 
-__all__ = ["FAMILY", "SegmentPooling", "accumulator", "chunk_ranges", "localise", "reference", "requests", "spans"]
-
-
-def localise(record: SegmentPooling, offsets: Mapping[str, jax.Array]) -> SegmentPooling:
-    """One shard's record as it is: rows, heads and channels know nothing of each other."""
-    return record
+__all__ = ["FAMILY", "SegmentPooling", "accumulator", "chunk_ranges", "reference", "requests", "spans"]
 
 
 def requests(record: SegmentPooling) -> tuple[dict[str, Any], ...]:
@@ -37,9 +30,8 @@ FAMILY = Family(
     dtype=lambda record: record.values.dtype,
     head_dims=lambda record: (record.values.shape[-1],),
     axes={"values": "b t h d", "lengths": "b", "ranges": "p c", "output": "b p h d"},
+    # A shard is a call of its own: rows, heads and channels know nothing of each other.
     shardable="bhd",
-    aligned=(),
-    localise=localise,
     reference=reference,
     requests=requests,
 )

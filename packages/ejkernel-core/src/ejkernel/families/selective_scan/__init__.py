@@ -1,9 +1,7 @@
 """The selective scan family: the record its operations lower to, its meaning and its residuals."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
@@ -19,15 +17,9 @@ __all__ = [
     "accumulator",
     "axes",
     "first_state",
-    "localise",
     "reference",
     "requests",
 ]
-
-
-def localise(record: SelectiveScan, offsets: Mapping[str, jax.Array]) -> SelectiveScan:
-    """One shard's record as it is: rows and channels know nothing of each other."""
-    return record
 
 
 def axes(record: SelectiveScan) -> dict[str, Any]:
@@ -62,9 +54,8 @@ FAMILY = Family(
     dtype=lambda record: record.x.dtype,
     head_dims=lambda record: (record.decay.shape[1],),
     axes=axes,
+    # A shard is a call of its own: rows and channels know nothing of each other.
     shardable="bi",
-    aligned=(),
-    localise=localise,
     reference=reference,
     requests=requests,
 )
