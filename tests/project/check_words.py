@@ -90,9 +90,10 @@ def _in_identifier(path: str, line: int, name: str, words: dict[str, str]) -> It
 
 
 def in_prose(path: str, line: int, text: str, words: dict[str, Any]) -> Iterator[Found]:
-    """Every phrase of the list in a text that begins at a line."""
+    """Yields every phrase of the list in a text that begins at a line; pages and `plain_folders` have more of them."""
     kept = kept_words(path, words)
-    for pattern, instead in words["prose"].items():
+    plain = path.endswith(".md") or path.startswith(tuple(words["plain_folders"]))
+    for pattern, instead in (words["prose"] | words["plain"] if plain else words["prose"]).items():
         for match in re.finditer(pattern, text, re.IGNORECASE):
             if match.group().lower() not in kept:
                 yield Found(path, line + text.count("\n", 0, match.start()), match.group(), instead)

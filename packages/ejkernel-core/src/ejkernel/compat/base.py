@@ -19,12 +19,12 @@ def detect_platform(
     prefer_cute: bool = False,
     prefer_tilelang: bool = False,
 ) -> str:
-    """The toolchain that dispatch would try first for an operation on this machine, whatever the call.
+    """Returns the toolchain that dispatch would try first for an operation on this machine, whatever the call.
 
     Args:
         algorithm: Name of the operation.
         platform: A toolchain is returned as it is; `"auto"` asks.
-        prefer_pallas: Whether Pallas comes first where it runs here; likewise the other four, in this order. There are
+        prefer_pallas: Whether Pallas comes first where it runs here; as above the other four, in this order. There are
             no kernels in CuTe and TileLang.
         prefer_cuda: As `prefer_pallas`.
         prefer_triton: As `prefer_pallas`.

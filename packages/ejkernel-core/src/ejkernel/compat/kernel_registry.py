@@ -33,12 +33,12 @@ class KernelSpec:
 
 
 def list_algorithms() -> list[str]:
-    """The names of all operations."""
+    """Returns the names of all operations."""
     return sorted(registry().ops)
 
 
 def list_implementations(algorithm: str) -> list[KernelSpec]:
-    """The implementations of an operation, in the order in which they are tried.
+    """Returns the implementations of an operation, in the order in which they are tried.
 
     Raises:
         ValueError: There is no such operation.
@@ -50,7 +50,7 @@ def list_implementations(algorithm: str) -> list[KernelSpec]:
 
 
 def get(algorithm: str, platform: str | None = None, backend: str | None = None) -> Callable[..., Any]:
-    """The public function of an operation, bound to a toolchain if one is named.
+    """Returns the public function of an operation, bound to a toolchain if one is named.
 
     Args:
         algorithm: Name of the operation.

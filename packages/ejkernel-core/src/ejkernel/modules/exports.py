@@ -8,7 +8,7 @@ OPERATIONS = "ejkernel.modules.operations."
 
 
 def _listed() -> dict[str, tuple[str, ...]]:
-    """Module -> the names that the stub imports from it."""
+    """Returns module -> the names that the stub imports from it."""
     stub = pkgutil.get_data("ejkernel.modules", "__init__.pyi") or b""
     imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
     return {str(node.module): tuple(alias.name for alias in node.names) for node in imports}
@@ -31,10 +31,10 @@ EXPORTS = {
 
 
 def public_names() -> list[str]:
-    """All public names, sorted."""
+    """Returns all public names, sorted."""
     return sorted({*HOMES, *(name for module in WHOLE for name in importlib.import_module(module).__all__)})
 
 
 def home(name: str) -> str | None:
-    """The module that defines a public name; None for any other name."""
+    """Returns the module that defines a public name; None for any other name."""
     return HOMES.get(name) or next((m for m in WHOLE if name in importlib.import_module(m).__all__), None)

@@ -181,14 +181,14 @@ def _verdict(
 
 
 def _order(verdict: Verdict) -> tuple[bool, int, str]:
-    """The order of choice: those that evidence confirms, and those that need none, come before all others."""
+    """Returns the order of choice: those that evidence confirms, and those that need none, come before all others."""
     return bool(verdict.unconfirmed), -(verdict.priority or 0), verdict.implementation.name
 
 
 def _foreign_config(
     op: Op, implementation: Implementation, direction: Direction, cfg: BaseOperationConfig | None
 ) -> tuple[str, ...]:
-    """Why a call's own configuration cannot be the implementation's: it is in another kernel's own fields.
+    """Returns why a call's own configuration cannot be the implementation's: it is in another kernel's own fields.
 
     A public field that the implementation does not read is no reason: it only tunes, and has no effect.
     """
@@ -199,7 +199,7 @@ def _foreign_config(
 
 
 def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
-    """The two choices for a call that is differentiated, from those made for each pass alone.
+    """Returns the two choices for a call that is differentiated, from those made for each pass alone.
 
     A paired implementation serves both passes or neither; any other forward pass needs some backward pass that is not
     paired. The first forward pass for which this holds is chosen.
@@ -219,7 +219,7 @@ def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
 
 
 def unpaired(choice: Choice) -> Choice:
-    """A choice among the implementations whose passes need not come together."""
+    """Returns a choice among the implementations whose passes need not come together."""
     reason = "paired, and the passes of this call are chosen apart"
     verdicts = [
         dataclasses.replace(v, status="refused", reasons=(*v.reasons, reason)) if v.implementation.paired else v
@@ -229,7 +229,7 @@ def unpaired(choice: Choice) -> Choice:
 
 
 def taking(choice: Choice, piece: str) -> Choice:
-    """A choice of a backward pass among the implementations that honour a piece of the `Pullback`."""
+    """Returns a choice of a backward pass among the implementations that honour a piece of the `Pullback`."""
     verdicts = [
         v
         if piece in v.implementation.requires_for(choice.direction).handles
@@ -243,7 +243,7 @@ PAIRED = "paired: serves both passes with one configuration"
 
 
 def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """The verdicts with the first that does not refuse as the choice."""
+    """Returns the verdicts with the first that does not refuse as the choice."""
     chosen = next((i for i, v in enumerate(verdicts) if v.status != "refused"), None)
     return tuple(
         v
@@ -256,7 +256,7 @@ def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 
 def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool) -> Verdict:
-    """A verdict on a forward pass that a backward pass follows."""
+    """Returns a verdict on a forward pass that a backward pass follows."""
     if verdict.status == "refused":
         return verdict
     if not verdict.implementation.paired:
@@ -268,7 +268,7 @@ def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool
 
 
 def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
-    """A verdict on a backward pass that follows the chosen forward pass."""
+    """Returns a verdict on a backward pass that follows the chosen forward pass."""
     implementation = verdict.implementation
     if verdict.status == "refused" or not implementation.paired or implementation is chosen:
         return verdict
@@ -300,13 +300,13 @@ def refusals(
 def hardware_refusals(
     implementation: Implementation, device: DeviceInfo, direction: Direction = "forward"
 ) -> tuple[str, ...]:
-    """The sentences that are the same for every call on a device; none where all it needs is there."""
+    """Returns the sentences that are the same for every call on a device; none where all it needs is there."""
     requires = implementation.requires_for(direction)
     return _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
 
 
 def made_for(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:
-    """Whether an implementation serves a direction of a call on the devices that it is for."""
+    """Returns whether an implementation serves a direction of a call on the devices that it is for."""
     if direction == "backward" and implementation.backward is None:
         return False
     return not any(_record_refusals(family, implementation.requires_for(direction), record))
@@ -325,7 +325,7 @@ def _gradient_refusals(implementation: Implementation, wanted: frozenset[str]) -
 def _hardware_refusals(
     devices: frozenset[str], modules: tuple[str, ...], capability: float | None, device: DeviceInfo
 ) -> tuple[str, ...]:
-    """The part of a verdict that is the same for every call of a process."""
+    """Returns the part of a verdict that is the same for every call of a process."""
     reasons = []
     if not devices & device.names:
         reasons.append(f"needs {' or '.join(sorted(devices))}, this is {device.platform}")

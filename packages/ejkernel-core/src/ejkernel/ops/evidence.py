@@ -130,7 +130,7 @@ class EvidenceFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def chip_of(device: DeviceInfo) -> str:
-    """The name of a chip in paths: NVIDIA's by their compute capability, `sm_90`, others by their kind."""
+    """Returns the name of a chip in paths: NVIDIA's by their compute capability, `sm_90`, others by their kind."""
     if device.platform == "tpu":
         return "tpu"
     if device.vendor == "nvidia" and device.compute_capability is not None:
@@ -139,12 +139,12 @@ def chip_of(device: DeviceInfo) -> str:
 
 
 def encode(file: EvidenceFile) -> bytes:
-    """An evidence file as text that people can read and compare, with its checksum."""
+    """Returns an evidence file as text that people can read and compare, with its checksum."""
     return msgspec.json.format(msgspec.json.encode(_sealed(file), order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> EvidenceFile:
-    """The content of an evidence file.
+    """Returns the content of an evidence file.
 
     Raises:
         ValueError: It is none, of another version, or was changed by hand.
@@ -164,7 +164,7 @@ def _sealed(file: EvidenceFile) -> EvidenceFile:
 
 @functools.cache
 def shipped(folder: str, name: str) -> tuple[EvidenceFile, ...]:
-    """The evidence that a backend ships about the implementations of a name, on all chips.
+    """Returns the evidence that a backend ships about the implementations of a name, on all chips.
 
     Args:
         folder: `"package:folder"` from the implementation.
@@ -184,7 +184,7 @@ def _read(folder: str, name: str) -> Iterator[EvidenceFile]:
 
 
 def evidence_files(folder: str) -> list[Traversable]:
-    """All evidence files that a backend ships, in order."""
+    """Returns all evidence files that a backend ships, in order."""
     package, _, path = folder.partition(":")
     try:
         chips = [chip for chip in importlib.resources.files(package).joinpath(path).iterdir() if chip.is_dir()]
@@ -195,7 +195,7 @@ def evidence_files(folder: str) -> list[Traversable]:
 
 
 def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
-    """Why an implementation comes after all that are confirmed, in a sentence; empty where it does not."""
+    """Returns why an implementation comes after all that are confirmed, in a sentence; empty where it does not."""
     if implementation.evidence is None or device.platform != "gpu" or _is_allowed():
         return ""
     if not implementation.requires.devices & device.names:  # it is refused there
@@ -230,7 +230,7 @@ def _confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> s
 
 
 def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo, versions: Mapping[str, str]) -> str:
-    """The same for a toolchain with the given versions of modules."""
+    """Returns the same for a toolchain with the given versions of modules."""
     family, chip = implementation.family, chip_of(device)
     files = shipped(implementation.evidence or "", implementation.name)
     on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
@@ -246,7 +246,9 @@ def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo
 
 
 def _latest(implementation: Implementation, device: DeviceInfo, versions: Mapping[str, str]) -> Confirmation | None:
-    """The last run with a toolchain on a chip, and on the same kind of device where there is one; None without any."""
+    """Returns the last run with a toolchain on a chip, and on the same kind of device where there is one; None without
+    any.
+    """
     chip, family, needed = chip_of(device), implementation.family, _needed(implementation, versions)
     files = shipped(implementation.evidence or "", implementation.name)
     on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
@@ -256,13 +258,13 @@ def _latest(implementation: Implementation, device: DeviceInfo, versions: Mappin
 
 
 def _needed(implementation: Implementation, versions: Mapping[str, str]) -> dict[str, str]:
-    """The versions of what an implementation needs, and of JAX."""
+    """Returns the versions of what an implementation needs, and of JAX."""
     names = {"jax", *(split_requirement(module)[0] for module in implementation.requires.modules)}
     return {name: version for name, version in versions.items() if name in names}
 
 
 def trouble(found: FamilyEvidence, op: str) -> str:
-    """What keeps evidence from confirming an operation; empty where it does."""
+    """Returns what keeps evidence from confirming an operation; empty where it does."""
     tally = found.operations.get(op, Tally())
     if found.stale:
         return "the sources have changed since"
@@ -279,7 +281,7 @@ def trouble(found: FamilyEvidence, op: str) -> str:
 
 
 def _passed_elsewhere(found: FamilyEvidence) -> bool:
-    """Whether tests of the family's operations ran, and none failed or is left.
+    """Returns whether tests of the family's operations ran, and none failed or is left.
 
     Kernels get records of the family, whichever operation made them. So where an operation has no case that an
     implementation serves, the cases of its kin speak for the calls that it does serve.
@@ -310,7 +312,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summaries(implementation: Implementation, op: str) -> list[Summary]:
-    """What is known of an operation of an implementation, of every chip and toolchain."""
+    """Returns what is known of an operation of an implementation, of every chip and toolchain."""
     if implementation.evidence is None:
         return []
     return [
@@ -323,7 +325,7 @@ def summaries(implementation: Implementation, op: str) -> list[Summary]:
 
 
 def in_words(implementation: Implementation, op: str) -> str:
-    """What is known of an operation of an implementation, in words."""
+    """Returns what is known of an operation of an implementation, in words."""
     if implementation.evidence is None:
         return "none needed"
     found = "; ".join(map(str, summaries(implementation, op)))
@@ -334,7 +336,7 @@ def in_words(implementation: Implementation, op: str) -> str:
 
 
 def installed_versions(modules: Iterable[str]) -> dict[str, str]:
-    """The installed versions of what an implementation needs, and of JAX, by module."""
+    """Returns the installed versions of what an implementation needs, and of JAX, by module."""
     names = dict.fromkeys(["jax", *(split_requirement(needed)[0] for needed in modules)])
     found = {name: _installed(name) for name in names}
     return {name: version for name, version in found.items() if version}

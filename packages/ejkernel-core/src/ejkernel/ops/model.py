@@ -68,7 +68,7 @@ class Op:
             where they never do.
         finish: (argument record, family output) -> what the public function returns.
         output: Axis letters of what the public function returns; None where they are the family's.
-        lse: Axis letters of what `return_lse=True` puts behind the first result; None where there is no such argument.
+        lse: Axis letters of what `return_lse=True` puts after the first result; None where there is no such argument.
         configure: (argument record, `cfg=` or None) -> the call's own configuration, with what arguments that only
             tune the call ask for. Raises ValueError where the two disagree.
         route: (argument record, call options) -> the operation, the record and the options that carry the call out,
@@ -237,7 +237,7 @@ class Implementation:
         return op.family.name == self.family and (self.only is None or op.name in self.only)
 
     def cases_of(self, op: Op) -> tuple[Case, ...]:
-        """Its own conformance cases of an operation, beside the operation's."""
+        """Returns its own conformance cases of an operation, in addition to the operation's."""
         return () if self.cases is None else tuple(load_object(self.cases)().get(op.name, ()))
 
     def requires_for(self, direction: Direction) -> Requires:

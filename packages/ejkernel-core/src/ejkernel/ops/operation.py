@@ -46,7 +46,7 @@ def document_options(function: Function) -> Function:
 
 
 def complete_docstring(docstring: str | None) -> str | None:
-    """The docstring of a declaration with the call options behind its own arguments.
+    """Returns the docstring of a declaration with the call options after its own arguments.
 
     Raises:
         ValueError: It has no arguments or no results to put them between, or documents a call option itself.

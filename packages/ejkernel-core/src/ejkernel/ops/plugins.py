@@ -24,7 +24,7 @@ class Hooks:
 
     @hookspec
     def ejkernel_implementations(self) -> Iterable[Implementation]:  # type: ignore[empty-body]
-        """Implementations of operations."""
+        """Returns implementations of operations."""
 
     @hookspec
     def ejkernel_ops(self) -> Iterable[Op]:  # type: ignore[empty-body]
@@ -75,7 +75,7 @@ class Registry:
         return tuple(plugin for plugin in self.plugins if plugin.error)
 
     def op(self, what: Any) -> Op:
-        """The operation named by its id, its public function, its Kernel class or instance, or itself.
+        """Returns the operation named by its id, its public function, its Kernel class or instance, or itself.
 
         Raises:
             ValueError: Nothing of the kind is registered.
@@ -126,7 +126,7 @@ class _Declared:
     version: str
 
     def qualified(self) -> "_Declared":
-        """The same under a name that no other distribution can have."""
+        """Returns the same under a name that no other distribution can have."""
         name = f"{self.owner}:{self.implementation.name}"
         return dataclasses.replace(self, implementation=dataclasses.replace(self.implementation, name=name))
 
@@ -193,7 +193,7 @@ class _Collected:
         )
 
     def _unserved(self, implementation: Implementation, served: list[str]) -> list[str]:
-        """What an implementation names that there is not."""
+        """Returns what an implementation names that there is not."""
         if all(op.family.name != implementation.family for op in self.ops.values()):
             return [f"implementation {implementation.name!r}: no operation has the family {implementation.family!r}"]
         missing = ", ".join(sorted((implementation.only or frozenset()) - set(served)))
@@ -201,7 +201,7 @@ class _Collected:
 
 
 def _ranked(declared: Iterable[_Declared]) -> tuple[Implementation, ...]:
-    """The implementations, those whose priority depends on the call first."""
+    """Returns the implementations, those whose priority depends on the call first."""
     return tuple(sorted((d.implementation for d in declared), key=_static_order))
 
 
@@ -238,7 +238,7 @@ def _reported(
     found: Mapping[tuple[str, str], _Declared],
     renamed: Mapping[tuple[str, str], str],
 ) -> Plugin:
-    """A plugin with what is wrong with its implementations, and what is said about their names."""
+    """Returns a plugin with what is wrong with its implementations, and what is said about their names."""
     error = "; ".join([*filter(None, [plugin.error]), *problems]) or None
     ops: dict[str, list[str]] = {}
     for key, sentence in renamed.items():

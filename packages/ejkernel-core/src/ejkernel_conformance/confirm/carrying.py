@@ -39,7 +39,7 @@ class Carrying:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a file that `programs` wrote.
+    """Returns the content of a file that `programs` wrote.
 
     Raises:
         ValueError: It is none, or of another version.
@@ -102,7 +102,7 @@ def carry(
 
 
 def _files(known: Mapping[tuple[str, str], Implementation]) -> Iterator[tuple[Path, EvidenceFile]]:
-    """All evidence files of the backends, those of implementations that have another name now among them."""
+    """Yields all evidence files of the backends, those of implementations that have another name now among them."""
     for folder in sorted({str(one.evidence) for one in known.values()}):
         for file in evidence.evidence_files(folder):
             yield Path(str(file)), evidence.decode(file.read_bytes())
@@ -111,7 +111,7 @@ def _files(known: Mapping[tuple[str, str], Implementation]) -> Iterator[tuple[Pa
 def _carried(
     old: Mapping[Path, EvidenceFile], known: Mapping[tuple[str, str], Implementation], judge: "_Judge"
 ) -> dict[Path, EvidenceFile]:
-    """The files with every family at the name that it has now."""
+    """Returns the files with every family at the name that it has now."""
     new: dict[Path, EvidenceFile] = {}
     folders = {name: str(one.evidence) for (_, name), one in known.items()}
     for path, file in old.items():
@@ -130,7 +130,7 @@ def _carried(
 
 
 def _with(file: EvidenceFile, one: Confirmation) -> EvidenceFile:
-    """The file with a further family of a confirmation."""
+    """Returns the file with a further family of a confirmation."""
     confirmations = list(file.confirmations)
     for n, other in enumerate(confirmations):
         if (other.device, other.versions) == (one.device, one.versions):
@@ -157,14 +157,14 @@ class _Judge:
         self.refused = 0
 
     def new_key(self, key: str) -> str:
-        """What a `family/implementation` is called now."""
+        """Returns what a `family/implementation` is called now."""
         if key in self.renamed:
             return self.renamed[key]
         family, _, name = key.partition("/")
         return f"{self.renamed.get(family, family)}/{self.renamed.get(name, name)}"
 
     def replaced(self, key: str) -> bool:
-        """Whether another implementation, whose evidence counts, has the name now: two have become one."""
+        """Returns whether another implementation, whose evidence counts, has the name now: two have become one."""
         others = (each for each in self.before["programs"] if each != key)
         found = next((each for each in others if self.new_key(each) == key), "")
         if found:
@@ -196,7 +196,7 @@ class _Judge:
         return msgspec.structs.replace(found, digest=self.current[new], stale=False, carried=carried)
 
     def _without(self, found: FamilyEvidence, key: str, calls: Mapping[str, str]) -> FamilyEvidence:
-        """The evidence in which the tests of some calls have not run."""
+        """Returns the evidence in which the tests of some calls have not run."""
         operations = {**found.operations}
         for label, what in calls.items():
             op = label.partition(", ")[0]
@@ -206,7 +206,7 @@ class _Judge:
         return msgspec.structs.replace(found, operations=operations)
 
     def _problems(self, key: str, new: str, known: set[str]) -> Iterator[str]:
-        """Why the programs of one implementation do not show that it is the same."""
+        """Yields why the programs of one implementation do not show that it is the same."""
         for content, each, which in ((self.before, key, "first"), (self.after, new, "second")):
             if each not in content["digests"]:
                 yield f"the {which} file does not have it"
@@ -226,7 +226,7 @@ class _Judge:
                 yield f"the C++ of {name} differs"
 
     def _differences(self, key: str, new_key: str) -> dict[str, str]:
-        """What is different about a call, by its label."""
+        """Returns what is different about a call, by its label."""
         old, new = (content["programs"].get(x, {}) for content, x in ((self.before, key), (self.after, new_key)))
         found: dict[str, str] = {}
         for label in sorted(old.keys() | new.keys()):
@@ -243,7 +243,7 @@ class _Judge:
         return found
 
     def _was_refused(self, key: str, label: str) -> bool:
-        """Whether a call of the second file alone was refused, and not of a case that there was not yet."""
+        """Returns whether a call of the second file alone was refused, and not of a case that there was not yet."""
         cases = self.before.get("cases", {}).get(key)
         return cases is None or label.removesuffix(programs.GRADIENTS) in cases
 
@@ -257,7 +257,7 @@ def _listed(line: str, more: list[str]) -> str:
 
 
 def tests_of(key: str, label: str, chip: str) -> list[tuple[str, bool]]:
-    """The tests of a call, each with whether it is of those that dispatch serves.
+    """Returns the tests of a call, each with whether it is of those that dispatch serves.
 
     Args:
         key: Family and implementation.
@@ -277,7 +277,7 @@ def tests_of(key: str, label: str, chip: str) -> list[tuple[str, bool]]:
 
 
 def only_pinned(key: str, label: str, chip: str) -> bool:
-    """Whether dispatch gives an implementation a call only where its platform is asked for."""
+    """Returns whether dispatch gives an implementation a call only where its platform is asked for."""
     op_name, _, case_name = label.removesuffix(programs.GRADIENTS).partition(", ")
     implementation, op = implementations()[tuple(key.split("/"))], registry().ops[op_name]
     case = next(case for case in (*op.cases, *implementation.cases_of(op)) if case.name == case_name)
@@ -287,7 +287,7 @@ def only_pinned(key: str, label: str, chip: str) -> bool:
 
 
 def _without_tests(tally: Tally, tests: Mapping[str, bool], field: str) -> Tally:
-    """A tally in which some tests have not run; each is told of whether dispatch serves it.
+    """Returns a tally in which some tests have not run; each is told of whether dispatch serves it.
 
     Of a call that was refused, the tests that are served now were refused then.
     """

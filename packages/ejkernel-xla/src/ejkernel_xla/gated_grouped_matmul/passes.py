@@ -55,7 +55,8 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 
 
 def _sums_of_tokens(record: GatedGroupedMatmul, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The sums [T, K] of the rows [M, K] of each token, in the order of rows, so that two runs give the same bits.
+    """Returns the sums [T, K] of the rows [M, K] of each token, in the order of rows, so that two runs give the same
+    bits.
 
     Rows are sorted by token; round r adds the r-th row of every token. There are as many rounds as a token has rows.
     """

@@ -99,7 +99,7 @@ def gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
 
 
 def _gated(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
-    """The activation of the gate times the factor."""
+    """Returns the activation of the gate times the factor."""
     if record.interleaved:
         first, second = products[:, ::2], products[:, 1::2]
     else:

@@ -62,23 +62,23 @@ def attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "b h t s"]] | Float[Array, "b t h v"]:
-    """Softmax attention that also returns its weights (Vaswani et al. 2017, arXiv:1706.03762).
+    """Returns softmax attention that also returns its weights (Vaswani et al. 2017, arXiv:1706.03762).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`. The weights have
-    T * S numbers a head, so memory is quadratic in the lengths; without them the call is one of `flash_attention`.
+    T * S numbers per head, so memory is quadratic in the lengths; without them the call is one of `flash_attention`.
 
     Over devices, batch, heads and queries can be split; keys and head size cannot.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query unless `dtype` is given; H is a multiple of Hk.
-        value: [B, S, Hk, V], likewise.
+        value: [B, S, Hk, V], as above.
         bias: [B|1, H|Hk|1, T|1, S|1] floating, added to the scaled scores, before the soft cap; one for a KV head
             counts for all query heads that read it. Differentiable. Applies together with masks.
         dropout_rng: JAX key, or integer of which the low 32 bits count; may be traced. None means 0, with one
             warning a process. The same one drops the same weights on every backend, in both passes.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         mask_info: Mask, segments and positions; applies together with everything else.
         init_bias: Called without arguments for the bias where `bias` is None, when the call is made or traced.
@@ -172,7 +172,7 @@ def _check_rng(rng: Any) -> None:
 
 
 def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:
-    """The same call of `flash_attention`, which has no weights to return."""
+    """Returns the same call of `flash_attention`, which has no weights to return."""
     bias, heads, kv_heads = args.bias, args.query.shape[2], args.key.shape[2]
     if bias is not None and bias.ndim == 4 and bias.shape[1] == kv_heads > 1 and heads % kv_heads == 0:
         bias = jnp.repeat(bias, heads // kv_heads, axis=1)
@@ -197,24 +197,24 @@ def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:
 
 
 def _seed(rng: Any) -> jax.Array:
-    """The project's dropout seed, uint32, from an integer or a key."""
+    """Returns the project's dropout seed, uint32, from an integer or a key."""
     if jnp.issubdtype(rng.dtype, jnp.integer) and not jnp.ndim(rng):
         return jnp.asarray(rng).astype(jnp.uint32)
     return jax.random.bits(rng, (), jnp.uint32)
 
 
 def lower(args: AttentionArguments) -> TiledAttention:
-    """The tiled-attention record of a call."""
+    """Returns the tiled-attention record of a call."""
     return lower_flash(_as_flash(args))
 
 
 def reference(args: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return attention_weights.reference(lower(args))[0]
 
 
 def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
-    """The configuration of `flash_attention` that has the tiles of the output, in both passes.
+    """Returns the configuration of `flash_attention` that has the tiles of the output, in both passes.
 
     Raises:
         ValueError: It has tiles of weights.

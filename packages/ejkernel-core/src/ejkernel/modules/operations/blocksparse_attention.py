@@ -52,7 +52,7 @@ def _refuse(qkv_layouts: Any, sequence_axis: Any) -> None:
 
 
 def _built(builder: Any, query: tuple[int, ...], key: tuple[int, ...]) -> Mask | None:
-    """The pattern that a `mask_builder` describes."""
+    """Returns the pattern that a `mask_builder` describes."""
     if builder is None or isinstance(builder, Mask) or len(query) != 4 or len(key) != 4:
         return builder
     if not callable(builder):
@@ -103,7 +103,8 @@ def blocksparse_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b h t v"] | WithLse:
-    """Softmax attention over a pattern that is known when the call is traced; tiles without a pair cost nothing.
+    """Returns softmax attention over a pattern that is known when the call is traced; tiles without a pair cost
+    nothing.
 
     Shape letters: B batch, H query heads, Hk KV heads, T queries, S keys, D head size, V value size: heads come before
     tokens. Query head h reads KV head `h // (H // Hk)`. The formula, term by term, is in
@@ -119,7 +120,7 @@ def blocksparse_attention(
         query: [B, H, T, D] float16, bfloat16, float32 or float64.
         key: [B, Hk, S, D], dtype of query; H is a multiple of Hk.
         value: [B, Hk, S, V], dtype of query.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
         mask_info: Mask, segments and positions.
@@ -142,7 +143,7 @@ def blocksparse_attention(
 
     Returns:
         [B, H, T, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
-        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [B, H, T] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
@@ -215,7 +216,9 @@ def validate(args: BlockSparseAttentionArguments) -> None:
 
 
 def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
-    """The same call of `flash_attention`, without what that has no words for: pattern, chunks and `attention_mask`."""
+    """Returns the same call of `flash_attention`, without what that has no words for: pattern, chunks and
+    `attention_mask`.
+    """
     return FlashAttentionArguments(
         query=args.query.swapaxes(1, 2),
         key=args.key.swapaxes(1, 2),
@@ -235,7 +238,7 @@ def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
 
 
 def lower(args: BlockSparseAttentionArguments) -> TiledAttention:
-    """The tiled-attention record of a call."""
+    """Returns the tiled-attention record of a call."""
     record = lower_flash(_as_flash(args))
     pattern = cast("Mask | None", args.mask_builder)  # the record called the builder when it was made
     changes: dict[str, Any] = _pattern(record, pattern)
@@ -248,7 +251,7 @@ def lower(args: BlockSparseAttentionArguments) -> TiledAttention:
 
 
 def _pattern(record: TiledAttention, pattern: Mask | None) -> dict[str, Any]:
-    """The fields of a record that say a pattern: causal and window where it is a band around the diagonal.
+    """Returns the fields of a record that say a pattern: causal and window where it is a band around the diagonal.
 
     A band goes by indices, as the window does where the record has no positions.
     """
@@ -267,7 +270,9 @@ def _pattern(record: TiledAttention, pattern: Mask | None) -> dict[str, Any]:
 
 
 def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: int) -> tuple[jax.Array, jax.Array]:
-    """Segment ids under which tokens attend if they are of one chunk and, where there are segments, of one of these."""
+    """Returns segment ids under which tokens attend if they are of one chunk and, where there are segments, of one of
+    these.
+    """
     mask, batch = args.mask_info or MaskInfo(), args.query.shape[0]
     placed = dataclasses.replace(record, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
     q, k = (
@@ -279,13 +284,13 @@ def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: i
 
 
 def finish(args: BlockSparseAttentionArguments, value: Any) -> Any:
-    """What the public function returns: the output with heads before tokens."""
+    """Returns what the public function returns: the output with heads before tokens."""
     output, lse = lse_of(args, value)
     return beside_lse(args, output.swapaxes(1, 2), lse)
 
 
 def reference(args: BlockSparseAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     output, residuals = tiled_attention.reference(lower(args))
     return finish(args, beside_lse(args, output, residuals.lse))
 

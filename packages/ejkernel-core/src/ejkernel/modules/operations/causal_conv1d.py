@@ -36,7 +36,7 @@ def causal_conv1d(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t i"] | tuple[Float[Array, "b t i"], Float[Array, "n i w-1"]]:
-    """The short depthwise convolution of Mamba and of gated linear recurrences, along time (arXiv:2312.00752).
+    """Returns the short depthwise convolution of Mamba and of gated linear recurrences, along time (arXiv:2312.00752).
 
     Shape letters: B rows, T tokens, I channels, W weights a channel, N packed sequences. The last weight of a channel
     meets the token itself, the first the token W - 1 before it. The formula is in
@@ -55,9 +55,9 @@ def causal_conv1d(
             zeros. Differentiable. Read in x's dtype.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1),
             and sees no others. May be traced; values that are not are checked, for which an eager call waits. Sequences
-            may be empty; tokens of none have output 0.
+            may be empty; padding tokens have output 0.
         activation: None, or `"silu"`.
-        return_state: Also return the states behind the last tokens.
+        return_state: Also return the states after the last tokens.
 
     Returns:
         [B, T, I] in x's dtype; with `return_state` also the states, [B, I, W - 1] or [N, I, W - 1], in x's dtype,
@@ -112,7 +112,7 @@ def validate(args: CausalConv1dArguments) -> None:
 
 
 def lower(args: CausalConv1dArguments) -> CausalConvolution:
-    """The convolution record of a call."""
+    """Returns the convolution record of a call."""
     packed = args.cu_seqlens is not None
     return CausalConvolution(
         x=args.x,
@@ -126,18 +126,18 @@ def lower(args: CausalConv1dArguments) -> CausalConvolution:
 
 
 def finish(args: CausalConv1dArguments, output: tuple[jax.Array, jax.Array]) -> Any:
-    """What the public function returns."""
+    """Returns what the public function returns."""
     return output if args.return_state else output[0]
 
 
 def axes_of(args: CausalConv1dArguments) -> dict[str, Any]:
-    """The axis letters of the states of packed sequences, and of what comes back."""
+    """Returns the axis letters of the states of packed sequences, and of what comes back."""
     special = {} if args.cu_seqlens is None else {"initial_state": "r i s"}
     return {**special, "output": ("b t i", "b i s") if args.return_state else "b t i"}
 
 
 def reference(args: CausalConv1dArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, causal_convolution.reference(lower(args))[0])
 
 

@@ -78,24 +78,24 @@ def chunked_prefill_paged_decode(
         key_cache: [P, S, Hk, D] floating.
         value_cache: [P, S, Hk, Dv], dtype of key_cache.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
-        block_tables: [N, pages a sequence] int. Entries past a sequence's length are neither looked at nor written
+        block_tables: [N, pages per sequence] int. Entries past a sequence's length are neither looked at nor written
             through; within it, an entry that is no page of the cache is a page without keys, which drops what is
             written to it.
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no rows.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its new ones.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         causal: Key position at most query position.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied to the score with its alibi term.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
-        num_par_softmax_segments: Independent partial softmaxes a sequence (tuning); likewise.
+        num_par_softmax_segments: Independent partial softmaxes per sequence (tuning); as above.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, Dv] in queries' dtype, where rows that belong to no sequence are 0; the key cache and the value cache.
-        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
     Raises:
@@ -165,7 +165,7 @@ def conditions(args: ChunkedPrefillPagedDecodeArguments) -> Iterable[Condition]:
 
 
 def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     return PagedAttention(
         query=args.queries,
         key_pages=args.key_cache,
@@ -187,20 +187,20 @@ def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
 
 
 def finish(args: ChunkedPrefillPagedDecodeArguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns: the output and the caches."""
+    """Returns what the public function returns: the output and the caches."""
     return beside_lse(args, output[0], output[1], output[2], output[3])
 
 
 def configure(
     args: ChunkedPrefillPagedDecodeArguments, cfg: ChunkedPrefillPagedDecodeConfig | None
 ) -> ChunkedPrefillPagedDecodeConfig | None:
-    """The call's own configuration, tuning arguments included."""
+    """Returns the call's own configuration, tuning arguments included."""
     wanted = {"num_par_softmax_segments": args.num_par_softmax_segments}
     return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
 def reference(args: ChunkedPrefillPagedDecodeArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

@@ -69,12 +69,12 @@ def decode_attention(
             are not looked at; within it, an entry that is no page of the buffers is a page without keys.
         seq_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
-        num_kv_splits: Independent partial softmaxes a sequence, in kernels that split (tuning); short for the field of
-            `cfg`.
+        num_kv_splits: Independent partial softmaxes per sequence, in kernels that split (tuning); short for the field
+            of `cfg`.
         page_size: Token rows of a page.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
 
     Returns:
         [N, H, Dv] in query's dtype, and [N, H] float32 (float64 for float64) log of the softmax denominator, sink
@@ -142,7 +142,7 @@ def conditions(args: DecodeAttentionArguments) -> Iterable[Condition]:
 
 
 def lower(args: DecodeAttentionArguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     key, value = (
         x.reshape(x.shape[0] // args.page_size, args.page_size, *x.shape[1:])
         for x in (args.key_buffer, args.value_buffer)
@@ -164,12 +164,12 @@ def lower(args: DecodeAttentionArguments) -> PagedAttention:
 
 
 def configure(args: DecodeAttentionArguments, cfg: DecodeAttentionConfig | None) -> DecodeAttentionConfig | None:
-    """The call's own configuration, tuning arguments included."""
+    """Returns the call's own configuration, tuning arguments included."""
     return tuned(DecodeAttentionConfig, cfg, num_kv_splits=args.num_kv_splits)
 
 
 def reference(args: DecodeAttentionArguments) -> tuple[jax.Array, ...]:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return paged_attention.reference(lower(args))[0]
 
 

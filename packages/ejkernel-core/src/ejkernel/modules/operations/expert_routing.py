@@ -44,7 +44,7 @@ def expert_routing(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Int32[Array, "t k"], Int32[Array, "t k"], Int32[Array, " r"], Int32[Array, " e"]] | tuple[Any, ...]:
-    """The experts with the largest logits of every token, and the rows sorted by expert.
+    """Returns the experts with the largest logits of every token, and the rows sorted by expert.
 
     Shape letters: T tokens, E experts, K experts a token, R = T * K rows of the experts' matrices, one for each pair of
     a token and one of its experts. The order is stable and the same in every run. Results are integers, and have no
@@ -158,22 +158,24 @@ def _check_groups(args: ExpertRoutingArguments, experts: int) -> None:
 
 
 def lower(args: ExpertRoutingArguments) -> family.ExpertRouting:
-    """The record of a call: integers have no gradient, so a layer around the call is differentiated without it."""
+    """Returns the record of a call: integers have no gradient, so a layer around the call is
+    differentiated without it.
+    """
     return family.ExpertRouting(logits=jax.lax.stop_gradient(expert_scores.choice(args)), top_k=args.top_k)
 
 
 def finish(args: ExpertRoutingArguments, output: Any) -> Any:
-    """The public results: with the weights of the chosen experts if the call has scores."""
+    """Returns the public results: with the weights of the chosen experts if the call has scores."""
     return output if args.scores is None else (*output, expert_scores.weights(args, output[0]))
 
 
 def reference(args: ExpertRoutingArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, family.reference(lower(args))[0])
 
 
 def _axes_of(args: ExpertRoutingArguments) -> dict[str, Any]:
-    """The axis letters of the results, where the weights are among them."""
+    """Returns the axis letters of the results, where the weights are among them."""
     return {} if args.scores is None else {"output": ("t k", "t k", "r", "e", "t k")}
 
 

@@ -74,7 +74,7 @@ def flash_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | WithLse:
-    """Softmax attention, computed tile by tile (Dao et al. 2022, arXiv:2205.14135).
+    """Returns softmax attention, computed tile by tile (Dao et al. 2022, arXiv:2205.14135).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
@@ -89,8 +89,8 @@ def flash_attention(
         cum_seqlens_q: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each
             other and whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding.
             May be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
-        cum_seqlens_k: Likewise for keys; None means those of the queries.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        cum_seqlens_k: The same for keys; None means those of the queries.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         block_tables: [B, max_blocks] int: key and value are pages [P, S, Hk, D] of a cache, of which row b reads those
             listed, as many tokens as `cum_seqlens_k` gives it, or all. The call is one of `unified_attention`: a query
@@ -117,7 +117,7 @@ def flash_attention(
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
-        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [B, H, T] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
@@ -166,7 +166,7 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
 
 
 def flash_call(**fields: Any) -> FlashAttentionArguments:
-    """A call of `flash_attention`, by which other operations say what they have in common with it."""
+    """Returns a call of `flash_attention`, by which other operations say what they have in common with it."""
     return FlashAttentionArguments(**fields)
 
 
@@ -258,7 +258,7 @@ def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:
 
 
 def lower(args: FlashAttentionArguments) -> TiledAttention:
-    """The tiled-attention record of a call."""
+    """Returns the tiled-attention record of a call."""
     slopes = args.alibi_slopes
     q_ids, k_ids, q_positions, k_positions = _tokens(args)
     dropout = args.dropout_prob > 0
@@ -288,7 +288,7 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
 
 
 def _mask(args: FlashAttentionArguments) -> jax.Array | None:
-    """What `mask_info` and `attention_mask` both allow, [B|1, H|1, T|1, S|1]."""
+    """Returns what `mask_info` and `attention_mask` both allow, [B|1, H|1, T|1, S|1]."""
     explicit = None if args.mask_info is None else args.mask_info.explicit_mask
     if args.attention_mask is None:
         return explicit
@@ -298,7 +298,7 @@ def _mask(args: FlashAttentionArguments) -> jax.Array | None:
 
 
 def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
-    """Segment ids of queries and keys, and their positions where indices would not do."""
+    """Returns segment ids of queries and keys, and their positions where indices would not do."""
     mask, (batch, queries), keys = args.mask_info or MaskInfo(), args.query.shape[:2], args.key.shape[1]
     ids = [mask.explicit_q_segment_ids, mask.explicit_kv_segment_ids]
     if ids[0] is not None and ids[1] is not None:
@@ -321,7 +321,7 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
 
 
 def reference(args: FlashAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     output, residuals = tiled_attention.reference(lower(args))
     return beside_lse(args, output, residuals.lse)
 

@@ -104,7 +104,7 @@ def flash_mla(
         causal: Key position at most query position.
         attention_mask: [B|1, H|1, T|1, T|1] bool or int, True (or nonzero) attends. Applies together with the bias.
         bias: [B|1, H|1, T|1, T|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         deterministic: True drops nothing, whatever `dropout_prob` is.
@@ -119,7 +119,7 @@ def flash_mla(
 
     Returns:
         [B, T, H, Dv] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
-        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [B, H, T] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
@@ -208,7 +208,7 @@ def _check_rng(args: FlashMLAArguments) -> None:
 
 
 def lower(args: FlashMLAArguments) -> TiledAttention:
-    """The tiled-attention record of a call: keys and values of the KV heads, made out of the latent vectors."""
+    """Returns the tiled-attention record of a call: keys and values of the KV heads, made out of the latent vectors."""
     query, key = args.query, expand(args.key_value, args.w_kc)
     if args.b_k is not None:
         key = jnp.concatenate([key, _for_heads(args.b_k, key.shape[2])], axis=-1)
@@ -236,12 +236,12 @@ def lower(args: FlashMLAArguments) -> TiledAttention:
 
 
 def _for_heads(x: jax.Array, heads: int) -> jax.Array:
-    """[B, T, n] -> [B, T, heads, n]."""
+    """Returns [B, T, n] -> [B, T, heads, n]."""
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], heads, x.shape[2]))
 
 
 def reference(args: FlashMLAArguments) -> Any:
-    """The operation's meaning in plain jnp; keys and values are not rounded to the arguments' dtype."""
+    """Returns the operation's meaning in plain jnp; keys and values are not rounded to the arguments' dtype."""
     with jax.default_matmul_precision("highest"):
         output, residuals = tiled_attention.reference(lower(widened(args)))
     return beside_lse(args, output.astype(args.query.dtype), residuals.lse)

@@ -43,7 +43,7 @@ def gated_delta_rule(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
-    """The gated delta rule, computed chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
+    """Returns the gated delta rule, computed chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
 
     Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it
     holds for its key, `S += key (beta (value - S^T key))^T`, then reads `softmax_scale * S^T query`. Query head h reads
@@ -65,7 +65,7 @@ def gated_delta_rule(
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own,
             [N, H, K, V]. May be traced; values that are not are checked, for which an eager call waits. Sequences may
-            be empty; tokens of none have output 0. Not with seg_ids.
+            be empty; padding tokens have output 0. Not with seg_ids.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
@@ -129,12 +129,12 @@ def validate(args: GatedDeltaRuleArguments) -> None:
 
 
 def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
-    """The family's record of a call."""
+    """Returns the family's record of a call."""
     return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
 
 
 def reference(args: GatedDeltaRuleArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
 
 

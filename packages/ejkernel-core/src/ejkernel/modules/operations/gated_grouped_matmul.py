@@ -77,10 +77,10 @@ def gated_grouped_matmul(
         beta: Added to the factor.
         limit: Largest value of the gate, and largest magnitude of the factor before beta, > 0.
         precision: `jax.lax.Precision`, or its name, of the product; as `grouped_matmul` takes it.
-        left_over: Rows of no group: `"zero"`, or `"undefined"` where nothing reads them, likewise.
+        left_over: Unassigned rows: `"zero"`, or `"undefined"` where nothing reads them, as above.
 
     Returns:
-        [M, F] in lhs's dtype; 0 for rows of no group, or what `left_over` says, and for those of no token.
+        [M, F] in lhs's dtype; 0 for unassigned rows, or what `left_over` says, and for those of no token.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -159,7 +159,7 @@ def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
 
 
 def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
-    """The record of a call."""
+    """Returns the record of a call."""
     return family.GatedGroupedMatmul(
         lhs=args.lhs,
         rhs=args.rhs,
@@ -179,12 +179,12 @@ def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
 
 
 def _axes_of(args: GatedGroupedMatmulArguments) -> dict[str, str]:
-    """The axis letters of matrices with their columns first."""
+    """Returns the axis letters of matrices with their columns first."""
     return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 
 def reference(args: GatedGroupedMatmulArguments) -> jax.Array:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return family.reference(lower(args))[0]
 
 

@@ -59,7 +59,7 @@ def gated_linear_attention(
             is zeros. Differentiable.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
             arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
-            which an eager call waits. Sequences may be empty; tokens of none have output 0.
+            which an eager call waits. Sequences may be empty; padding tokens have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
@@ -114,12 +114,12 @@ def validate(args: GLAttentionArguments) -> None:
 
 
 def lower(args: GLAttentionArguments) -> LinearRecurrence:
-    """The family's record of a call."""
+    """Returns the family's record of a call."""
     return plain_recurrence.lower(_recurrent(args))
 
 
 def reference(args: GLAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return plain_recurrence.finish(args, linear_recurrence.reference(lower(args))[0])
 
 

@@ -34,7 +34,7 @@ def gather_reduce(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "t d"]:
-    """The weighted sum of the rows that every token names: `sum(weights[t, n] * rows[indices[t, n]])` over n.
+    """Returns the weighted sum of the rows that every token names: `sum(weights[t, n] * rows[indices[t, n]])` over n.
 
     Shape letters: M rows, D channels, T tokens, K indices a token, N pairs a row. Sums are taken in float32, in the
     order of n. The gradient of `rows` is gathered through `inverse`: nothing is added to memory out of order, so two
@@ -135,7 +135,7 @@ def conditions(args: GatherReduceArguments) -> Iterable[Condition]:
 
 
 def lower(args: GatherReduceArguments) -> family.GatherReduce:
-    """The record of a call."""
+    """Returns the record of a call."""
     return family.GatherReduce(
         rows=args.rows,
         indices=args.indices.astype(jnp.int32),
@@ -145,7 +145,7 @@ def lower(args: GatherReduceArguments) -> family.GatherReduce:
 
 
 def reference(args: GatherReduceArguments) -> jax.Array:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return family.reference(lower(args))[0]
 
 

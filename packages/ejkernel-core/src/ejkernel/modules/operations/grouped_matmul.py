@@ -71,7 +71,7 @@ def grouped_matmul(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "m n"]:
-    """Every group of rows times the matrix of its group (Gale et al. 2022, arXiv:2211.15841).
+    """Returns every group of rows times the matrix of its group (Gale et al. 2022, arXiv:2211.15841).
 
     Group g owns the `group_sizes[g]` rows after those of the groups before it. The formula is in
     `ejkernel.families.grouped_matmul`. Memory, forward and backward, is that of the arguments and one matrix.
@@ -91,10 +91,10 @@ def grouped_matmul(
         existing_out: [M, N] floating, added to the product; left-over rows are these values alone.
         preferred_element_type: Floating dtype of the output. None means float32, float64 for float64 lhs; lhs's
             dtype where rhs has another. Sums are never taken in less, but for what `precision` says of 8 bits.
-        rhs_scale: [E, blocks, 1, N] floating, factors on the matrices: one a column and block of `K / blocks`
+        rhs_scale: [E, blocks, 1, N] floating, factors on the matrices: one per column and block of `K / blocks`
             contracted elements. With `rhs_mode`, [E, K, N / Q] or [E, N, K / Q] as `quantize` makes them.
         rhs_bias: [E, 1, N] floating, added to the rows of each group.
-        lhs_scale: [M, blocks] floating, factors on the rows: one a row and block of `K / blocks` contracted elements.
+        lhs_scale: [M, blocks] floating, factors on the rows: one per row and block of `K / blocks` contracted elements.
             With it lhs may have 8 bits; where rhs has too, kernels multiply them as they are. A gradient of an array
             of 8 bits is rounded to its dtype.
         rhs_zeros: Of rhs_scale's shape and dtype, with `rhs_mode="affine"` alone. With nvfp4 and nvfp8 the third array
@@ -105,7 +105,7 @@ def grouped_matmul(
             with `transpose_rhs`, or int32 of the same bits. All of them are dequantised to lhs's dtype before they are
             multiplied, which takes the memory of rhs in that dtype.
         rhs_bits: Of a code, with `rhs_mode`; None for what `quantize` takes.
-        rhs_group_size: Q, likewise.
+        rhs_group_size: Q, as above.
         precision: `jax.lax.Precision`, or its name, of the matrix products; means what it means to JAX on the device.
             None takes all digits of float32 and wider inputs, unless `jax.default_matmul_precision` says otherwise.
             With `DEFAULT`, products of 8 bits may be summed in the fewer digits that Hopper's matrix unit keeps, about
@@ -113,7 +113,7 @@ def grouped_matmul(
         left_over: Left-over rows of the output: `"zero"`, or `"undefined"`, any numbers and NaN, where nothing reads
             them. Kernels on GPUs then do not write them. Not with `existing_out`.
         use_v2: Either value; dispatch chooses the kernel.
-        use_v3: Either value, likewise.
+        use_v3: Either value, as above.
         do_padding: Either value; no kernel needs rows in multiples of its tiles.
         interpret: Only False; `EJKERNEL_TPU_INTERPRET` interprets the TPU kernels.
         out_shard_callback: Only None; shard the result, or give `mesh`.
@@ -165,7 +165,7 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
 
 
 def _format(args: GroupedMatmulArguments) -> Format | None:
-    """The format of packed matrices; None for others, which have none of its arguments."""
+    """Returns the format of packed matrices; None for others, which have none of its arguments."""
     if args.rhs_mode is not None:
         return make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
     for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
@@ -222,19 +222,19 @@ def _check_packed(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
 
 
 def _packed_form(args: GroupedMatmulArguments) -> Format:
-    """The format of packed matrices; groups of whole rows have the rows' size."""
+    """Returns the format of packed matrices; groups of whole rows have the rows' size."""
     form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
     return whole_rows(form, args.rhs.shape[-1] * WORD // form.bits)
 
 
 def _plain(args: GroupedMatmulArguments, rhs: Any) -> GroupedMatmulArguments:
-    """The arguments with matrices that are not packed."""
+    """Returns the arguments with matrices that are not packed."""
     packed = ("rhs_scale", "rhs_zeros", "rhs_tensor_scale", "rhs_mode", "rhs_bits", "rhs_group_size")
     return dataclasses.replace(args, rhs=rhs, **dict.fromkeys(packed))
 
 
 def _dequantised(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
-    """The arguments with packed matrices in lhs's dtype."""
+    """Returns the arguments with packed matrices in lhs's dtype."""
     form = _packed_form(args)
     scales = as_stored(cast(jax.Array, args.rhs_scale))
     values = decode(as_words(args.rhs), scales, args.rhs_zeros, form, args.rhs_tensor_scale)
@@ -242,7 +242,7 @@ def _dequantised(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
 
 
 def _is_factor(dtype: Any) -> bool:
-    """Whether matrices of a dtype can be multiplied as they are."""
+    """Returns whether matrices of a dtype can be multiplied as they are."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
@@ -266,7 +266,7 @@ def conditions(args: GroupedMatmulArguments) -> Iterable[Condition]:
 
 
 def lower(args: GroupedMatmulArguments) -> Record:
-    """The grouped-matmul record of a call."""
+    """Returns the grouped-matmul record of a call."""
     if args.rhs_mode is not None:
         args = _dequantised(args)
     offset, wanted = args.group_offset, args.preferred_element_type
@@ -293,7 +293,7 @@ def lower(args: GroupedMatmulArguments) -> Record:
 
 
 def axes_of(args: GroupedMatmulArguments) -> dict[str, str]:
-    """The axis letters of rhs where its columns come first, and of packed matrices."""
+    """Returns the axis letters of rhs where its columns come first, and of packed matrices."""
     if args.rhs_mode is not None:
         row = "n" if args.transpose_rhs else "k"
         return {"rhs": f"e {row} w", "rhs_scale": f"e {row} q", "rhs_zeros": f"e {row} q", "rhs_tensor_scale": "e"}
@@ -301,7 +301,7 @@ def axes_of(args: GroupedMatmulArguments) -> dict[str, str]:
 
 
 def reference(args: GroupedMatmulArguments) -> jax.Array:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return family.reference(lower(args))[0]
 
 

@@ -44,7 +44,7 @@ def kernel_delta_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
-    """The delta rule with gates, computed chunk by chunk (Kimi Team 2025, arXiv:2510.26692; Yang et al. 2024,
+    """Returns the delta rule with gates, computed chunk by chunk (Kimi Team 2025, arXiv:2510.26692; Yang et al. 2024,
     arXiv:2412.06464).
 
     Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it
@@ -67,9 +67,9 @@ def kernel_delta_attention(
             leaves the state alone and has output 0.
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own,
             [N, H, K, V]. May be traced; values that are not are checked, for which an eager call waits. Sequences may
-            be empty; tokens of none have output 0. Not with seg_ids.
+            be empty; padding tokens have output 0. Not with seg_ids.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
-        chunk_size: Tokens a chunk, in place of the configuration's; changes speed, not results.
+        chunk_size: Tokens per chunk, in place of the configuration's; changes speed, not results.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
         return_state: Also return the states after the last token.
@@ -119,7 +119,7 @@ def kda_decay(
     dt_bias: Float[Array, " h"] | Float[Array, "h k"] | Float[Array, " h*k"],
     lower_bound: float | None = None,
 ) -> Float[Array, "*tokens h"] | Float[Array, "*tokens h k"]:
-    """Log decay from a gate, `-exp(A_log) * softplus(gate + dt_bias)`, in at least float32.
+    """Returns log decay from a gate, `-exp(A_log) * softplus(gate + dt_bias)`, in at least float32.
 
     With `lower_bound` it is `lower_bound * sigmoid(exp(A_log) * (gate + dt_bias))`, the bounded gate of Ling (Bailing)
     and GLM-5, which they call a safe gate.
@@ -154,7 +154,7 @@ def kda_decay(
 
 
 def _channels(gate: Any, A_log: Any, dt_bias: Any) -> bool:
-    """Whether a gate has an entry for each key channel; refuses shapes that fit neither kind."""
+    """Returns whether a gate has an entry for each key channel; refuses shapes that fit neither kind."""
     heads, biases = A_log.size, dt_bias.size
     if A_log.shape not in ((heads,), (1, 1, heads, 1)):
         raise ValueError(f"A_log: got shape {tuple(A_log.shape)}, wants [H], or [1, 1, H, 1] as checkpoints store it")
@@ -178,12 +178,12 @@ def validate(args: KernelDeltaAttentionArguments) -> None:
 
 
 def lower(args: KernelDeltaAttentionArguments) -> LinearRecurrence:
-    """The family's record of a call."""
+    """Returns the family's record of a call."""
     return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
 
 
 def reference(args: KernelDeltaAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
 
 

@@ -60,7 +60,7 @@ def lightning_attention(
             is zeros. Differentiable.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
             arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
-            which an eager call waits. Sequences may be empty; tokens of none have output 0.
+            which an eager call waits. Sequences may be empty; padding tokens have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
@@ -113,12 +113,12 @@ class LightningAttentionArguments(ArgumentRecord, of=lightning_attention):
 
 
 def default_decay(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Log decay of each head, [H]."""
+    """Returns log decay of each head, [H]."""
     return -(8 / max(heads, 1)) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
 
 
 def _recurrent(args: LightningAttentionArguments) -> Any:
-    """The same call with its decay spelt out; without decay where every slope is 0."""
+    """Returns the same call with its decay spelt out; without decay where every slope is 0."""
     if args.slopes is not None:
         return as_recurrent(args, g_gamma=-args.slopes)
     if rank(args.query) < 3 or args.layer_idx is None or args.num_layers in (None, args.layer_idx):
@@ -136,12 +136,12 @@ def validate(args: LightningAttentionArguments) -> None:
 
 
 def lower(args: LightningAttentionArguments) -> LinearRecurrence:
-    """The family's record of a call."""
+    """Returns the family's record of a call."""
     return plain_recurrence.lower(_recurrent(args))
 
 
 def reference(args: LightningAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return plain_recurrence.finish(args, linear_recurrence.reference(lower(args))[0])
 
 

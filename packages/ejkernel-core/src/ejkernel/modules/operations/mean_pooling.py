@@ -29,7 +29,7 @@ from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 
 CHUNK_SIZE = 32
-"""Tokens a chunk of values with heads, where the call does not say."""
+"""Tokens per chunk of values with heads, where the call does not say."""
 
 AXES = {2: "T C", 3: "B T C", 4: "B T H D"}
 
@@ -46,7 +46,7 @@ def mean_pooling(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "p d"] | Float[Array, "b p d"] | Float[Array, "b p h d"]:
-    """The mean over every sequence, or over every chunk of `chunk_size` tokens of it.
+    """Returns the mean over every sequence, or over every chunk of `chunk_size` tokens of it.
 
     Shape letters: B rows, T tokens, C or H x D channels, N sequences, M chunks. The last chunk of a sequence is the
     mean of the tokens it has. Pools without tokens are 0. The formula is in `ejkernel.families.segment_pooling`.
@@ -58,13 +58,13 @@ def mean_pooling(
         cu_seqlens: Cumulative lengths, int. With one row (or none), [N + 1] for N packed sequences; with B > 1,
             [B + 1], row b holding one sequence followed by padding. May be traced; values that are not are checked,
             for which an eager call waits. Sequences may be empty.
-        chunk_size: Tokens a chunk. None pools whole sequences, and chunks of 32 where x has heads.
+        chunk_size: Tokens per chunk. None pools whole sequences, and chunks of 32 where x has heads.
 
     Returns:
         In x's dtype. Whole sequences: [B, C], or [N, C] of packed ones. Chunks: [B, M, C] or [B, M, H, D] with
         `M = ceil(T / chunk_size)`. Chunks of packed sequences: the same with one row, or [M, C] of [T, C]; each
         sequence is cut from its own first token on, `ceil(length / chunk_size)` chunks of each follow one another, and
-        M is the most that there can be, `min(T, (T + N * (chunk_size - 1)) // chunk_size)`: those behind the last
+        M is the most that there can be, `min(T, (T + N * (chunk_size - 1)) // chunk_size)`: those after the last
         are 0.
 
     Raises:
@@ -124,7 +124,7 @@ def conditions(args: MeanPoolingArguments) -> Iterable[Condition]:
 
 
 def lower(args: MeanPoolingArguments) -> SegmentPooling:
-    """The pooling record of a call."""
+    """Returns the pooling record of a call."""
     values, size = _with_heads(args.x), _chunk_size(args)
     rows, tokens = values.shape[:2]
     whole = SegmentPooling(values=values, chunk_size=tokens if size is None else min(size, tokens))
@@ -143,7 +143,7 @@ def lower(args: MeanPoolingArguments) -> SegmentPooling:
 
 
 def finish(args: MeanPoolingArguments, output: jax.Array) -> jax.Array:
-    """What the public function returns, from pools [B, M, H, D]."""
+    """Returns what the public function returns, from pools [B, M, H, D]."""
     if args.x.ndim == 4:
         return output
     output = output[:, :, 0]
@@ -153,7 +153,7 @@ def finish(args: MeanPoolingArguments, output: jax.Array) -> jax.Array:
 
 
 def axes_of(args: MeanPoolingArguments) -> dict[str, str]:
-    """The axis letters of x and of what comes back."""
+    """Returns the axis letters of x and of what comes back."""
     if getattr(args.x, "ndim", None) not in (2, 3):
         return {}
     whole = _chunk_size(args) is None
@@ -163,12 +163,12 @@ def axes_of(args: MeanPoolingArguments) -> dict[str, str]:
 
 
 def _with_heads(x: jax.Array) -> jax.Array:
-    """[B, T, H, D] with a row and a head where x has none."""
+    """Returns [B, T, H, D] with a row and a head where x has none."""
     return x if x.ndim == 4 else x[None, :, None] if x.ndim == 2 else x[:, :, None]
 
 
 def _chunk_size(args: MeanPoolingArguments) -> int | None:
-    """Tokens a chunk; None for whole sequences."""
+    """Returns tokens per chunk; None for whole sequences."""
     return CHUNK_SIZE if args.chunk_size is None and args.x.ndim == 4 else args.chunk_size
 
 
@@ -177,7 +177,7 @@ def _packed(args: MeanPoolingArguments) -> bool:
 
 
 def reference(args: MeanPoolingArguments) -> jax.Array:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, segment_pooling.reference(lower(args))[0])
 
 

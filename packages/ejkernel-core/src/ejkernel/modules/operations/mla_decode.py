@@ -54,7 +54,7 @@ def mla_decode(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b h v"] | WithLse:
-    """One query a row against a cache of latent vectors, absorbed (DeepSeek-V2, 2024, arXiv:2405.04434).
+    """Returns one query a row against a cache of latent vectors, absorbed (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     The last row of a causal `flash_mla` of form (b), up to rounding, without its keys and values: with the query
     `[q_nope | q_rope]` of head h, and KV head g = `h // (H // Hk)`,
@@ -81,7 +81,7 @@ def mla_decode(
         lengths: [B] int, cached tokens of each row, 0 to S, the query's own among them: it sits at `length - 1`. May be
             traced; values that are not are checked, for which an eager call waits.
         softmax_scale: Factor on the scores; None means `(Dn + Dr) ** -0.5`.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`, inclusive, as in `flash_mla`: keys from
@@ -90,7 +90,7 @@ def mla_decode(
 
     Returns:
         [B, H, Dv] in query's dtype. Rows of length 0 are 0.
-        With `return_lse`, lse [B, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [B, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
@@ -156,7 +156,7 @@ def conditions(args: MLADecodeArguments) -> Iterable[Condition]:
 
 
 def lower(args: MLADecodeArguments) -> TiledAttention:
-    """The tiled-attention record of a call: absorbed queries, and the cache as one KV head."""
+    """Returns the tiled-attention record of a call: absorbed queries, and the cache as one KV head."""
     size = args.w_kc.shape[2]
     nope, rope = args.query[..., :size], args.query[..., size:]
     wide = jnp.promote_types(nope.dtype, jnp.float32)
@@ -188,7 +188,7 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
 
 
 def finish(args: MLADecodeArguments, value: Any) -> Any:
-    """What the public function returns, from latent outputs [B, 1, H, R or R + Dr]."""
+    """Returns what the public function returns, from latent outputs [B, 1, H, R or R + Dr]."""
     output, lse = lse_of(args, value)
     batch, _, heads, _ = output.shape
     size, kv_heads, values = args.w_vc.shape
@@ -201,7 +201,9 @@ def finish(args: MLADecodeArguments, value: Any) -> Any:
 
 
 def reference(args: MLADecodeArguments) -> Any:
-    """The operation's meaning in plain jnp; absorbed queries and latent outputs are not rounded to their dtype."""
+    """Returns the operation's meaning in plain jnp; absorbed queries and latent outputs are not rounded
+    to their dtype.
+    """
     wide = widened(args)
     with jax.default_matmul_precision("highest"):
         output, residuals = tiled_attention.reference(lower(wide))

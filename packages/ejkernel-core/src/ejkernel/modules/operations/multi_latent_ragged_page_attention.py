@@ -98,7 +98,7 @@ def multi_latent_ragged_page_attention(
         keys_pe: [T, Dr] new keys with rotary position, dtype of kv_cache.
         kv_cache: [P, S / pack, pack, lanes] floating or int8, as above.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
-        block_tables: [N, K] or flat [N * K] int, K pages a sequence. Entries past a sequence's length are neither
+        block_tables: [N, K] or flat [N * K] int, K pages per sequence. Entries past a sequence's length are neither
             looked at nor written through; within it, an entry that is no page of the cache is a page without keys.
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): k sequences are live; i and j are advice for kernels.
@@ -115,7 +115,7 @@ def multi_latent_ragged_page_attention(
 
     Returns:
         [T, H, R] in the queries' dtype, where rows that belong to no sequence are 0, and the cache.
-        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
     Raises:
@@ -208,7 +208,7 @@ def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condit
 
 
 def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     pages, *_, lanes = args.kv_cache.shape
     slots, sequences = args.kv_cache.shape[1] * args.kv_cache.shape[2], args.kv_lens.shape[0]
     query = jnp.concatenate((args.queries_nope, args.queries_pe), axis=-1)
@@ -233,12 +233,12 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
 
 
 def finish(args: MultiLatentRaggedPageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns: the output, and the cache in its own shape."""
+    """Returns what the public function returns: the output, and the cache in its own shape."""
     return beside_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
 
 
 def reference(args: MultiLatentRaggedPageAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

@@ -77,7 +77,7 @@ def multi_latent_ragged_page_attention_v2(
 
     Returns:
         [T, H, R] in the queries' dtype, and the cache.
-        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
     Raises:

@@ -83,7 +83,7 @@ def native_sparse_attention(
        over the tokens it has, but unless it is complete no query ever reads it.
     2. *Selected*, always: the tokens of the query's blocks, up to its own. They are `block_indices`, or else the
        `block_counts` blocks with the largest weight in the compressed branch, summed over the query heads of a KV head;
-       the query's own block is always taken, blocks behind it never, of two that weigh the same the later. Where there
+       the query's own block is always taken, blocks after it never, of two that weigh the same the later. Where there
        are too few, the slots stay empty. What is selected has no gradient, as in the paper.
     3. *Window*, with g_swa: the newest `window_size` tokens, the query's own among them.
 
@@ -107,7 +107,7 @@ def native_sparse_attention(
             whose blocks start over; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced;
             values that are not are checked, for which an eager call waits. Sequences may be empty.
         g_swa: [B, T, H] floating. None leaves the window out.
-        block_size: Tokens a block, any int >= 1. Changes the answer, and so is no part of `cfg`.
+        block_size: Tokens per block, any int >= 1. Changes the answer, and so is no part of `cfg`.
         window_size: Tokens of the window, any int >= 1.
         softmax_scale: Factor on the scores of all branches; None means `D ** -0.5`.
 
@@ -197,7 +197,7 @@ def _check_blocks(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -
 
 
 def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
-    """The selected-attention record of a call: block means, and the blocks that are listed."""
+    """Returns the selected-attention record of a call: block means, and the blocks that are listed."""
     scale = args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
     blocks = find_blocks(args.query.shape, _block_size(args), args.cu_seqlens)
     means = None if args.g_cmp is None else block_means(blocks, args.key)
@@ -228,21 +228,23 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
 
 
 def _block_size(args: NativeSparseAttentionArguments) -> int:
-    """Tokens a block; one that is longer than the row is cut to a length that no query is at the end of either."""
+    """Returns tokens per block; one that is longer than the row is cut to a length that no query is at
+    the end of either.
+    """
     tokens: Any = args.query.shape[1]
     longest = max(SMALLEST_BLOCK, 1 << tokens.bit_length()) if isinstance(tokens, int) else NO_LIMIT
     return min(args.block_size, longest)
 
 
 def _indices(args: NativeSparseAttentionArguments, blocks: Blocks) -> jax.Array | None:
-    """The caller's blocks; None where they are to be selected."""
+    """Returns the caller's blocks; None where they are to be selected."""
     counts = args.block_counts
     counts = counts.count if isinstance(counts, Slots) else counts
     return None if args.block_indices is None else listed(blocks, args.block_indices, counts)
 
 
 def reference(args: NativeSparseAttentionArguments) -> jax.Array:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     with jax.default_matmul_precision("highest"):
         return selected_attention.reference(lower(args))[0]
 
@@ -250,7 +252,7 @@ def reference(args: NativeSparseAttentionArguments) -> jax.Array:
 def configure(
     args: NativeSparseAttentionArguments, cfg: NativeSparseAttentionConfig | None
 ) -> NativeSparseAttentionConfig | None:
-    """The call's own configuration, if it repeats the call's arguments."""
+    """Returns the call's own configuration, if it repeats the call's arguments."""
     check_repeated(cfg, block_size=args.block_size)
     return cfg
 

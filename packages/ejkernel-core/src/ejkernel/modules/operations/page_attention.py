@@ -82,22 +82,22 @@ def page_attention(
             is no page of the cache is a page without keys.
         attn_scale: Factor on the scores; None means `D ** -0.5`.
         max_context_len: A promise that no sequence is longer; only so much of the tables is then read.
-        num_splits: Independent partial softmaxes a sequence, in kernels that split; 0 for the heuristics. Like the
+        num_splits: Independent partial softmaxes per sequence, in kernels that split; 0 for the heuristics. Like the
             other tuning arguments it is short for the field of `cfg`.
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
         attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
-        pages_per_compute_block: Pages a tile, in kernels that read whole pages (tuning).
+        pages_per_compute_block: Pages per tile, in kernels that read whole pages (tuning).
         megacore_mode: What the two cores of a TPU divide: `"batch"` or `"kv_head"` (tuning).
-        inline_seq_dim: Whether a TPU kernel walks the sequences itself (tuning).
+        inline_seq_dim: Whether a TPU kernel loops over the sequences itself (tuning).
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). None takes the one in which the
             cache's KV heads divide the query's heads, and fails where there are several: it is never guessed.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [N, H, Dv] in query's dtype; [N, 1, H, Dv] for a query of rank 4.
-        With `return_lse`, lse [N, H] (or [N, 1, H]) behind the output: float32 (float64 for float64),
+        With `return_lse`, lse [N, H] (or [N, 1, H]) after the output: float32 (float64 for float64),
         natural logarithm, -inf where a row has nothing to attend and no sink.
 
     Raises:
@@ -164,7 +164,7 @@ def conditions(args: PageAttentionArguments) -> Iterable[Condition]:
 
 
 def lower(args: PageAttentionArguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     query, tables = args.query.reshape(args.query.shape[0], *args.query.shape[-2:]), args.block_tables
     if args.max_context_len is not None:
         tables = tables[:, : -(-args.max_context_len // args.key_cache.shape[args.kv_layout.index("s")])]
@@ -185,13 +185,13 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
 
 
 def finish(args: PageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns: the output, with the query's axes."""
+    """Returns what the public function returns: the output, with the query's axes."""
     found = (x[:, None] if args.query.ndim == 4 else x for x in output[:2])
     return beside_lse(args, *found)
 
 
 def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> PageAttentionConfig | None:
-    """The call's own configuration, tuning arguments included."""
+    """Returns the call's own configuration, tuning arguments included."""
     return tuned(
         PageAttentionConfig,
         cfg,
@@ -203,7 +203,7 @@ def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> 
 
 
 def reference(args: PageAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

@@ -76,14 +76,14 @@ def prefill_page_attention(
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
         attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). None takes the one in which the
             cache's KV heads divide the query's heads, and fails where there are several: it is never guessed.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [C, H, Dv] in query's dtype.
-        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
     Raises:
@@ -138,7 +138,7 @@ def conditions(args: PrefillPageAttentionArguments) -> Iterable[Condition]:
 
 
 def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     chunk, _, size = args.query.shape
     return PagedAttention(
         query=args.query,
@@ -157,12 +157,12 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
 
 
 def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns."""
+    """Returns what the public function returns."""
     return beside_lse(args, output[0], output[1])
 
 
 def reference(args: PrefillPageAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

@@ -140,7 +140,9 @@ class QuantizedMatmulArguments(ArgumentRecord, of=quantized_matmul):
 
 
 def _configure(args: QuantizedMatmulArguments, cfg: Any) -> Any:
-    """The configuration with the arguments that chose a kernel: they only tune, and dispatch chooses it here."""
+    """Returns the configuration with the arguments that chose a kernel: they only tune, and dispatch
+    chooses it here.
+    """
     chosen = {name: getattr(args, name) for name, default in _CHOICES.items() if getattr(args, name) != default}
     return tuned(QuantizedMatmulConfig, cfg, **chosen)
 
@@ -163,13 +165,13 @@ def validate(args: QuantizedMatmulArguments) -> None:
 
 
 def _form(args: QuantizedMatmulArguments) -> Format:
-    """The format of a call's weights; groups of whole rows have the rows' size."""
+    """Returns the format of a call's weights; groups of whole rows have the rows' size."""
     form = make_format(args.mode, args.bits, args.group_size)
     return whole_rows(form, args.w.shape[-1] * WORD // form.bits)
 
 
 def lower(args: QuantizedMatmulArguments) -> Record:
-    """The quantised-matmul record of a call."""
+    """Returns the quantised-matmul record of a call."""
     scales, zeros, form = in_groups(as_stored(args.scales), args.zeros, _form(args))
     return Record(
         x=args.x.reshape(-1, args.x.shape[-1]),
@@ -184,7 +186,7 @@ def lower(args: QuantizedMatmulArguments) -> Record:
 
 
 def axes_of(args: QuantizedMatmulArguments) -> dict[str, str]:
-    """The axis letters of the arrays whose rows are columns of the matrix."""
+    """Returns the axis letters of the arrays whose rows are columns of the matrix."""
     letters = {"w": "n w", "scales": "n q", "zeros": "n q"} if args.transpose else {}
     if args.x.ndim == 2:
         return letters
@@ -194,12 +196,12 @@ def axes_of(args: QuantizedMatmulArguments) -> dict[str, str]:
 
 
 def finish(args: QuantizedMatmulArguments, output: jax.Array) -> jax.Array:
-    """The output [..., N] for x [..., K]."""
+    """Returns the output [..., N] for x [..., K]."""
     return output.reshape(*args.x.shape[:-1], output.shape[-1])
 
 
 def reference(args: QuantizedMatmulArguments) -> jax.Array:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, family.reference(lower(args))[0])
 
 

@@ -64,7 +64,7 @@ def ragged_decode_attention(
         value: [B, S, Hk, Dv], dtype of key.
         sequence_start: [B] int, first key of each row.
         sequence_end: [B] int, one more than the last; an empty range gives 0.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         sliding_window: (left, right): keys from `end - 1 - left` to `end - 1 + right`, inclusive; None on a side leaves
             it open.
@@ -73,7 +73,7 @@ def ragged_decode_attention(
 
     Returns:
         [B, H, Dv] in query's dtype; [B, 1, H, Dv] for a query of rank 4.
-        With `return_lse`, lse [B, H] (or [B, 1, H]) behind the output: float32 (float64 for float64),
+        With `return_lse`, lse [B, H] (or [B, 1, H]) after the output: float32 (float64 for float64),
         natural logarithm, -inf where a row has nothing to attend and no sink.
 
     Raises:
@@ -135,7 +135,7 @@ def conditions(args: RaggedDecodeAttentionArguments) -> Iterable[Condition]:
 
 
 def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     query = args.query.reshape(args.query.shape[0], *args.query.shape[-2:])
     return PagedAttention(
         query=query,
@@ -155,13 +155,13 @@ def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
 
 
 def finish(args: RaggedDecodeAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns: the output, with the query's axes."""
+    """Returns what the public function returns: the output, with the query's axes."""
     found = (x[:, None] if args.query.ndim == 4 else x for x in output[:2])
     return beside_lse(args, *found)
 
 
 def reference(args: RaggedDecodeAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

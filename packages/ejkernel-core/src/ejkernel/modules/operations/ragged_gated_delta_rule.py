@@ -41,7 +41,8 @@ def ragged_gated_delta_rule(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
-    """The gated delta rule of packed requests (Yang et al. 2024, arXiv:2412.06464), each continuing its own state.
+    """Returns the gated delta rule of packed requests (Yang et al. 2024, arXiv:2412.06464), each continuing its own
+    state.
 
     Request n owns tokens `query_start_loc[n] : query_start_loc[n + 1]`. Its state is read from slot `state_indices[n]`
     and stored there afterwards. The formula is that of `gated_delta_rule`, with scale `K ** -0.5`.
@@ -59,7 +60,7 @@ def ragged_gated_delta_rule(
             slots as they are. Tokens of no request have output 0.
         state_indices: [N] int, slots, different for requests with tokens. An index outside the slots (such as -1)
             means none: the request starts from zeros and its state is not kept.
-        chunk_size: Tokens a chunk, in place of the configuration's; changes speed, not results.
+        chunk_size: Tokens per chunk, in place of the configuration's; changes speed, not results.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
 
     Returns:
@@ -114,7 +115,7 @@ def validate(args: RaggedGatedDeltaRuleArguments) -> None:
 
 
 def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
-    """The family's record of a call: one row of packed sequences, with their states in slots."""
+    """Returns the family's record of a call: one row of packed sequences, with their states in slots."""
     row = delta_rule.delta_record(
         args,
         cu_seqlens=args.query_start_loc,
@@ -127,13 +128,13 @@ def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
 
 
 def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The tokens' outputs, and the slots with the states of the requests that had tokens and have a slot."""
+    """Returns the tokens' outputs, and the slots with the states of the requests that had tokens and have a slot."""
     read, slots = output
     return read[0], slots
 
 
 def reference(args: RaggedGatedDeltaRuleArguments) -> tuple[jax.Array, jax.Array]:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, linear_recurrence.reference(lower(args))[0])
 
 

@@ -81,11 +81,11 @@ def ragged_page_attention_v2(
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         kv_pages: [P, S, 2 * Hk, D] floating; row 2j is the key of KV head j, row 2j + 1 its value.
         context_lens: [N] int, tokens of each sequence, its queries included.
-        block_tables: [N, pages a sequence] int. Entries past a sequence's length are not looked at; within it, an entry
+        block_tables: [N, pages per sequence] int. Entries past a sequence's length are ignored; within it, an entry
             that is no page of the cache is a page without keys.
         query_start_loc: [N + 1] int, not decreasing up to `num_seqs`. Sequences may have no queries.
         num_seqs: How many of the N sequences are live; int, or int array of shape () or [1]. Rows of the others are 0.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         compute_dtype: Floating dtype that queries, keys and values are rounded to before the products; None for their
@@ -98,7 +98,7 @@ def ragged_page_attention_v2(
 
     Returns:
         [T, H, D] in queries' dtype; rows that belong to no sequence are 0.
-        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
     Raises:
@@ -190,7 +190,7 @@ def conditions(args: RaggedPageAttentionv2Arguments) -> Iterable[Condition]:
 
 
 def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     pages, slots, rows, size = args.kv_pages.shape
     return PagedAttention(
         query=args.queries,
@@ -211,19 +211,19 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
 
 
 def finish(args: RaggedPageAttentionv2Arguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns."""
+    """Returns what the public function returns."""
     return beside_lse(args, output[0], output[1])
 
 
 def configure(
     args: RaggedPageAttentionv2Arguments, cfg: RaggedPageAttentionv2Config | None
 ) -> RaggedPageAttentionv2Config | None:
-    """The call's own configuration, tuning arguments included."""
+    """Returns the call's own configuration, tuning arguments included."""
     return tuned(RaggedPageAttentionv2Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
 def reference(args: RaggedPageAttentionv2Arguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

@@ -108,7 +108,7 @@ def ragged_page_attention_v3(
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): sequences 0 to i - 1 have one row each, i to j - 1 equally many, up to k - 1
             any number; k sequences are live. The first two are advice for kernels. Rows of other sequences give 0.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`, applied after all scales.
@@ -123,7 +123,7 @@ def ragged_page_attention_v3(
 
     Returns:
         [T, H, D] in queries' dtype, where rows that belong to no sequence are 0, and the cache.
-        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
     Raises:
@@ -139,7 +139,7 @@ def ragged_page_attention_v3(
         tokens = jax.random.normal(jax.random.key(1), (8, 2, 128))
         cache = jnp.zeros((16, 16, 2 * 2, 1, 128))  # float32: pack is 1
         lengths = jnp.array([7, 1])  # a prompt of 7 tokens, and one of 1
-        tables = jnp.array([3, 0, 5, 0])  # 2 pages a sequence, of which one is needed yet
+        tables = jnp.array([3, 0, 5, 0])  # 2 pages per sequence, of which one is needed yet
         step = jax.jit(ragged_page_attention_v3, donate_argnums=3)
         starts, distribution = jnp.array([0, 7, 8]), jnp.array([0, 0, 2])
         output, cache = step(queries, tokens, tokens, cache, lengths, tables, starts, distribution)
@@ -188,7 +188,7 @@ def validate(args: RaggedPageAttentionv3Arguments) -> None:
 
 
 def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
-    """The cache's layout.
+    """Returns the cache's layout.
 
     Raises:
         ValueError: Its shape is that of none, of another than `kv_layout`, or of both without `kv_layout`.
@@ -232,7 +232,7 @@ def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
 
 
 def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     (pages, slots, *rows), (_, kv_heads, size), sequences = args.kv_cache.shape, args.keys.shape, args.kv_lens.shape[0]
     lanes = args.kv_cache.shape[4] if layout(args) == "interleaved" else size
     combined = args.kv_cache.reshape(pages, slots, math.prod(rows) // (2 * lanes), 2, lanes)
@@ -258,19 +258,19 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
 
 
 def finish(args: RaggedPageAttentionv3Arguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns: the output, and the cache in its own shape."""
+    """Returns what the public function returns: the output, and the cache in its own shape."""
     return beside_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
 
 
 def configure(
     args: RaggedPageAttentionv3Arguments, cfg: RaggedPageAttentionv3Config | None
 ) -> RaggedPageAttentionv3Config | None:
-    """The call's own configuration, tuning arguments included."""
+    """Returns the call's own configuration, tuning arguments included."""
     return tuned(RaggedPageAttentionv3Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
 def reference(args: RaggedPageAttentionv3Arguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

@@ -64,7 +64,7 @@ def recurrent_attention(
             is zeros. Differentiable.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
             arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
-            which an eager call waits. Sequences may be empty; tokens of none have output 0.
+            which an eager call waits. Sequences may be empty; padding tokens have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
             outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
@@ -107,7 +107,7 @@ class RecurrentAttentionArguments(ArgumentRecord, of=recurrent_attention):
 
 
 def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
-    """The `recurrent_attention` call that another operation of this kind means.
+    """Returns the `recurrent_attention` call that another operation of this kind means.
 
     Args:
         args: Its record.
@@ -118,7 +118,7 @@ def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
 
 
 def reference(args: RecurrentAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, linear_recurrence.reference(lower(args))[0])
 
 

@@ -63,7 +63,7 @@ def ring_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | WithLse:
-    """Softmax attention over a sequence spread over a mesh axis (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889).
+    """Returns softmax attention over a sequence spread over a mesh axis (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889).
 
     Keys and values travel from device to device while each works on those it has, so that no device ever holds more
     than its part of the sequence, in either pass. The result is that of `flash_attention` on the whole sequence. Where
@@ -73,7 +73,7 @@ def ring_attention(
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.
 
     There are four ways to call it. With `axis_name` and `mesh`, or `axis_name` alone where a mesh is set, arrays are
-    those of the whole call, in `jax.jit` too; `in_specs` and `out_specs` beside them say how batch and heads are split.
+    those of the whole call, in `jax.jit` too; `in_specs` and `out_specs` then say how batch and heads are split.
     Where `axis_name` is bound, in a function under `jax.shard_map` or `jax.pmap`, they are the calling device's part,
     device i having the i-th. With neither, one device has everything.
 
@@ -84,7 +84,7 @@ def ring_attention(
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
         value: [B, S, Hk, V], dtype of query.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
             Where `axis_name` is bound its keys are those of all devices, its queries the device's own or everyone's.
@@ -105,7 +105,7 @@ def ring_attention(
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
-        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [B, H, T] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
@@ -182,7 +182,7 @@ def _check_pairs(name: str, array: Any, args: RingAttentionArguments) -> None:
 
 
 def lower(args: RingAttentionArguments) -> Record:
-    """The ring record of a call."""
+    """Returns the ring record of a call."""
     dense = lower_flash(_dense(args))
     same = ("query", "key", "value", "softmax_scale", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
     same = (*same, "softmax_aux", "causal", "sliding_window", "logits_soft_cap")
@@ -199,7 +199,7 @@ def lower(args: RingAttentionArguments) -> Record:
 
 
 def _dense(args: RingAttentionArguments) -> FlashAttentionArguments:
-    """The call without its (query, key) pairs, of which a device may hold another part than of its tokens."""
+    """Returns the call without its (query, key) pairs, of which a device may hold another part than of its tokens."""
     return FlashAttentionArguments(
         query=args.query,
         key=args.key,
@@ -218,7 +218,7 @@ def _dense(args: RingAttentionArguments) -> FlashAttentionArguments:
 
 
 def _local_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax.Array | None:
-    """The rows of this device's queries."""
+    """Returns the rows of this device's queries."""
     length = args.query.shape[1]
     if pairs is None or args.axis_name is None or pairs.shape[2] in (1, length):
         return pairs
@@ -226,7 +226,7 @@ def _local_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax
 
 
 def _chunked(record: Record, info: MaskInfo, size: int) -> Record:
-    """The record with chunks for segments, or with segments cut into chunks."""
+    """Returns the record with chunks for segments, or with segments cut into chunks."""
     rows = record.query.shape[0]
     places = ((info.q_positions, record.query.shape[1]), (info.kv_positions, record.key.shape[1]))
     chunks = [_indices(record, n)[None] // size if x is None else clamp_positions(x) // size for x, n in places]
@@ -237,7 +237,7 @@ def _chunked(record: Record, info: MaskInfo, size: int) -> Record:
 
 
 def _indices(record: Record, length: int) -> jax.Array:
-    """Indices in the whole sequence of this device's tokens, [length] int32."""
+    """Returns indices in the whole sequence of this device's tokens, [length] int32."""
     indices = jnp.arange(length, dtype=jnp.int32)
     return indices if axis_size(record.axis_name) == 1 else indices + lax.axis_index(record.axis_name) * length
 
@@ -246,7 +246,7 @@ Ids = tuple[jax.Array, jax.Array]
 
 
 def _both_ids(record: Record, one: Ids, other: Ids) -> Ids:
-    """Segment ids that are equal where both given pairs are. All devices have to number the pairs alike."""
+    """Returns segment ids that are equal where both given pairs are. All devices have to number the pairs alike."""
     if axis_size(record.axis_name) == 1:
         return packing.both_ids(one, other)
     axis, index = record.axis_name, lax.axis_index(record.axis_name)
@@ -257,7 +257,7 @@ def _both_ids(record: Record, one: Ids, other: Ids) -> Ids:
 
 
 def reference(args: RingAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     output, residuals = family.reference(lower(args))
     return beside_lse(args, output, residuals.lse)
 
@@ -267,7 +267,7 @@ class RingAttention(Kernel[RingAttentionConfig, Array]):
 
 
 def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
-    """The call on the mesh around it, where it gives none."""
+    """Returns the call on the mesh around it, where it gives none."""
     given = (options[name] for name in ("mesh", "in_specs", "out_specs"))
     return OP, args, {**options, **placement(args, *given)}
 

@@ -36,7 +36,7 @@ def rnn(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t w"], Float[Array, "s b u"]]:
-    """A recurrent network without gates (Elman 1990), as cuDNN and PyTorch define it.
+    """Returns a recurrent network without gates (Elman 1990), as cuDNN and PyTorch define it.
 
     Shape letters: B rows, T tokens, F features, L layers, R directions (1, or 2 for a bidirectional network), H hidden
     size. The formula is in `ejkernel.families.recurrent_network`. Products that wait for no state are
@@ -94,12 +94,12 @@ def validate(args: RNNArguments) -> None:
 
 
 def lower(args: RNNArguments) -> RecurrentNetwork:
-    """The network record of a call."""
+    """Returns the network record of a call."""
     return recurrent_networks.lower(args, args.nonlinearity)
 
 
 def reference(args: RNNArguments) -> tuple[jax.Array, ...]:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return recurrent_networks.reference(args, args.nonlinearity)
 
 

@@ -28,7 +28,7 @@ from ejkernel.types import MaskInfo
 
 
 def made_bias(bias: Any, init_bias: Any) -> Any:
-    """The bias of a call: the given one, or else what `init_bias` makes.
+    """Returns the bias of a call: the given one, or else what `init_bias` makes.
 
     Raises:
         ValueError: `init_bias` cannot be called.
@@ -59,7 +59,8 @@ def scaled_dot_product_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | WithLse:
-    """Softmax attention with the arguments of `jax.nn.dot_product_attention` (Vaswani et al. 2017, arXiv:1706.03762).
+    """Returns softmax attention with the arguments of `jax.nn.dot_product_attention` (Vaswani et al. 2017,
+    arXiv:1706.03762).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. Scores are `softmax_scale * <q, k> + bias`; the formula, term by term, is in
@@ -77,7 +78,7 @@ def scaled_dot_product_attention(
             for N packed sequences that do not see each other and whose positions restart; with B > 1, [B + 1], row b
             holding one sequence followed by padding. May be traced; values that are not are checked, for which an
             eager call waits. Sequences may be empty.
-        cum_seqlens_k: Likewise for keys; None means those of the queries.
+        cum_seqlens_k: The same for keys; None means those of the queries.
         mask_info: Mask, segments and positions; applies together with everything else.
         init_bias: Called without arguments for the bias where `bias` is None, when the call is made or traced.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
@@ -89,7 +90,7 @@ def scaled_dot_product_attention(
 
     Returns:
         [B, T, H, V] in query's dtype. Rows with nothing to attend are 0, and so is their gradient.
-        With `return_lse`, lse [B, H, T] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [B, H, T] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
@@ -122,7 +123,7 @@ class ScaledDotProductAttentionArguments(ArgumentRecord, of=scaled_dot_product_a
 
 
 def _as_flash(args: ScaledDotProductAttentionArguments) -> FlashAttentionArguments:
-    """The same call of `flash_attention`."""
+    """Returns the same call of `flash_attention`."""
     return FlashAttentionArguments(
         query=args.query,
         key=args.key,
@@ -149,12 +150,12 @@ def validate(args: ScaledDotProductAttentionArguments) -> None:
 
 
 def lower(args: ScaledDotProductAttentionArguments) -> TiledAttention:
-    """The tiled-attention record of a call."""
+    """Returns the tiled-attention record of a call."""
     return lower_flash(_as_flash(args))
 
 
 def reference(args: ScaledDotProductAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return flash_reference(_as_flash(args))
 
 

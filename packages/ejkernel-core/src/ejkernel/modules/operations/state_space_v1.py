@@ -1,4 +1,4 @@
-"""The state space model of Mamba-1: a selective scan, with an optional gate behind it."""
+"""The state space model of Mamba-1: a selective scan, with an optional gate after it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,9 +63,9 @@ def state_space_v1(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t i"], Float[Array, "b i e"], Float[Array, "b i c"] | None]:
-    """The selective scan of Mamba-1 (Gu & Dao 2023, arXiv:2312.00752).
+    """Returns the selective scan of Mamba-1 (Gu & Dao 2023, arXiv:2312.00752).
 
-    Shape letters: B rows, T tokens, I channels, E numbers a state. The formula is in
+    Shape letters: B rows, T tokens, I channels, E numbers per state. The formula is in
     `ejkernel.families.selective_scan`. Between chunks only their states are kept, forward and backward.
 
     Over devices, rows and channels can be split, tokens and states cannot.
@@ -156,7 +156,7 @@ def validate(args: StateSpaceV1Arguments) -> None:
 
 
 def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
-    """The selective-scan record of a call."""
+    """Returns the selective-scan record of a call."""
     return SelectiveScan(
         x=args.hidden_states,
         step=step_sizes(args),
@@ -171,7 +171,7 @@ def lower(args: StateSpaceV1Arguments) -> SelectiveScan:
 
 
 def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    """What the public function returns."""
+    """Returns what the public function returns."""
     y, state = output
     if args.gate is not None:
         act_fn = jax.nn.silu if args.act_fn is None else args.act_fn
@@ -181,7 +181,7 @@ def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> 
 
 
 def reference(args: StateSpaceV1Arguments) -> tuple[Any, ...]:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, selective_scan.reference(lower(args))[0])
 
 

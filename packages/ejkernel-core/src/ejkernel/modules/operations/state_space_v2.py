@@ -65,7 +65,7 @@ def state_space_v2(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t h*p"], Float[Array, "b h p e"], Float[Array, "b i c"] | None]:
-    """The Mamba-2 state space layer, computed chunk by chunk (Dao & Gu 2024, arXiv:2405.21060).
+    """Returns the Mamba-2 state space layer, computed chunk by chunk (Dao & Gu 2024, arXiv:2405.21060).
 
     For each head, with state h of shape [P, E] and its group's B and C (head i belongs to group `i // (H // G)`):
 
@@ -194,7 +194,9 @@ def _check_norm(args: StateSpaceV2Arguments, channels: int) -> None:
 
 
 def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
-    """The family's record of a call: C reads what B writes, and dt scales both the decay and what is written."""
+    """Returns the family's record of a call: C reads what B writes, and dt scales both the decay and
+    what is written.
+    """
     dt = wide(step_sizes(args))
     return LinearRecurrence(
         query=args.C,
@@ -211,7 +213,7 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
 
 
 def _states(args: StateSpaceV2Arguments) -> dict[str, Any]:
-    """The record's fields of states, [..., P, E]: those of rows, or of packed sequences."""
+    """Returns the record's fields of states, [..., P, E]: those of rows, or of packed sequences."""
     if args.cu_seqlens is None:
         return {"initial_state": args.initial_state}
     states = {"sequence_state": args.initial_state, "state_slots": args.state_indices}
@@ -219,7 +221,7 @@ def _states(args: StateSpaceV2Arguments) -> dict[str, Any]:
 
 
 def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, Any]:
-    """The public results: with the skip connection, the normalisation and the gate."""
+    """Returns the public results: with the skip connection, the normalisation and the gate."""
     read, state = output
     y = wide(read)
     rows, tokens, heads, size = y.shape
@@ -240,12 +242,12 @@ def _normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
 
 
 def reference(args: StateSpaceV2Arguments) -> tuple[jax.Array, jax.Array, Any]:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, linear_recurrence.reference(lower(args))[0])
 
 
 def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> StateSpaceV2Config | None:
-    """The call's own configuration, if it repeats the call's arguments."""
+    """Returns the call's own configuration, if it repeats the call's arguments."""
     repeated = {"use_gated_rmsnorm": args.use_gated_rmsnorm, "rmsnorm_eps": args.rmsnorm_eps}
     check_repeated(cfg, n_groups=args.n_groups or args.B.shape[-2], **repeated)
     return cfg

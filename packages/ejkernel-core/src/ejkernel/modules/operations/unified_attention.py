@@ -79,13 +79,13 @@ def unified_attention(
         key_cache: [P, S, Hk, D] floating.
         value_cache: [P, S, Hk, Dv], dtype of key_cache.
         kv_lens: [N] int, tokens of each sequence, its queries included.
-        block_tables: [N, pages a sequence] int. Entries past a sequence's length are not looked at; within it, an entry
+        block_tables: [N, pages per sequence] int. Entries past a sequence's length are ignored; within it, an entry
             that is no page of the cache is a page without keys.
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no queries.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
             -inf masks.
-        softmax_aux: Sink logits, [H] one a head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
             shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
             among them. A kernel can read them once for the batch (cascade; Ye et al. 2025, arXiv:2501.01005).
@@ -95,12 +95,12 @@ def unified_attention(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
-        num_par_softmax_segments: Independent partial softmaxes a sequence (tuning); likewise.
+        num_par_softmax_segments: Independent partial softmaxes per sequence (tuning); as above.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
         [T, H, Dv] in queries' dtype; rows that belong to no sequence are 0.
-        With `return_lse`, lse [T, H] behind the output: float32 (float64 for float64), natural logarithm, -inf
+        With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
     Raises:
@@ -177,7 +177,7 @@ def conditions(args: UnifiedAttentionArguments) -> Iterable[Condition]:
 
 
 def lower(args: UnifiedAttentionArguments) -> PagedAttention:
-    """The paged-attention record of a call."""
+    """Returns the paged-attention record of a call."""
     return PagedAttention(
         query=args.queries,
         key_pages=args.key_cache,
@@ -199,18 +199,18 @@ def lower(args: UnifiedAttentionArguments) -> PagedAttention:
 
 
 def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
-    """What the public function returns."""
+    """Returns what the public function returns."""
     return beside_lse(args, output[0], output[1])
 
 
 def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | None) -> UnifiedAttentionConfig | None:
-    """The call's own configuration, tuning arguments included."""
+    """Returns the call's own configuration, tuning arguments included."""
     wanted = {"num_par_softmax_segments": args.num_par_softmax_segments}
     return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
 def reference(args: UnifiedAttentionArguments) -> Any:
-    """The operation's meaning in plain jnp."""
+    """Returns the operation's meaning in plain jnp."""
     return finish(args, paged_attention.reference(lower(args))[0])
 
 

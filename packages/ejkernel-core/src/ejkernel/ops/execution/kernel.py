@@ -60,11 +60,11 @@ class Invocation:
     check_vma: bool = False
 
     def arguments(self) -> Any:
-        """The argument record of the call."""
+        """Returns the argument record of the call."""
         return self._bound[0]
 
     def options(self) -> dict[str, Any]:
-        """The call options that were given: `platform`, `cfg`, `mesh`, `in_specs`, `out_specs`."""
+        """Returns the call options that were given: `platform`, `cfg`, `mesh`, `in_specs`, `out_specs`."""
         given_here = {
             "cfg": self.override_cfg,
             "mesh": self.mesh,
@@ -135,7 +135,7 @@ class Kernel(Generic[Cfg, Out]):
         return "0" if self.is_custom else self.op.version
 
     def invocation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Invocation:
-        """A call of this kernel, as data."""
+        """Returns a call of this kernel, as data."""
         return Invocation(self.op_id, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -155,7 +155,7 @@ class Kernel(Generic[Cfg, Out]):
         return call(self.op, record, chain=chain, **options)
 
     def get_impl(self, cfg: Cfg) -> Callable[..., Out]:
-        """The operation with its configuration, and so its toolchain, fixed."""
+        """Returns the operation with its configuration, and so its toolchain, fixed."""
         return functools.partial(self.run, cfg=cfg)
 
     def create_shard_map_wrapper(
@@ -178,7 +178,7 @@ class Kernel(Generic[Cfg, Out]):
         return functools.partial(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **kwargs), args
 
     def heuristic_cfg(self, inv: Invocation) -> Cfg:
-        """What the rules of the implementations that the call would use on this machine say.
+        """Returns what the rules of the implementations that the call would use on this machine say.
 
         Raises:
             NoImplementationError: No implementation serves the call.
@@ -190,16 +190,17 @@ class Kernel(Generic[Cfg, Out]):
         return self._rule(choice.implementation, record, plan.device)
 
     def heuristic_cfg_gpu(self, inv: Invocation) -> Cfg:
-        """What the best registered GPU implementation's rule says."""
+        """Returns what the best registered GPU implementation's rule says."""
         return self._first_rule(inv, "gpu")
 
     def heuristic_cfg_tpu(self, inv: Invocation) -> Cfg:
-        """What the best registered TPU implementation's rule says."""
+        """Returns what the best registered TPU implementation's rule says."""
         return self._first_rule(inv, "tpu")
 
     def candidate_cfgs(self, inv: Invocation) -> tuple[Cfg, ...]:
-        """Configurations worth measuring on this machine: of every implementation that could serve the call, the rule's
-        first."""
+        """Returns configurations worth measuring on this machine: of every implementation that could serve the call,
+        the rule's first.
+        """
         if self.is_custom:
             return (self.heuristic_cfg(inv),)
         plan, record = self._situation(inv)
@@ -208,15 +209,15 @@ class Kernel(Generic[Cfg, Out]):
         return self._candidates(serving, record, plan.device)
 
     def candidate_cfgs_gpu(self, inv: Invocation) -> tuple[Cfg, ...]:
-        """Configurations worth measuring on a GPU."""
+        """Returns configurations worth measuring on a GPU."""
         return self._candidates(*self._made_for(inv, "gpu"))
 
     def candidate_cfgs_tpu(self, inv: Invocation) -> tuple[Cfg, ...]:
-        """Configurations worth measuring on a TPU."""
+        """Returns configurations worth measuring on a TPU."""
         return self._candidates(*self._made_for(inv, "tpu"))
 
     def candidate_cfgs_xla(self, inv: Invocation) -> tuple[Cfg, ...]:
-        """Configurations worth measuring for the XLA implementations, on this machine's device."""
+        """Returns configurations worth measuring for the XLA implementations, on this machine's device."""
         plan, record = self._situation(inv)
         xla = [i for i in registry().implementations.get(plan.op.name, ()) if i.platform == "xla"]
         return self._candidates(xla, record, plan.device)
@@ -227,7 +228,7 @@ class Kernel(Generic[Cfg, Out]):
     candidate_cfgs_shard_map_xla = candidate_cfgs_xla
 
     def _situation(self, inv: Invocation) -> tuple[CallPlan, Any]:
-        """How the call would be carried out, and the record that kernels would see, with shapes for arrays."""
+        """Returns how the call would be carried out, and the record that kernels would see, with shapes for arrays."""
         if self.is_custom:
             raise NotImplementedError(f"{type(self).__name__} has no rule: define heuristic_cfg")
         options, args = inv.options(), inv.arguments()
@@ -236,7 +237,9 @@ class Kernel(Generic[Cfg, Out]):
         return plan, jax.eval_shape(lower, args)
 
     def _made_for(self, inv: Invocation, platform: str) -> tuple[list[Implementation], Any, DeviceInfo]:
-        """Implementations that serve the call on a kind of device, best first; record and device to ask them about."""
+        """Returns implementations that serve the call on a kind of device, best first; record and device to ask them
+        about.
+        """
         plan, record = self._situation(inv)
         device = plan.device if plan.device.platform == platform else _TYPICAL[platform]
         everything = registry().implementations.get(plan.op.name, ())

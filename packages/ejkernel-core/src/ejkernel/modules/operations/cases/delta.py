@@ -30,7 +30,7 @@ def _decay_of_channels(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.
 
 
 def segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
-    """Three segments a row with padding in front, between and behind, and a state for the first."""
+    """Three segments a row with padding in front, between and after, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
     made = gates("beta", "decay", "initial_state", return_state=True)(key, sizes)
@@ -45,7 +45,7 @@ def _shared_keys(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 
 
 def _packed(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-    """Sequences with states of their own, one of them empty, and tokens of none."""
+    """Sequences with states of their own, one of them empty, and padding tokens."""
     return gates("beta", "decay", "initial_state", return_state=True, cu_seqlens=jnp.array(BOUNDS))(key, sizes)
 
 
@@ -107,12 +107,12 @@ _GATED: tuple[Row, ...] = (
 
 
 def kernel_delta(arguments: type) -> tuple[Case, ...]:
-    """Cases of `kernel_delta_attention`."""
+    """Returns cases of `kernel_delta_attention`."""
     return make_cases(arguments, _KERNEL)
 
 
 def gated_delta(arguments: type) -> tuple[Case, ...]:
-    """Cases of `gated_delta_rule`."""
+    """Returns cases of `gated_delta_rule`."""
     return make_cases(arguments, _GATED)
 
 
@@ -126,13 +126,13 @@ _RAGGED: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...], str | None
 
 
 def ragged_delta(arguments: type) -> tuple[Case, ...]:
-    """Cases of `ragged_gated_delta_rule`."""
+    """Returns cases of `ragged_gated_delta_rule`."""
     steps = (("model", 64, 16, 128, jnp.bfloat16, "bench"), ("small model", 8, 4, 64, jnp.float32, "bench_cpu"))
     return (*(_ragged(arguments, *row) for row in _RAGGED), *(_step(arguments, *step) for step in steps))
 
 
 def _step(arguments: type, name: str, requests: int, heads: int, dim: int, dtype: Any, tag: str) -> Case:
-    """A step of decoding to time: one token of each request, whose states are in slots."""
+    """Returns a step of decoding to time: one token of each request, whose states are in slots."""
     tokens, bounds = jax.ShapeDtypeStruct((requests, heads, dim), dtype), jax.ShapeDtypeStruct((requests + 1,), "int32")
     gate = jax.ShapeDtypeStruct((requests, heads), jnp.float32)
     shapes = arguments(

@@ -39,7 +39,7 @@ _SCORED: dict[str, dict[str, Any]] = {
 
 
 def _scored(arguments: type, name: str, options: dict[str, Any]) -> Case:
-    """A call that returns weights."""
+    """Returns a call that returns weights."""
 
     def make(key: jax.Array) -> Any:
         bias = jnp.linspace(-0.5, 0.5, 16) if "n_groups" in options else None

@@ -38,7 +38,9 @@ def qkv(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
 
 
 def model_rows(tokens: int = 4096) -> tuple[Row[AttentionSizes], ...]:
-    """The causal calls that are timed: one of a model with so many tokens on accelerators, and a small one on CPUs."""
+    """Returns the causal calls that are timed: one of a model with so many tokens on accelerators, and a small one on
+    CPUs.
+    """
     large = AttentionSizes(b=1, t=tokens, s=tokens, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16)
     small = AttentionSizes(b=1, t=512, s=512, h=8, g=2, d=64, v=64)
     return (

@@ -45,11 +45,11 @@ class RecurrenceSizes:
 
 Extra = Callable[[jax.Array, RecurrenceSizes], dict[str, Any]]
 Row = tuple[str, RecurrenceSizes, Extra, tuple[str, ...], tuple[str, ...]]
-"""Name, sizes, arguments beside query, key and value, optional record fields the case is about, further tags."""
+"""Name, sizes, arguments after query, key and value, optional record fields the case is about, further tags."""
 
 
 def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
-    """The rows as cases that make argument records of the given type."""
+    """Returns the rows as cases that make argument records of the given type."""
     return tuple(_case(arguments, *row) for row in rows)
 
 
@@ -66,24 +66,24 @@ def _case(arguments: type, name: str, sizes: RecurrenceSizes, extra: Extra, exer
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Normal floats."""
+    """Returns normal floats."""
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
 def in_slots(key: jax.Array, shape: tuple[int, ...], used: Iterable[int], dtype: Any = jnp.float32) -> jax.Array:
-    """Normal states in those slots that are used, and inf in the others, which stay as they are."""
+    """Returns normal states in those slots that are used, and inf in the others, which stay as they are."""
     index = jnp.array(sorted(used))
     return jnp.full(shape, jnp.inf, dtype).at[index].set(normal(key, (index.size, *shape[1:]), dtype))
 
 
 def log_gate(key: jax.Array, shape: tuple[int, ...], strength: float = 0.3) -> jax.Array:
-    """Log gates, of which a few are very strong."""
+    """Returns log gates, of which a few are very strong."""
     weak, chance = (jax.random.uniform(k, shape) for k in jax.random.split(key))
     return -strength * weak - jnp.where(chance > 0.97, 200.0, 0.0)
 
 
 def gates(*names: str, **constants: Any) -> Extra:
-    """Random values for the named arguments, and constants."""
+    """Returns random values for the named arguments, and constants."""
 
     def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -106,7 +106,7 @@ _BF16 = {"dtype": jnp.bfloat16}
 
 
 def bounds() -> jax.Array:
-    """Cumulative lengths for a packed case, with an empty sequence and tokens of none behind the last."""
+    """Returns cumulative lengths for a packed case, with an empty sequence and padding tokens after the last."""
     return jnp.array(BOUNDS, jnp.int32)
 
 
@@ -115,7 +115,7 @@ def _packed(*names: str, **constants: Any) -> Extra:
 
 
 def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-    """A packed step whose states are in slots: one request has no slot, and one no tokens."""
+    """Returns a packed step whose states are in slots: one request has no slot, and one no tokens."""
     made = gates("gate of channels", return_state=True)(key, sizes)
     slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 3), sizes.dtype)
     starts, indices = jnp.array([0, 1, 1, 4, 5], jnp.int32), jnp.array([5, 3, 3, -1], jnp.int32)
@@ -123,7 +123,7 @@ def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 
 
 def _segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-    """Two segments per row with padding in front and between, and a state for the first."""
+    """Returns two segments per row with padding in front and between, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
     made = gates("g", "initial_state", return_state=True)(key, sizes)
@@ -206,22 +206,24 @@ _CONSTANT: tuple[Row, ...] = (
 
 
 def recurrent(arguments: type) -> tuple[Case, ...]:
-    """Cases of `recurrent_attention`."""
+    """Returns cases of `recurrent_attention`."""
     return make_cases(arguments, _RECURRENT)
 
 
 def gated(arguments: type) -> tuple[Case, ...]:
-    """Cases of `gated_linear_attention`."""
+    """Returns cases of `gated_linear_attention`."""
     return make_cases(arguments, _GATED)
 
 
 def constant(arguments: type) -> tuple[Case, ...]:
-    """Cases of `lightning_attention`."""
+    """Returns cases of `lightning_attention`."""
     return make_cases(arguments, _CONSTANT)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths, one segment."""
+    """Returns concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths, one
+    segment.
+    """
     return fill(args, key, functools.partial(_make, args))
 
 

@@ -33,7 +33,7 @@ class PageAttentionConfig(PagedAttentionConfig):
         num_warps: Warps per program.
         num_stages: Software pipeline depth.
         megacore_mode: What is split over the two cores of a TPU.
-        inline_seq_dim: Whether a TPU kernel walks the sequences itself or leaves them to its grid.
+        inline_seq_dim: Whether a TPU kernel loops over the sequences itself or leaves them to its grid.
     """
 
     num_splits: int | None = None

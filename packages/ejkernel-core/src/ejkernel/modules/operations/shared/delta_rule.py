@@ -39,7 +39,7 @@ def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
 
 
 def packed_fields(args: Any) -> dict[str, Any]:
-    """The record's fields of segments and states: of rows, of segments of rows, or of packed sequences."""
+    """Returns the record's fields of segments and states: of rows, of segments of rows, or of packed sequences."""
     if args.cu_seqlens is not None:
         return {"cu_seqlens": args.cu_seqlens, "sequence_state": args.initial_state}
     ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
@@ -60,12 +60,12 @@ def check_packed(args: Any, sizes: dict[str, int]) -> None:
 
 
 def axes_of(args: Any) -> dict[str, str]:
-    """The axis letters of a call whose value heads share queries and keys."""
+    """Returns the axis letters of a call whose value heads share queries and keys."""
     return {"query": "b t g k", "value": "b t h v"} if shares_queries(args) else {}
 
 
 def delta_record(args: Any, softmax_scale: float | None = None, **fields: Any) -> LinearRecurrence:
-    """The family's record of a call.
+    """Returns the family's record of a call.
 
     Args:
         args: Record with query, key, value, beta, decay and use_qk_l2norm.
@@ -85,12 +85,12 @@ def delta_record(args: Any, softmax_scale: float | None = None, **fields: Any) -
 
 
 def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
-    """The public result: with the states if asked for."""
+    """Returns the public result: with the states if asked for."""
     return output if args.return_state else output[0]
 
 
 def configure(op: Op, args: Any, cfg: Any) -> Any:
-    """The configuration that a call's own `chunk_size` and `use_chunked` ask for.
+    """Returns the configuration that a call's own `chunk_size` and `use_chunked` ask for.
 
     Args:
         op: The operation.

@@ -12,7 +12,7 @@ TINY = 1e-20
 
 
 def scores(args: Any) -> jax.Array:
-    """The score of every expert, [T, E] in at least float32.
+    """Returns the score of every expert, [T, E] in at least float32.
 
     Args:
         args: The argument record of `expert_routing`, with scores.
@@ -22,7 +22,9 @@ def scores(args: Any) -> jax.Array:
 
 
 def choice(args: Any) -> jax.Array:
-    """What experts are chosen by, [T, E]: the logits, or biased scores that are -inf outside of the best groups."""
+    """Returns what experts are chosen by, [T, E]: the logits, or biased scores that are -inf outside of the best
+    groups.
+    """
     if args.selection_bias is None and args.n_groups is None:
         return args.logits
     biased = scores(args)
@@ -32,7 +34,7 @@ def choice(args: Any) -> jax.Array:
 
 
 def _in_best_groups(args: Any, biased: jax.Array) -> jax.Array:
-    """The scores, -inf for experts of groups that are not among the best."""
+    """Returns the scores, -inf for experts of groups that are not among the best."""
     grouped = biased.reshape(biased.shape[0], args.n_groups, -1)
     of_group = jax.lax.top_k(grouped, args.group_score_experts)[0].sum(axis=-1)
     best = jax.lax.top_k(of_group, args.top_groups)[1]
@@ -41,7 +43,7 @@ def _in_best_groups(args: Any, biased: jax.Array) -> jax.Array:
 
 
 def weights(args: Any, experts: jax.Array) -> jax.Array:
-    """The weights of the chosen experts [T, K], differentiable in the logits.
+    """Returns the weights of the chosen experts [T, K], differentiable in the logits.
 
     Args:
         args: The argument record of `expert_routing`, with scores.

@@ -49,7 +49,7 @@ def validate(args: Any) -> None:
 
 
 def lower(args: Any) -> LinearRecurrence:
-    """The family's record of a call: gates added up, one order of time."""
+    """Returns the family's record of a call: gates added up, one order of time."""
     tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
     tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
     state, bounds, slots = args.initial_state, args.cu_seqlens, args.state_indices
@@ -77,7 +77,7 @@ def lower(args: Any) -> LinearRecurrence:
 
 
 def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
-    """The public result: in the caller's order of time and rank, with the states if asked for."""
+    """Returns the public result: in the caller's order of time and rank, with the states if asked for."""
     read, state = output
     if args.reverse:
         read = jnp.flip(read, axis=1)
@@ -88,7 +88,7 @@ def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
 
 
 def _flat(args: Any) -> bool:
-    """Whether packed tokens came without a row axis."""
+    """Returns whether packed tokens came without a row axis."""
     return args.cu_seqlens is not None and rank(args.query) == 3
 
 
@@ -97,7 +97,7 @@ def _row_of(x: jax.Array, args: Any) -> jax.Array:
 
 
 def _decay(g: jax.Array | None, g_gamma: jax.Array | None, gk: jax.Array | None) -> jax.Array | None:
-    """The sum of the gates of the keys' channels, [B|1, T|1, H, K|1]; None if there are none."""
+    """Returns the sum of the gates of the keys' channels, [B|1, T|1, H, K|1]; None if there are none."""
     terms = []
     if g_gamma is not None:
         terms.append((g_gamma[None] if g_gamma.ndim == 1 else g_gamma)[:, None, :, None])

@@ -59,7 +59,7 @@ def check_tokens(args: Any, rows: str = "B ", value_heads: bool = False) -> dict
 
 
 def shares_queries(args: Any) -> bool:
-    """Whether values have more heads than queries and keys, which are shared by groups of value heads."""
+    """Returns whether values have more heads than queries and keys, which are shared by groups of value heads."""
     if min(rank(args.query), rank(args.value)) < 3:
         return False
     return args.value.shape[-2] > args.query.shape[-2]
@@ -84,7 +84,7 @@ def check_floating(name: str, array: Any, axes: str, sizes: dict[str, int], broa
 
 
 def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> None:
-    """Checks a gate that has one value a head, or one a channel.
+    """Checks a gate that has one value per head, or one per channel.
 
     Args:
         name: Argument name for the message.
@@ -170,7 +170,7 @@ def check_states(args: Any, axes: str, sizes: dict[str, int]) -> None:
 
 
 def with_state(op: Op, name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The kernel-level function of a recurrence: the operation, which always returns the states too.
+    """Returns the kernel-level function of a recurrence: the operation, which always returns the states too.
 
     Args:
         op: The operation; its function has an argument `return_state`.
@@ -190,7 +190,7 @@ def with_state(op: Op, name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
 
 def per_channel(gate: jax.Array, heads: jax.Array) -> jax.Array:
-    """A gate as [..., H, K|1]: one that has the rank of `heads`, [..., H], gets a channel axis of size 1."""
+    """Returns a gate as [..., H, K|1]: one that has the rank of `heads`, [..., H], gets a channel axis of size 1."""
     return gate[..., None] if gate.ndim == heads.ndim else gate
 
 
@@ -226,5 +226,5 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def rank(x: Any) -> int:
-    """Number of axes; 0 of what has no shape."""
+    """Returns number of axes; 0 of what has no shape."""
     return len(getattr(x, "shape", ()))
