@@ -38,3 +38,10 @@ def test_specs_that_disagree_about_an_axis_are_refused_with_both():
 def test_an_axis_that_does_not_divide_evenly_is_refused_though_it_is_long_enough():
     with pytest.raises(ValueError, match=r"axis 'b' of size 3 does not divide into 2 parts"):
         attend(jnp.ones((3, 8, 2, 4)), P("a"))
+
+
+def test_a_shard_of_queries_has_their_places_in_the_whole():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 8, 2, 4)), jnp.float32)
+    placed = {"mesh": mesh(), "in_specs": (P(None, "a"), P(), P()), "out_specs": P(None, "a")}
+    whole = flash_attention(x, x, x, causal=True)
+    np.testing.assert_allclose(flash_attention(x, x, x, causal=True, **placed), whole, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,41 @@
+"""The gradient of sinks that kernels share, against that of the formula."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.tiled_attention.gradients import sinks_gradient
+
+SCORES, VALUES, SINKS, WEIGHTS = (
+    np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    for shape in ((2, 3, 5, 7), (2, 3, 7, 4), (3,), (2, 3, 5))
+)
+SCORES[0, 0, 1] = -np.inf  # a row with nothing to attend
+
+
+def formula(sinks):
+    """The output and lse, of which the sinks are the only unknown; a row without keys is zero."""
+    lse = jax.nn.logsumexp(SCORES, axis=-1)
+    total = jnp.logaddexp(lse, sinks[:, None])
+    seen = lse > -jnp.inf
+    output = jnp.exp(SCORES - jnp.where(seen, total, 0)[..., None]) @ VALUES
+    return output, jnp.where(seen, total, -jnp.inf)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_sinks_have_the_gradient_of_the_formula(with_lse):
+    (output, lse), pull = jax.vjp(formula, SINKS)
+    cotangent = np.random.default_rng(1).normal(size=output.shape).astype(np.float32)
+    dlse = jnp.where(lse > -jnp.inf, WEIGHTS, 0) if with_lse else jnp.zeros_like(lse)
+    (expected,) = pull((cotangent, dlse))
+    pullback = SimpleNamespace(
+        record=SimpleNamespace(softmax_aux=jnp.asarray(SINKS), normalize_output=True),
+        residuals=SimpleNamespace(lse=lse),
+        lse_cotangent=jnp.asarray(WEIGHTS) if with_lse else None,
+    )
+    gradient = sinks_gradient(pullback, jnp.sum(output * cotangent, axis=-1))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(expected).min()) > 0.01
