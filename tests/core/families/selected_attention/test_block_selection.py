@@ -1,0 +1,30 @@
+"""Which blocks a query selects, against a loop over queries and blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.selected_attention.block_selection import BlockPlaces, select
+
+SIZE, BLOCKS, TOKENS = 4, 5, 20
+SCORES = np.asarray([0.0, -300.0, 0.5, 0.5, 2.0], np.float32)  # the second has weight 0, the next two have equal ones
+
+
+def selected(position, count):
+    """The query's own block, then complete blocks before it by weight, of equal ones the later; -1 fills up."""
+    own = position // SIZE
+    complete = [block for block in range(own) if block * SIZE + SIZE - 1 <= position]
+    ranked = sorted(complete, key=lambda block: (-np.exp(SCORES[block]), -block))
+    return [own, *ranked, *[-1] * count][:count]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_blocks_of_most_weight_are_taken_and_those_without_any_last(count):
+    query, keys = jnp.ones((1, TOKENS, 1, 1)), jnp.asarray(SCORES).reshape(1, BLOCKS, 1, 1)
+    positions = jnp.arange(TOKENS, dtype=jnp.int32)[None]
+    places = BlockPlaces(
+        query_positions=positions, starts=jnp.arange(BLOCKS) * SIZE, size=SIZE, q_ids=None, block_ids=None
+    )
+    found = jax.jit(lambda query, keys: select(query, keys, 1.0, count, places))(query, keys)
+    assert found[0, :, 0].tolist() == [selected(position, count) for position in range(TOKENS)]
