@@ -28,3 +28,13 @@ def test_blocks_of_most_weight_are_taken_and_those_without_any_last(count):
     )
     found = jax.jit(lambda query, keys: select(query, keys, 1.0, count, places))(query, keys)
     assert found[0, :, 0].tolist() == [selected(position, count) for position in range(TOKENS)]
+
+
+def test_weights_of_heads_are_those_among_all_complete_blocks():
+    """At the last position of a block it is complete, and takes what it weighs from the others of its head alone."""
+    scores = np.asarray([[1.0, 0.0, 10.0], [0.0, 0.5, 0.0]], np.float32)  # by head and block
+    query = jnp.broadcast_to(jnp.eye(2), (1, 12, 2, 2))
+    keys = jnp.asarray(scores.T).reshape(1, 3, 1, 2)
+    places = BlockPlaces(jnp.arange(3) * SIZE, SIZE, jnp.arange(12, dtype=jnp.int32)[None], None, None)
+    found = jax.jit(lambda query, keys: select(query, keys, 1.0, 2, places))(query, keys)
+    assert found[0, 10:, 0].tolist() == [[2, 0], [2, 1]]
