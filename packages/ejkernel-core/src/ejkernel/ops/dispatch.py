@@ -108,17 +108,19 @@ class Decision:
         backward: The backward choice, as if every differentiable argument were differentiated.
         differentiated: The forward choice of the differentiated call, where another implementation serves it: a
             paired implementation takes both passes or neither. None otherwise.
+        conventions: What the call means where libraries differ, a sentence each.
     """
 
     forward: Choice
     backward: Choice
     differentiated: Choice | None = None
+    conventions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         choices = [str(self.forward), str(self.backward)]
         if self.differentiated is not None:
             choices.insert(1, f"where the call is differentiated, {self.differentiated}")
-        return "\n".join(choices)
+        return "\n".join([*choices, *self.conventions])
 
 
 def choose(

@@ -1,5 +1,6 @@
 """Asking what a call would do."""
 
+import dataclasses
 from typing import Any
 
 from ejkernel.ops.call import decide
@@ -18,7 +19,8 @@ def explain(operation: Any, *args: Any, **kwargs: Any) -> Decision:
 
     Returns:
         The verdict on every registered implementation for the forward and the backward pass, the plugins that did
-        not load, and the tier of the configuration chain that answered. Printing it gives a table.
+        not load, and the tier of the configuration chain that answered; and what the call means where libraries differ,
+        such as how many keys a window keeps. Printing it gives a table.
 
     Raises:
         ValueError: The call is wrong on every backend.
@@ -26,4 +28,6 @@ def explain(operation: Any, *args: Any, **kwargs: Any) -> Decision:
     op = registry().op(operation)
     record, options = op.bind(args, kwargs)
     with only_looking():
-        return decide(op, record, **options)
+        decision = decide(op, record, **options)
+    sentences = () if op.conventions is None else tuple(op.conventions(record))
+    return dataclasses.replace(decision, conventions=sentences)

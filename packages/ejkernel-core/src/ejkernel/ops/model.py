@@ -76,6 +76,8 @@ class Op:
         conditions: Argument record -> what the values of its integers have to satisfy; None where they may be any.
         padding_only: Whether segment ids of its records mark padding and nothing else. A row is then one request, and
             forward functions are given the record as it is: a pass over a cache would cost as much as the kernel.
+        conventions: Argument record -> what the call means where libraries differ, in sentences for `explain`; None
+            where there is nothing to say.
         version: Raised when the meaning of a stored configuration changes.
     """
 
@@ -99,6 +101,7 @@ class Op:
     axes_of: Callable[[Any], Mapping[str, Any]] | None = None
     conditions: Conditions | None = None
     padding_only: bool = False
+    conventions: Callable[[Any], Iterable[str]] | None = None
     version: str = "1"
 
     @functools.cached_property

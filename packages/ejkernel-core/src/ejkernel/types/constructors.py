@@ -90,6 +90,51 @@ def _positions(name: str, value: Any) -> jax.Array | None:
     return None if value is None else integer_array(name, value)
 
 
+def decode(cls: type[Info], queries: int, keys: int, kv_lens: ArrayLike | None = None) -> Info:
+    """Makes the positions of queries that are the last tokens of their keys: with causal=True, bottom-right alignment.
+
+    The last query is at the position of the last key, as in a step of decoding or a chunk of a prompt over a cache.
+    Operations align the first query with the first key without it.
+
+    Args:
+        cls: The class.
+        queries: Number of queries.
+        keys: Number of keys, or of places in the cache.
+        kv_lens: [batch] integers, how many of the keys each row has; those after them are padding. None for all.
+
+    Returns:
+        The mask, which stores positions, and with `kv_lens` segment ids of the padding.
+
+    Raises:
+        ValueError: A number is not positive, or `kv_lens` are not [batch] integers.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import flash_attention
+        from ejkernel.types import MaskInfo
+
+        query = jax.random.normal(jax.random.key(0), (1, 1, 2, 8))
+        key, value = jax.random.normal(jax.random.key(1), (2, 1, 6, 2, 8))
+        output = flash_attention(query, key, value, causal=True, mask_info=MaskInfo.decode(1, 6))
+        assert jnp.allclose(output, flash_attention(query, key, value), atol=1e-5)  # the last query sees every key
+        ```
+    """
+    queries, keys = check_static_size("queries", queries, 1), check_static_size("keys", keys, 1)
+    query, key = jnp.arange(queries, dtype=jnp.int32)[None], jnp.arange(keys, dtype=jnp.int32)[None]
+    if kv_lens is None:
+        return cls(q_positions=query + (keys - queries), kv_positions=key)
+    lengths = jnp.asarray(checked_integers("kv_lens", kv_lens)).astype(jnp.int32)
+    check_rank("kv_lens", lengths.shape, {1: "[batch]"})
+    ids = jnp.where(key < lengths[:, None], 0, -1)
+    return cls(
+        _q_segment_ids=jnp.zeros((lengths.shape[0], queries), jnp.int32),
+        _kv_segment_ids=ids,
+        q_positions=query + (lengths[:, None] - queries),
+        kv_positions=jnp.broadcast_to(key, ids.shape),
+    )
+
+
 def from_attention_mask(  # noqa: PLR0913 - a public constructor
     cls: type[Info],
     attention_mask: ArrayLike,

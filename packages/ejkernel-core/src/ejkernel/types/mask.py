@@ -103,6 +103,7 @@ class MaskInfo(MaskParts):
 
     # Functions of the sibling modules, each documented where it is written.
     from_segments = classmethod(constructors.from_segments)
+    decode = classmethod(constructors.decode)
     from_attention_mask = classmethod(constructors.from_attention_mask)
     from_cu_seqlens = classmethod(constructors.from_cu_seqlens)
     from_random = classmethod(constructors.from_random)

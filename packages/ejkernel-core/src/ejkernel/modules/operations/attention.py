@@ -19,6 +19,7 @@ from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
     as_flag,
@@ -264,6 +265,7 @@ OP = Op(
     config=AttentionConfig,
     validate=validate,
     lower=lower,
+    conventions=conventions.of_dense(),
     reference=reference,
     cases=cases.cases(AttentionArguments),
     tolerance=FLASH_ATTENTION.tolerance,

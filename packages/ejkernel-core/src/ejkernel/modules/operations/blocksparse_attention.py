@@ -17,6 +17,7 @@ from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk,
@@ -307,6 +308,7 @@ OP = Op(
     config=BlockSparseAttentionConfig,
     validate=validate,
     lower=lower,
+    conventions=conventions.of_dense(2),
     reference=reference,
     cases=cases.cases(BlockSparseAttentionArguments),
     tolerance=FLASH_ATTENTION.tolerance,

@@ -11,6 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import ChunkedPrefillPagedDecodeConfig
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
@@ -217,6 +218,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
+    conventions=conventions.of_pages,
     reference=reference,
     cases=paged_cases.chunked_cases(ChunkedPrefillPagedDecodeArguments),
     tolerance=TOLERANCE,

@@ -12,6 +12,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
 from ejkernel.modules.operations.paged_keys import of_pages, paged_call
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.recurrences import rank
@@ -377,6 +378,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
+    conventions=conventions.of_dense(),
     reference=reference,
     cases=cases.cases(FlashAttentionArguments),
     tolerance={

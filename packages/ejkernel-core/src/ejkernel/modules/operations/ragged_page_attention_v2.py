@@ -14,6 +14,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
@@ -242,6 +243,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
+    conventions=conventions.of_pages,
     reference=reference,
     cases=paged_cases.v2_cases(RaggedPageAttentionv2Arguments),
     tolerance=TOLERANCE,

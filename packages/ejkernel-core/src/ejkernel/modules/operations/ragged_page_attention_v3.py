@@ -15,6 +15,7 @@ from ejkernel.families.paged_attention.pages import LANES, packing
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
@@ -287,6 +288,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
+    conventions=conventions.of_unscaled_pages,
     reference=reference,
     cases=paged_cases.v3_cases(RaggedPageAttentionv3Arguments),
     tolerance=TOLERANCE,

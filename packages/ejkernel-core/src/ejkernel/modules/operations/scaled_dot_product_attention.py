@@ -18,6 +18,7 @@ from ejkernel.modules.operations.flash_attention import conditions as flash_cond
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import reference as flash_reference
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse
 from ejkernel.modules.operations.shared.shapes import got
 from ejkernel.ops.argument_records import ArgumentRecord
@@ -172,6 +173,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=lambda args: flash_conditions(_as_flash(args)),
+    conventions=conventions.of_dense(),
     reference=reference,
     cases=cases.cases(ScaledDotProductAttentionArguments),
     tolerance=FLASH_ATTENTION.tolerance,

@@ -13,6 +13,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
+from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed, shared_prefix
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
@@ -227,6 +228,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
+    conventions=conventions.of_pages,
     reference=reference,
     cases=paged_cases.unified_cases(UnifiedAttentionArguments),
     tolerance=TOLERANCE,
