@@ -63,7 +63,7 @@ def attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t h v"], Float[Array, "b h t s"]] | Float[Array, "b t h v"]:
-    """Returns softmax attention that also returns its weights (Vaswani et al. 2017, arXiv:1706.03762).
+    """Computes softmax attention, and returns its weights too (Vaswani et al. 2017, arXiv:1706.03762).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`. The weights have

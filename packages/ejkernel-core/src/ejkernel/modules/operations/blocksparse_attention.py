@@ -104,7 +104,7 @@ def blocksparse_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b h t v"] | WithLse:
-    """Returns softmax attention over a pattern that is known when the call is traced; tiles without a pair cost
+    """Computes softmax attention over a pattern that is known when the call is traced; tiles without a pair cost
     nothing.
 
     Shape letters: B batch, H query heads, Hk KV heads, T queries, S keys, D head size, V value size: heads come before

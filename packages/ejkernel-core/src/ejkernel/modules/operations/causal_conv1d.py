@@ -36,7 +36,7 @@ def causal_conv1d(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t i"] | tuple[Float[Array, "b t i"], Float[Array, "n i w-1"]]:
-    """Returns the short depthwise convolution of Mamba and of gated linear recurrences, along time (arXiv:2312.00752).
+    """Computes the short depthwise convolution of Mamba and of gated linear recurrences, along time (arXiv:2312.00752).
 
     Shape letters: B rows, T tokens, I channels, W weights a channel, N packed sequences. The last weight of a channel
     meets the token itself, the first the token W - 1 before it. The formula is in

@@ -53,7 +53,8 @@ def decode_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "r h v"], Float[Array, "r h"]]:
-    """Attention of the newest token of every sequence over its cached keys, and log of its softmax denominator.
+    """Computes attention of the newest token of every sequence over its cached keys, and log of its softmax
+    denominator.
 
     Shape letters: N sequences, H query heads, Hk KV heads, D head size, Dv value size. The token at position k of
     sequence n lies in buffer row `req_to_tokens[n, k // page_size] * page_size + k % page_size`. The formula is in

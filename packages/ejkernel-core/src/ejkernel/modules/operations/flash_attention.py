@@ -75,7 +75,7 @@ def flash_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | WithLse:
-    """Returns softmax attention, computed tile by tile (Dao et al. 2022, arXiv:2205.14135).
+    """Computes softmax attention tile by tile (Dao et al. 2022, arXiv:2205.14135).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads
     KV head `h // (H // Hk)`. The formula, term by term, is in `ejkernel.families.tiled_attention`.

@@ -70,7 +70,8 @@ def flash_mla(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | WithLse:
-    """Self-attention whose keys and values are projections of a latent vector (DeepSeek-V2, 2024, arXiv:2405.04434).
+    """Computes self-attention whose keys and values are projections of a latent vector (DeepSeek-V2, 2024,
+    arXiv:2405.04434).
 
     Shape letters: B batch, T tokens, H query heads, Hk KV heads, R latent size, Dn and Dr sizes of a key without and
     with rotary position, Dv value size. Query head h reads KV head `h // (H // Hk)`. Of KV head g:

@@ -43,7 +43,7 @@ def gated_delta_rule(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
-    """Returns the gated delta rule, computed chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
+    """Computes the gated delta rule chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
 
     Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it
     holds for its key, `S += key (beta (value - S^T key))^T`, then reads `softmax_scale * S^T query`. Query head h reads

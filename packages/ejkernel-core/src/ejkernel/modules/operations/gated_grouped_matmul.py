@@ -52,7 +52,8 @@ def gated_grouped_matmul(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "m f"]:
-    """`act(y[:, :F]) * y[:, F:]` for `y = grouped_matmul(lhs[indices], rhs, group_sizes)`, in one kernel on GPUs.
+    """Computes `act(y[:, :F]) * y[:, F:]` for `y = grouped_matmul(lhs[indices], rhs, group_sizes)`, in one kernel on
+    GPUs.
 
     Shape letters: T tokens, K contracted elements, E matrices (experts), N = 2 F columns, M rows. Neither the gathered
     rows nor the products are in memory. The gradient computes both again; to train faster with more memory, call

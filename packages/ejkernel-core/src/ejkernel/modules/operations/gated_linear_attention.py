@@ -41,7 +41,7 @@ def gated_linear_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
-    """Gated linear attention, computed chunk by chunk (Yang et al. 2023, arXiv:2312.06635).
+    """Computes gated linear attention chunk by chunk (Yang et al. 2023, arXiv:2312.06635).
 
     Every head carries a state of shape [K, V]. Each token first decays it by its gates, which are logs (at most 0;
     -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Query head h

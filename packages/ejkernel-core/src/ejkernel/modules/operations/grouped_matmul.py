@@ -71,7 +71,7 @@ def grouped_matmul(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "m n"]:
-    """Returns every group of rows times the matrix of its group (Gale et al. 2022, arXiv:2211.15841).
+    """Multiplies every group of rows with the matrix of its group (Gale et al. 2022, arXiv:2211.15841).
 
     Group g owns the `group_sizes[g]` rows after those of the groups before it. The formula is in
     `ejkernel.families.grouped_matmul`. Memory, forward and backward, is that of the arguments and one matrix.

@@ -34,7 +34,7 @@ def gru(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t w"], Float[Array, "s b u"]]:
-    """Returns a network of gated recurrent units (Cho et al. 2014, arXiv:1406.1078), as cuDNN and PyTorch define them.
+    """Runs a network of gated recurrent units (Cho et al. 2014, arXiv:1406.1078), as cuDNN and PyTorch define them.
 
     Shape letters: B rows, T tokens, F features, L layers, R directions (1, or 2 for a bidirectional network), H hidden
     size. The formula is in `ejkernel.families.recurrent_network`; the order of the gates is reset, update,

@@ -44,7 +44,7 @@ def kernel_delta_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
-    """Returns the delta rule with gates, computed chunk by chunk (Kimi Team 2025, arXiv:2510.26692; Yang et al. 2024,
+    """Computes the delta rule with gates chunk by chunk (Kimi Team 2025, arXiv:2510.26692; Yang et al. 2024,
     arXiv:2412.06464).
 
     Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it

@@ -44,7 +44,7 @@ def lightning_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
-    """Linear attention with a fixed decay for each head, computed chunk by chunk (Qin et al. 2024, arXiv:2401.04658).
+    """Computes linear attention with a fixed decay per head chunk by chunk (Qin et al. 2024, arXiv:2401.04658).
 
     `recurrent_attention` with `g_gamma[h] = -(8 / H) * (1 - layer_idx / num_layers) * h`: head 0 never decays, later
     layers decay less, and `layer_idx == num_layers` not at all. H is the number of query heads of the whole call, also

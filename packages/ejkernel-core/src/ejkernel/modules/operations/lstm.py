@@ -35,7 +35,7 @@ def lstm(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t w"], Float[Array, "s b u"], Float[Array, "s b u"]]:
-    """Returns a network with long short-term memory (Hochreiter & Schmidhuber 1997), as cuDNN and PyTorch define it.
+    """Runs a network with long short-term memory (Hochreiter & Schmidhuber 1997), as cuDNN and PyTorch define it.
 
     Shape letters: B rows, T tokens, F features, L layers, R directions (1, or 2 for a bidirectional network), H hidden
     size. The formula is in `ejkernel.families.recurrent_network`; the order of the gates is input, forget,

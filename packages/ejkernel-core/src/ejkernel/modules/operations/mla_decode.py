@@ -54,7 +54,7 @@ def mla_decode(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b h v"] | WithLse:
-    """Returns one query a row against a cache of latent vectors, absorbed (DeepSeek-V2, 2024, arXiv:2405.04434).
+    """Computes absorbed latent attention of one query per row (DeepSeek-V2, 2024, arXiv:2405.04434).
 
     The last row of a causal `flash_mla` of form (b), up to rounding, without its keys and values: with the query
     `[q_nope | q_rope]` of head h, and KV head g = `h // (H // Hk)`,

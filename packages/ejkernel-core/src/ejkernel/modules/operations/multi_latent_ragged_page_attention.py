@@ -68,7 +68,8 @@ def multi_latent_ragged_page_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]] | WithLse:
-    """Absorbed latent attention over a cache of pages, after writing new tokens (DeepSeek-V2, 2024, arXiv:2405.04434).
+    """Writes new tokens into a cache of pages, then computes absorbed latent attention (DeepSeek-V2, 2024,
+    arXiv:2405.04434).
 
     A token has one row in the cache, which all query heads share: its latent vector, from which a model reads keys and
     values of all heads, and a key with rotary position. The model takes the query of head h to the latent space,

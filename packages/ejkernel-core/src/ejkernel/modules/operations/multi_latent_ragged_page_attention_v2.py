@@ -51,7 +51,8 @@ def multi_latent_ragged_page_attention_v2(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "t h r"], Num[Array, "p s pack lanes"]] | WithLse:
-    """`multi_latent_ragged_page_attention` (DeepSeek-V2, 2024, arXiv:2405.04434) with its own configuration class.
+    """Computes `multi_latent_ragged_page_attention` (DeepSeek-V2, 2024, arXiv:2405.04434) with its own configuration
+    class.
 
     It computes the same from the same arguments, with the same kernels. The configuration can name tiles for each part
     of `distribution` (decoding, uniform prefill, the rest).

@@ -72,7 +72,8 @@ def native_sparse_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"]:
-    """Causal self-attention to blocks of keys (NSA, Yuan et al. 2025, arXiv:2502.11089), in memory linear in T.
+    """Computes causal self-attention to blocks of keys (NSA, Yuan et al. 2025, arXiv:2502.11089), in memory linear in
+    T.
 
     Shape letters: B batch, T tokens, H query heads, Hk KV heads, D head size, V value size, S slots of listed blocks.
     Query head h reads KV head `h // (H // Hk)`. Blocks are `block_size` tokens, cut from the first token of every

@@ -64,7 +64,7 @@ def page_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"] | WithLse:
-    """Attention of the newest token of every sequence over its cached keys (Kwon et al. 2023, arXiv:2309.06180).
+    """Computes attention of the newest token of every sequence over its cached keys (Kwon et al. 2023).
 
     Shape letters: N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size. The token at
     position k of sequence n lies in page `block_tables[n, k // S]`, slot `k % S`. The formula is in

@@ -57,7 +57,7 @@ def prefill_page_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "t h v"] | WithLse:
-    """Causal attention of a sequence's newest C tokens over its cached keys (Kwon et al. 2023, arXiv:2309.06180).
+    """Computes causal attention of a sequence's newest C tokens over its cached keys (Kwon et al. 2023).
 
     Shape letters: C tokens of the chunk, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size.
     Row i of the query is at position `context_len[0] - C + i`. The token at position k lies in page

@@ -60,7 +60,7 @@ def quantized_matmul(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "*m n"]:
-    """x times a matrix of few bits (formula and formats: `ejkernel.families.quantized_matmul`).
+    """Multiplies x with a matrix of few bits (formula and formats: `ejkernel.families.quantized_matmul`).
 
     `ejkernel.quantization.quantize` makes the weights. Kernels dequantise in registers; where none serves the call, XLA
     makes the matrix at x's width. Sums are float32 (float64 of float64 x); of narrower x, a backend may round the

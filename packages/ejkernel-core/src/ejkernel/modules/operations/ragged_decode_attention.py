@@ -50,7 +50,8 @@ def ragged_decode_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "r h v"] | Float[Array, "r 1 h v"] | WithLse:
-    """Attention of the newest token of every batch row over keys `start` to `end - 1` (Milakov & Gimelshein 2018).
+    """Computes attention of the newest token of every batch row over keys `start` to `end - 1` (Milakov & Gimelshein
+    2018).
 
     Shape letters: B batch rows, S keys, H query heads, Hk KV heads, D head size, Dv value size. The query's position is
     `sequence_end - 1`. The formula is in `ejkernel.families.paged_attention`, of which a batch row is a sequence with

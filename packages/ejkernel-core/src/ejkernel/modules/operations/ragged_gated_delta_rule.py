@@ -41,7 +41,7 @@ def ragged_gated_delta_rule(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
-    """Returns the gated delta rule of packed requests (Yang et al. 2024, arXiv:2412.06464), each continuing its own
+    """Computes the gated delta rule of packed requests (Yang et al. 2024, arXiv:2412.06464), each continuing its own
     state.
 
     Request n owns tokens `query_start_loc[n] : query_start_loc[n + 1]`. Its state is read from slot `state_indices[n]`

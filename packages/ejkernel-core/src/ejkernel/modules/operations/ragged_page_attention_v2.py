@@ -69,7 +69,7 @@ def ragged_page_attention_v2(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "t h d"] | WithLse:
-    """Causal attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
+    """Computes causal attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n
     has rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the cache holds already: row i of

@@ -41,7 +41,7 @@ def recurrent_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
-    """Linear attention with gates, computed chunk by chunk (Katharopoulos et al. 2020; Yang et al. 2023,
+    """Computes linear attention with gates chunk by chunk (Katharopoulos et al. 2020; Yang et al. 2023,
     arXiv:2312.06635).
 
     Every head carries a state of shape [K, V]. Each token first decays it by its gates, which are logs (at most 0;

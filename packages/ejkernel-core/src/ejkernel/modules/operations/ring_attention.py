@@ -63,7 +63,8 @@ def ring_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | WithLse:
-    """Returns softmax attention over a sequence spread over a mesh axis (Liu, Zaharia & Abbeel 2023, arXiv:2310.01889).
+    """Computes softmax attention over a sequence spread over a mesh axis (Liu, Zaharia & Abbeel 2023,
+    arXiv:2310.01889).
 
     Keys and values travel from device to device while each works on those it has, so that no device ever holds more
     than its part of the sequence, in either pass. The result is that of `flash_attention` on the whole sequence. Where

@@ -36,7 +36,7 @@ def rnn(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t w"], Float[Array, "s b u"]]:
-    """Returns a recurrent network without gates (Elman 1990), as cuDNN and PyTorch define it.
+    """Runs a recurrent network without gates (Elman 1990), as cuDNN and PyTorch define it.
 
     Shape letters: B rows, T tokens, F features, L layers, R directions (1, or 2 for a bidirectional network), H hidden
     size. The formula is in `ejkernel.families.recurrent_network`. Products that wait for no state are

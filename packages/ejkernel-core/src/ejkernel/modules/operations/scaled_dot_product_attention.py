@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t h v"] | WithLse:
-    """Returns softmax attention with the arguments of `jax.nn.dot_product_attention` (Vaswani et al. 2017,
+    """Computes softmax attention with the arguments of `jax.nn.dot_product_attention` (Vaswani et al. 2017,
     arXiv:1706.03762).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size. Query head h reads

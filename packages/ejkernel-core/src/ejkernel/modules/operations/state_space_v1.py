@@ -63,7 +63,7 @@ def state_space_v1(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t i"], Float[Array, "b i e"], Float[Array, "b i c"] | None]:
-    """Returns the selective scan of Mamba-1 (Gu & Dao 2023, arXiv:2312.00752).
+    """Computes the selective scan of Mamba-1 (Gu & Dao 2023, arXiv:2312.00752).
 
     Shape letters: B rows, T tokens, I channels, E numbers per state. The formula is in
     `ejkernel.families.selective_scan`. Between chunks only their states are kept, forward and backward.

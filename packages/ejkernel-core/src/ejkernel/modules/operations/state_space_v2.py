@@ -65,7 +65,7 @@ def state_space_v2(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> tuple[Float[Array, "b t h*p"], Float[Array, "b h p e"], Float[Array, "b i c"] | None]:
-    """Returns the Mamba-2 state space layer, computed chunk by chunk (Dao & Gu 2024, arXiv:2405.21060).
+    """Computes the Mamba-2 state space layer chunk by chunk (Dao & Gu 2024, arXiv:2405.21060).
 
     For each head, with state h of shape [P, E] and its group's B and C (head i belongs to group `i // (H // G)`):
 

@@ -65,7 +65,7 @@ def unified_attention(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "t h v"] | WithLse:
-    """Attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
+    """Computes attention of the newest tokens of many sequences over their cached keys (Kwon et al. 2023).
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value
     size. Sequence n has rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the caches hold
