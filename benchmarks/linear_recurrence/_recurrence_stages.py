@@ -21,9 +21,9 @@ from ejkernel_triton.linear_recurrence.spec import state_dtype
 
 FIELDS = ("block_k", "block_v", "warps", "stages")
 TILES = {
-    "state": ((32, 64, 2, 3), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 8, 3), (128, 64, 4, 2)),
-    "walk": ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 2), (16, 4, 3), (64, 8, 3)),
-    "score": ((32, 4, 1), (64, 4, 1), (32, 8, 1), (64, 8, 1), (16, 4, 1)),
+    "state": ((32, 64, 3), (64, 64, 3), (64, 64, 4), (64, 128, 3), (128, 64, 2)),
+    "fused": ((64, 3), (64, 2), (32, 3), (32, 2), (16, 3)),
+    "score": ((32,), (64,), (16,)),
     "output": ((64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (64, 128, 8, 2), (32, 128, 4, 3), (128, 128, 8, 1)),
     "gradient": ((64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
 }
@@ -64,7 +64,7 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
     call["scores"] = None
     if record.decay is not None and record.decay.shape[3] > 1:
         for tile in TILES["score"]:
-            chosen = _with(base, "score", zip(("block_k", "warps", "stages"), tile, strict=True))
+            chosen = _with(base, "score", zip(("block_k",), tile, strict=True))
             yield (
                 f"scores {tile}",
                 lambda r, a, c=chosen: chunked_forward.intra_chunk_scores(full(r, a, c)),
@@ -73,7 +73,7 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
             )
         call["scores"] = jax.jit(lambda r, a: chunked_forward.intra_chunk_scores(full(r, a, base)))(record, call)
     for reverse, tile in itertools.product((False, True), TILES["state"]):
-        chosen = _with(base, "state", zip(FIELDS, tile, strict=True))
+        chosen = _with(base, "state", zip(("block_k", "block_v", "stages"), tile, strict=True))
 
         def states(r: Any, a: Any, c: Any = chosen, back: bool = reverse) -> Any:
             left, right = (r.query, r.value) if back else (r.key, r.value)
@@ -130,7 +130,9 @@ def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
     def walk(r: Any, made: Any, a: Any, tile: Any = None) -> Any:
         full = dataclasses.replace(call(r, a), value=made.u)
         if tile is not None:
-            full = dataclasses.replace(full, config=_with(chosen, "walk", zip(FIELDS[1:], tile, strict=True)))
+            full = dataclasses.replace(
+                full, config=_with(chosen, "fused", zip(("block_v", "stages"), tile, strict=True))
+            )
         return chunked_forward.fused_chunk_scan(full, None, w=made.w)
 
     yield "gates and corrections", inside, record
@@ -138,7 +140,7 @@ def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
     yield "states", states, record, made, arrays
     before, _, value = jax.jit(states)(record, made, arrays)
     yield "outputs", outputs, record, arrays, value, before
-    for tile in TILES["walk"]:
+    for tile in TILES["fused"]:
         yield f"walk {tile}", functools.partial(walk, tile=tile), record, made, arrays
 
 

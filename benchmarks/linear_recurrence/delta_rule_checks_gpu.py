@@ -125,12 +125,10 @@ def variants(case: Case, chosen: delta_config.DeltaPasses, every: bool) -> Itera
     yield "default", {}
     if not every:
         return
-    yield f"walk={not chosen.walk}, splits=3", {"walk": not chosen.walk, "splits": 3}
+    yield f"fused={not chosen.fused}, segments=3", {"fused": not chosen.fused, "segments": 3}
     yield "gradient_block_k=32", {"gradient_block_k": 32}
     if case.gates > 1:
-        for warps in (1, 2, 8):
-            yield f"score_warps={warps}", {"score_warps": warps}
-        yield "correction_block_k=16", {"correction_block_k": 16}
+        yield "wy_block_k=16", {"wy_block_k": 16}
 
 
 def steps(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[str, Callable[[], Any]]:
@@ -166,7 +164,7 @@ def steps(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[st
         "segments": segments,
         "states": states,
         "outputs": jax.jit(lambda: chunked_forward.chunk_outputs(dataclasses.replace(call, value=value), before)),
-        "walk": jax.jit(lambda: walk()),
+        "fused": jax.jit(lambda: walk()),
         "local": local,
         "reverse": reverse,
         "solve": solve,

@@ -99,7 +99,7 @@ def test_candidates_of_the_delta_rule_hold_a_state_and_a_chunk(target, dtype):
     record, memory = delta_record("heads", dtype), chips.named(target).shared_memory
     size, parts = dtype.dtype.itemsize, 2 if dtype == jnp.float32 and target != "gfx942" else 1
     for choice in delta_config.candidates(record, DEVICES[target], "forward"):
-        columns = max(choice.state_block_v, choice.reverse_block_v)
+        columns = max(choice.state_block_v, choice.dh_block_v)
         assert 256 * (parts * columns + choice.chunk) * size <= memory, choice
 
 

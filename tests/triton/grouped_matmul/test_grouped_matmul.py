@@ -1,5 +1,10 @@
 """Grouped matmul in Triton: its numbers in the interpreter, and what its kernels take of a chip."""
 
+import dataclasses
+import hashlib
+import importlib.resources
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +14,7 @@ from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
+from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
@@ -138,6 +144,19 @@ def test_a_call_finds_what_was_measured_for_its_kind_and_others_do_not(direction
     assert chosen(RECORDS["bfloat16"]) == "persistent: shipped table"
     assert chosen(RECORDS["bias and existing_out"]) != "persistent: shipped table"
     assert chosen(RECORDS["decoding"]) != "persistent: shipped table"
+
+
+def test_entries_have_the_tiles_that_were_measured():
+    """The digest is of the H200's table as it was measured, when GROUP_M was a field with one value, `band`."""
+    file = importlib.resources.files("ejkernel_triton") / "tuned" / "NVIDIA_H200" / "grouped_matmul.json"
+    types = {"forward": config.GroupedForward, "backward": config.GroupedBackward}
+    lines = []
+    for key, entry in decode(file.read_bytes()).items():
+        direction, kind = (key.split(" | ")[n] for n in (2, 5))
+        fields = dataclasses.asdict(as_part(entry, types[direction], key)) | {"band": config.GROUP_M}
+        lines.append(f"{direction} {kind}: {json.dumps(fields, sort_keys=True)} {entry.seconds}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    assert digest == "797c1e44a304c7d281290379f4a551c59a8a5ca75cf6f9654e392b3f3830b6f9"
 
 
 def test_a_dtype_of_matrices_that_no_kernel_reads_is_named():

@@ -26,7 +26,7 @@ record = LinearRecurrence(
 (wanted, final), _ = reference(record)
 for walk in (True, False):
     chosen = delta_config.heuristic(record, current_device(), "forward")
-    chosen = dataclasses.replace(chosen, chunk=32, walk=walk)
+    chosen = dataclasses.replace(chosen, chunk=32, fused=walk)
     (output, state), *_ = jax.jit(lambda record, chosen=chosen: forward(record, chosen))(record)
     np.testing.assert_allclose(output, wanted, atol=1e-5)
     np.testing.assert_allclose(state, final, atol=1e-5)

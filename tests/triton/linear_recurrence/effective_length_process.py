@@ -39,7 +39,7 @@ def checked(record, forward, backward, heuristic):
     want, pull = jax.vjp(lambda fields: reference(dataclasses.replace(record, **fields))[0], fields)
     cotangent = jax.tree.map(lambda x: jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), want)
     chosen = heuristic(record, current_device(), "both")
-    chosen = dataclasses.replace(chosen, chunk=16, backward_chunk=16, splits=4)
+    chosen = dataclasses.replace(chosen, chunk=16, backward_chunk=16, segments=4)
 
     @jax.jit
     def run(record):

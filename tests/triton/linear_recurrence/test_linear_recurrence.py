@@ -113,13 +113,13 @@ def one_row(record, tokens=4096):
 def test_a_walk_is_the_default_where_it_fills_the_chip():
     record = record_of("heads", jnp.bfloat16)
     state = jax.ShapeDtypeStruct((4, 16, 128, 128), jnp.float32)
-    assert chunked_config.heuristic(record, H200, "forward").walk
-    assert chunked_config.heuristic(dataclasses.replace(record, initial_state=state), H200, "forward").walk
+    assert chunked_config.heuristic(record, H200, "forward").fused
+    assert chunked_config.heuristic(dataclasses.replace(record, initial_state=state), H200, "forward").fused
     packed = dataclasses.replace(one_row(record), cu_seqlens=jax.ShapeDtypeStruct((9,), jnp.int32))
-    assert chunked_config.heuristic(packed, H200, "forward").walk
+    assert chunked_config.heuristic(packed, H200, "forward").fused
     few = dataclasses.replace(packed, cu_seqlens=jax.ShapeDtypeStruct((2,), jnp.int32))
-    assert not chunked_config.heuristic(few, H200, "forward").walk
-    assert not chunked_config.heuristic(record, CHIPS["sm_80"], "forward").walk
+    assert not chunked_config.heuristic(few, H200, "forward").fused
+    assert not chunked_config.heuristic(record, CHIPS["sm_80"], "forward").fused
 
 
 def delta_record(gates):
@@ -152,8 +152,8 @@ def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip, gates):
 def test_packed_walks_fit_the_chip_and_spill_nothing(gates):
     record = dataclasses.replace(one_row(delta_record(gates)), cu_seqlens=jax.ShapeDtypeStruct((17,), jnp.int32))
     chosen = delta_config.heuristic(record, H200, "both")
-    assert chosen.walk
-    assert chosen.walk_block_v == 64
+    assert chosen.fused
+    assert chosen.fused_block_v == 64
     made = {call.kernel.__name__: call for call in delta_launches(record, "sm_90", chosen)}
     assert_fits_and_spills_nothing(
         [made[name] for name in ("chunk_index_kernel", "fused_chunk_scan_kernel", "zero_padding_kernel")], "sm_90"
@@ -237,14 +237,14 @@ def test_hopper_multiplies_on_its_own_matrix_unit():
 
 def test_few_rows_and_heads_are_walked_in_segments():
     record, delta_rule = record_of("heads", jnp.bfloat16), delta_record("channels")
-    assert chunked_config.heuristic(record, H200, "forward").splits == 1
-    assert delta_config.heuristic(delta_rule, H200, "forward").splits == 1
+    assert chunked_config.heuristic(record, H200, "forward").segments == 1
+    assert delta_config.heuristic(delta_rule, H200, "forward").segments == 1
     found = chunked_config.heuristic(one_row(record, 65536), H200, "forward")
-    assert found.splits > 1
-    assert found.walk
+    assert found.segments > 1
+    assert found.fused
     found = delta_config.heuristic(one_row(delta_rule, 65536), H200, "forward")
-    assert found.splits > 1
-    assert found.walk
+    assert found.segments > 1
+    assert found.fused
 
 
 def test_segments_of_the_delta_rule_fit_the_chip_and_spill_nothing():
@@ -270,7 +270,7 @@ def test_segments_of_a_walk_start_in_one_launch():
 def test_a_delta_rule_that_is_differentiated_stores_what_its_gradients_read():
     record = delta_record("channels")
     chosen = delta_config.heuristic(record, H200, "both")
-    assert chosen.walk
+    assert chosen.fused
     with differentiating():
         made = [call.kernel.__name__ for call in delta_launches(record, "sm_90", chosen)]
     assert "fused_chunk_scan_kernel" not in made

@@ -1,7 +1,10 @@
 """The tables of measured tiles for linear recurrences that the Triton backend ships."""
 
+import dataclasses
+import hashlib
 import importlib.metadata
 import importlib.resources
+import json
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +20,19 @@ from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
+from ejkernel_triton.linear_recurrence.config import WARPS
 
 FILES = sorted(
     file
     for file in importlib.resources.files("ejkernel_triton").joinpath("tuned").glob("*/*.json")
     if registry().ops[file.stem].family.name == "linear_recurrence"
 )
+THEN = {"fused": "walk", "fused_block_v": "walk_block_v", "fused_stages": "walk_stages", "segments": "splits"}
+"""What fields were called when the tables were measured."""
+
+FROZEN = {"state_warps": WARPS, "score_warps": WARPS, "score_stages": 1, "walk_warps": WARPS}
+"""Fields that had one value then, which the launches have now."""
+
 SPILLED = {(3, 9): 160}
 """Bytes a thread that kernels may spill, by version of Triton: with 3.6, which measured them, nothing."""
 
@@ -48,6 +58,19 @@ def test_entries_are_of_this_version(file):
         assert (op.partition("@")[0], direction, core) == (file.stem, "both", "shipped")
         assert (device.replace(" ", "_"), schema) == (file.parent.name, schema_hash(part))
         assert as_part(entry, part, key) is not None
+
+
+def test_entries_have_the_tiles_that_were_measured():
+    """The digest is of the H200's table as it was measured, with the fields that the configuration had then."""
+    (file,) = (file for file in FILES if file.stem == "gated_linear_attention")
+    lines: list[str] = []
+    for key, entry in decode(file.read_bytes()).items():
+        direction, kind = (key.split(" | ")[n] for n in (2, 5))
+        part = dataclasses.asdict(as_part(entry, implementation(file.stem, "triton").config.forward, key))
+        fields = {THEN.get(name, name): value for name, value in part.items()} | FROZEN
+        lines.append(f"{direction} {kind}: {json.dumps(fields, sort_keys=True)} {entry.seconds}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    assert digest == "ccc554673bd28fe607d37ebb6e849969e4e25fd7721d7c462476b191759a551a"
 
 
 @pytest.mark.parametrize("op", ["gated_linear_attention", "recurrent_attention"])

@@ -20,7 +20,6 @@ class GatedTiles:
         block_m: Rows of a tile.
         block_n: Columns of a tile of the output; as many of the gate and of the others are multiplied.
         block_k: Contracted elements a step.
-        band: Tiles of rows that run before the next column of tiles.
         num_programs: Programs that share the tiles.
         num_warps: Warps a program.
         num_stages: Pipeline stages of the copies of operands.
@@ -29,7 +28,6 @@ class GatedTiles:
     block_m: int
     block_n: int
     block_k: int
-    band: int
     num_programs: int
     num_warps: int
     num_stages: int
@@ -38,7 +36,7 @@ class GatedTiles:
 FACES = {name: name for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages")}
 """Fields of the public configuration and what they set here."""
 
-BAND = 4
+GROUP_M = 4
 """Tiles of rows that run before the next column of tiles; on an H200 8 and 16 are 1 % and 2 % slower."""
 LARGE_TILES = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 128, 64, 8, 4), TileChoice(128, 64, 64, 4, 3))
 """Tiles where groups have many rows, on Hopper and Blackwell; the best first."""
@@ -100,7 +98,6 @@ def _configured(tile: TileChoice, chip: Chip) -> GatedTiles:
         block_m=tile.m,
         block_n=tile.n,
         block_k=tile.k,
-        band=BAND,
         num_programs=3 if interpreting() else resident * chip.multiprocessors,
         num_warps=tile.warps,
         num_stages=tile.stages,

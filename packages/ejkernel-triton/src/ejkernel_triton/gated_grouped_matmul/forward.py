@@ -4,7 +4,7 @@ import jax
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
-from ejkernel_triton.gated_grouped_matmul.config import GatedTiles, rows_shape
+from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, rows_shape
 from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
 from ejkernel_triton.grouped_matmul.spec import dot_precision, widens
 from ejkernel_triton.launch import Shape, launch
@@ -37,7 +37,7 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
         BLOCK_K=config.block_k,
         ENTRIES=most_tiles(rows, matrices, config.block_m),
         PROGRAMS=config.num_programs,
-        BAND=config.band,
+        GROUP_M=GROUP_M,
         PRECISION=dot_precision(product),
         WIDEN=widens(record.lhs.dtype),
     )

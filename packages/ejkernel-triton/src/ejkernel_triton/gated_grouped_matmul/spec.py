@@ -20,7 +20,7 @@ class GatedSpec:
         BLOCK_K: Contracted elements a step.
         ENTRIES: Entries of the tile list.
         PROGRAMS: Programs that share the tiles.
-        BAND: Tiles of rows that run before the next column of tiles.
+        GROUP_M: Tiles of rows that run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
     """
@@ -37,6 +37,6 @@ class GatedSpec:
     BLOCK_K: int
     ENTRIES: int
     PROGRAMS: int
-    BAND: int
+    GROUP_M: int
     PRECISION: str
     WIDEN: bool

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_rows, spread
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.grouped_matmul.config import BAND, GroupedBackward
+from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import gradient_of_lhs
 from ejkernel_triton.grouped_matmul.spec import GroupedMatricesSpec, dot_precision, operand_dtype, scaled_rows, widens
 from ejkernel_triton.launch import Shape, launch
@@ -134,7 +134,7 @@ def _spec(
         BLOCK_Q=blocks[1],
         BLOCK_K=blocks[2],
         MATRICES=record.rhs.shape[0],
-        BAND=BAND,
+        GROUP_M=GROUP_M,
         PRECISION=dot_precision(record),
         WIDEN=widens(left.dtype),
     )

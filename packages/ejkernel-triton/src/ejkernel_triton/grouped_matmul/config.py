@@ -23,7 +23,6 @@ class GroupedForward:
         block_m: Rows of a tile.
         block_n: Columns of a tile.
         block_k: Contracted elements a step.
-        band: Tiles of rows that run before the next column of tiles: their rows of lhs stay in L2.
         flatten: Whether the loops over tiles and over steps become one, so that a tile's first copies are in flight
             while the epilogue stores the tile before.
         num_programs: Programs that share the tiles.
@@ -34,7 +33,6 @@ class GroupedForward:
     block_m: int
     block_n: int
     block_k: int
-    band: int
     flatten: bool
     num_programs: int
     num_warps: int
@@ -81,7 +79,7 @@ class TileChoice(NamedTuple):
     flatten: bool = False
 
 
-BAND = 8
+GROUP_M = 8
 """Tiles of rows that run before the next column of tiles: their rows of lhs stay in L2."""
 
 LARGE_TILES = (
@@ -252,7 +250,6 @@ def _forward(tile: TileChoice, chip: Chip) -> GroupedForward:
         block_m=tile.m,
         block_n=tile.n,
         block_k=tile.k,
-        band=BAND,
         flatten=tile.flatten,
         # The interpreter runs programs one after the other: a few, so that tiles are shared there too.
         num_programs=3 if interpreting() else resident * chip.multiprocessors,

@@ -9,7 +9,7 @@ from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
-from ejkernel_triton.grouped_matmul.config import GroupedForward
+from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedForward
 from ejkernel_triton.grouped_matmul.spec import (
     GroupedRowsSpec,
     as_row,
@@ -101,7 +101,7 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> Groupe
         FLATTEN=config.flatten,
         ENTRIES=most_tiles(rows, record.rhs.shape[0], config.block_m),
         PROGRAMS=config.num_programs,
-        BAND=config.band,
+        GROUP_M=GROUP_M,
         SCALES="no" if scale is None else "elements",
         SCALE_STRIDES=(width, 1),
         PER_SCALE=(contracted // blocks, 1),

@@ -32,7 +32,7 @@ class GroupedRowsSpec:
             while the epilogue stores the tile before.
         ENTRIES: Entries of the tile list.
         PROGRAMS: Programs that share the tiles.
-        BAND: Tiles of rows that run before the next column of tiles.
+        GROUP_M: Tiles of rows that run before the next column of tiles.
         SCALES: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the matrix, or to
             the product of each of the `"steps"`.
         SCALE_STRIDES: Elements from one contracted element's scale, and from one column's, to the next.
@@ -61,7 +61,7 @@ class GroupedRowsSpec:
     FLATTEN: bool
     ENTRIES: int
     PROGRAMS: int
-    BAND: int
+    GROUP_M: int
     SCALES: str
     SCALE_STRIDES: tuple[int, int]
     PER_SCALE: tuple[int, int]
@@ -88,7 +88,7 @@ class GroupedMatricesSpec:
         BLOCK_Q: Columns of a tile of the result.
         BLOCK_K: Rows of the operands a step.
         MATRICES: E.
-        BAND: Tiles of rows that run before the next column of tiles.
+        GROUP_M: Tiles of rows that run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands become float32 first, as in `GroupedRowsSpec`.
     """
@@ -100,7 +100,7 @@ class GroupedMatricesSpec:
     BLOCK_Q: int
     BLOCK_K: int
     MATRICES: int
-    BAND: int
+    GROUP_M: int
     PRECISION: str
     WIDEN: bool
 

@@ -84,8 +84,8 @@ class RecurrenceCall:
 GATE_COLUMNS = 64
 """Gates of a token that a program sums up."""
 
-WGMMA_ROWS, WGMMA_WARPS = 64, 4
-"""Tokens of a chunk and warps from which on Hopper's products read shared memory, which then holds every stage."""
+WGMMA_ROWS = 64
+"""Tokens of a chunk from which on Hopper's products read shared memory, which then holds every stage."""
 
 
 def make_chunk_index(record: LinearRecurrence, spec: RecurrenceSpec) -> ChunkIndex:
@@ -156,7 +156,7 @@ def make_call(
         scores: Scores of pairs of tokens with gates of channels, where the forward pass kept them.
         cumulative: Whether cumulative gates are made where they were not kept.
     """
-    spec = make_spec(record, chunk, config.splits)
+    spec = make_spec(record, chunk, config.segments)
     chunk_index = make_chunk_index(record, spec)
     if cumulative and gates is None:
         gates = cumulative_gates(record.decay, spec, chunk_index)
@@ -232,7 +232,7 @@ def _bytes(call: RecurrenceCall, chip: Chip, stages: int, state: tuple[int, int]
     block_k, block_v = state
     unit = chip.architecture in ("hopper", "blackwell")
     # Elsewhere the last stage goes to registers.
-    buffers = stages if unit and chunk >= WGMMA_ROWS and call.config.state_warps >= WGMMA_WARPS else stages - 1
+    buffers = stages if unit and chunk >= WGMMA_ROWS else stages - 1
     of_chunk = chunk * ((2 * block_k + (block_v if written else 0)) * size + 8)  # and gates in float32
     parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
     return buffers * of_chunk + parts * block_k * block_v * size

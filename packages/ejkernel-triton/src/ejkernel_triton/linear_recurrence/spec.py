@@ -71,18 +71,18 @@ class RecurrenceSpec:
     WIDEN: bool
 
 
-def make_spec(record: LinearRecurrence, chunk: int, splits: int = 1) -> RecurrenceSpec:
+def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> RecurrenceSpec:
     """The constants of a record's kernels on the device in use.
 
     Args:
         record: The canonical arguments.
         chunk: Tokens a chunk.
-        splits: Segments that a row which is not packed is split into, each scanned by programs of its own.
+        segments: Segments that a row which is not packed is split into, each scanned by programs of its own.
     """
     tokens, packed = record.query.shape[1], record.cu_seqlens is not None
     chunk = max(MIN_TILE, 1 << (chunk.bit_length() - 1))
     chunks = ceil_div(tokens, chunk)
-    sequences = max(1, min(splits, chunks))
+    sequences = max(1, min(segments, chunks))
     per_sequence = ceil_div(chunks, sequences)
     sequences = ceil_div(chunks, per_sequence)
     if record.cu_seqlens is not None:

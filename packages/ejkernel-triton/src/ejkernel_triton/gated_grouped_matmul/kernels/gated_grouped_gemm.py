@@ -5,7 +5,7 @@
                     the same of the others -> rhs tile -+
 
 Neither the rows of the experts [M, C] nor the products [M, 2F] are in memory: tokens are read out of L2 as often as
-they have experts. Persistent programs, bands and the tile list are those of `grouped_gemm_kernel`.
+they have experts. Persistent programs, groups of tile rows and the tile list are those of `grouped_gemm_kernel`.
 """
 
 import triton
@@ -111,7 +111,7 @@ def gated_grouped_gemm_kernel(tokens, rhs, index, tiles, output, spec: tl.conste
         row, end = tl.load(entry_at + ROW), tl.load(entry_at + END)
         store_rows(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
     for tile in tl.range(program, count * columns, spec.PROGRAMS):
-        entry, column = grouped_tile(tile, count, columns, spec.BAND)
+        entry, column = grouped_tile(tile, count, columns, spec.GROUP_M)
         entry_at = tiles + (leading + entry) * FIELDS
         matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
         column *= spec.BLOCK_N

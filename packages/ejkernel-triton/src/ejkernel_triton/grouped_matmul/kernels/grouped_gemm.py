@@ -1,11 +1,11 @@
 """Rows times the matrix of their group: the forward pass, and the gradient of lhs with the matrices transposed.
 
     tile list      0  1  2 | 3 | 4  5 | 6 ...        tiles of rows; | where the group changes
-    columns   0    p0 p1 p2  p3  p4 p5  p6 p7        a band of tiles of rows goes down first: the programs that run
+    columns   0    p0 p1 p2  p3  p4 p5  p6 p7        a group of GROUP_M tile rows goes first: the programs that run
               1    p8 p9 ..                          together share matrices along a row of this picture, and rows of
               2    ..                                lhs along a column, in L2
              ...
-    the next band of tiles of rows
+    the next group of tile rows
 
 Programs are persistent: program p multiplies tiles p, p + PROGRAMS, ... to the end of the list, whose length is read
 from memory. A tile may reach into the rows of the next group. Those are multiplied too and not stored, since another
@@ -179,7 +179,7 @@ def grouped_gemm_kernel(
     # Flat loops overlap a tile's first copies with the epilogue before. On an H200 they are faster for the gradient
     # of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
     for tile in tl.range(program, count * columns, spec.PROGRAMS, flatten=spec.FLATTEN):
-        entry, column = grouped_tile(tile, count, columns, spec.BAND)
+        entry, column = grouped_tile(tile, count, columns, spec.GROUP_M)
         entry_at = tiles + (leading + entry) * FIELDS
         matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
         column *= spec.BLOCK_N

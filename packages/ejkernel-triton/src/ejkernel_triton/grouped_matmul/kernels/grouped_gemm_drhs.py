@@ -32,8 +32,8 @@ def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, pe
     batch = tl.cast(program // (spec.MATRICES * down * across), tl.int64)
     program = program % (spec.MATRICES * down * across)
     matrix = program // (down * across)
-    # Tiles of a matrix in bands: those that run together share rows of left and right in L2.
-    tile_p, tile_q = grouped_tile(program % (down * across), down, across, spec.BAND)
+    # Tiles of a matrix in groups of GROUP_M rows: those that run together share rows of left and right in L2.
+    tile_p, tile_q = grouped_tile(program % (down * across), down, across, spec.GROUP_M)
     left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.HEIGHT)
     right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.WIDTH)
     bounds = at_batch(bounds, batch, per.BOUNDS, spec.MATRICES * 2)

@@ -46,7 +46,7 @@ def config_fields(made: ChunkPasses) -> dict[str, Any]:
 def _scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
     """Programs that make states and outputs in one scan, with as many value channels as states have there."""
     tiles = ceil_div(record.value.shape[3], config.state_block_v)
-    return record.query.shape[0] * sequence_count(record) * head_count(record) * tiles * config.splits
+    return record.query.shape[0] * sequence_count(record) * head_count(record) * tiles * config.segments
 
 
 def sequence_count(record: LinearRecurrence) -> int:
@@ -58,7 +58,7 @@ def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePass
     if by_channel(record):
         return default
     if interpreting():
-        return default if record.cu_seqlens is None else dataclasses.replace(default, walk=True)
+        return default if record.cu_seqlens is None else dataclasses.replace(default, fused=True)
     if not fits_fused_scan(record, device):
         return default
     # One scan a multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several segments: 2 stages, of which two find room,
@@ -67,9 +67,9 @@ def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePass
     many = record.cu_seqlens is None and _scan_programs(record, default) > chip_of(device).multiprocessors
     if record.dt is not None or record.skip is not None:
         # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes a thread spill; with gradients two kernels.
-        return dataclasses.replace(default, walk=True, walk_stages=2)
+        return dataclasses.replace(default, fused=True, fused_stages=2)
     # Without states kept, since they are most of what a call with gradients would keep: 1.27 ms instead of 1.24.
-    return dataclasses.replace(default, walk=True, walk_stages=2 if many else 3, keep_states=False)
+    return dataclasses.replace(default, fused=True, fused_stages=2 if many else 3, keep_states=False)
 
 
 def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
@@ -85,20 +85,20 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     if interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
         scans = record.cu_seqlens is None and not by_channel(record)
-        return (default, dataclasses.replace(other, walk=scans), dataclasses.replace(other, walk=False, splits=1))
-    walking = _fused(record, device, default)
-    made = [dataclasses.replace(default, walk=False), dataclasses.replace(default, walk=False, keep_states=False)]
+        return (default, dataclasses.replace(other, fused=scans), dataclasses.replace(other, fused=False, segments=1))
+    fused = _fused(record, device, default)
+    made = [dataclasses.replace(default, fused=False), dataclasses.replace(default, fused=False, keep_states=False)]
     if not by_channel(record):
         made += [dataclasses.replace(made[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
-    if walking.walk:
-        made += [dataclasses.replace(walking, walk_stages=n) for n in (2, 3)]
-        made += [dataclasses.replace(walking, walk_block_v=32, walk_stages=2)]
+    if fused.fused:
+        made += [dataclasses.replace(fused, fused_stages=n) for n in (2, 3)]
+        made += [dataclasses.replace(fused, fused_block_v=32, fused_stages=2)]
         # Segments of a row that are scanned at the same time.
-        made += [dataclasses.replace(walking, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
+        made += [dataclasses.replace(fused, segments=n) for n in (default.segments // 2, 2 * default.segments) if n > 1]
     made += [
-        dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (walking, *made[:3]) for n in (64, 32)
+        dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (fused, *made[:3]) for n in (64, 32)
     ]
-    made += [dataclasses.replace(default, walk=False, state_block_k=32, splits=2 * default.splits)]
+    made += [dataclasses.replace(default, fused=False, state_block_k=32, segments=2 * default.segments)]
     return tuple(dict.fromkeys((default, *made)))
 
 
@@ -142,15 +142,12 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     return ChunkPasses(
         chunk=chunk,
         backward_chunk=backward_chunk,
-        splits=_segments(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
+        segments=_segments(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
         keep_states=True,
         state_block_k=min(keys, most),
         state_block_v=min(values, most),
-        state_warps=4,
         state_stages=2 if small else 3,
         score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
-        score_warps=4,
-        score_stages=1,
         output_block_t=MIN_TILE if interpreting() else 64,
         output_block_k=min(keys, half, most),
         output_block_v=min(values, 2 * most if by_channel(record) and not small else most),
@@ -161,10 +158,9 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         gradient_warps=gradient_warps,
         # Gates of channels with 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890 with 1.
         gradient_stages=1 if small or (hopper and by_channel(record) and record.beta is None) else 2,
-        walk=False,
-        walk_block_v=min(values, 64),
-        walk_warps=4,
-        walk_stages=2 if small else 3,
+        fused=False,
+        fused_block_v=min(values, 64),
+        fused_stages=2 if small else 3,
     )
 
 

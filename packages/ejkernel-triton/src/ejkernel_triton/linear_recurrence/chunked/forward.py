@@ -12,7 +12,7 @@ from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.config import RecurrencePasses
-from ejkernel_triton.linear_recurrence.config import MIN_TILE
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS
 from ejkernel_triton.linear_recurrence.plan import ChunkIndex, RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import canonical, state_dtype
@@ -58,7 +58,7 @@ def forward(
     states, initial = None, segment_initial_states(record, call)
     kept = config.backward_chunk == config.chunk
     # Two kernels store the states that the backward pass is given.
-    fuse = config.walk and not (kept and config.keep_states and is_differentiated())
+    fuse = config.fused and not (kept and config.keep_states and is_differentiated())
     if fuse:
         output, ends = fused_chunk_scan(call, initial)
     else:
@@ -153,14 +153,14 @@ def fused_chunk_scan(
         ],
         batch=batch,
         # Packed rows have one more, which writes zeros where no sequence is.
-        grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * ceil_div(spec.V, config.walk_block_v),
-        num_warps=config.walk_warps,
-        num_stages=config.walk_stages,
+        grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * ceil_div(spec.V, config.fused_block_v),
+        num_warps=WARPS,
+        num_stages=config.fused_stages,
         constants={
             "spec": spec,
             "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": padded(spec.K, MIN_TILE),
-            "BLOCK_V": config.walk_block_v,
+            "BLOCK_V": config.fused_block_v,
             "INITIAL": initial is not None,
             "HAS_W": w is not None,
         },
@@ -185,8 +185,8 @@ def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
         [Shape((batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK), call.query.dtype)],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H,
-        num_warps=config.score_warps,
-        num_stages=config.score_stages,
+        num_warps=WARPS,
+        num_stages=1,
         constants={"spec": spec, "BLOCK_K": config.score_block_k},
     )
     return scores

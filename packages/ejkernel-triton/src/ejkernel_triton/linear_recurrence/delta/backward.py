@@ -229,13 +229,13 @@ def _chunk_bwd_dhu(
             Shape(tokens, call.query.dtype),
         ],
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * ceil_div(spec.V, config.reverse_block_v),
-        num_warps=config.reverse_warps,
+        grid=batch * spec.SEQUENCES * spec.H * ceil_div(spec.V, config.dh_block_v),
+        num_warps=config.dh_warps,
         num_stages=_state_gradient_stages(call),
         constants={
             "spec": spec,
             "BLOCK_K": padded(spec.K, MIN_TILE),
-            "BLOCK_V": config.reverse_block_v,
+            "BLOCK_V": config.dh_block_v,
             "FINAL": final is not None,
             "WRITE": final is not None,
             "OFFSET": ceil_div(spec.CHUNKS, spec.PER_SEQUENCE) - spec.SEQUENCES if spec.PER_SEQUENCE else 0,
@@ -247,7 +247,7 @@ def _chunk_bwd_dhu(
 
 def _end_gradient_config(config: DeltaPasses) -> DeltaPasses:
     """Two programs a multiprocessor, as in `stages.end_states`."""
-    return dataclasses.replace(config, reverse_block_v=min(config.reverse_block_v, 32))
+    return dataclasses.replace(config, dh_block_v=min(config.dh_block_v, 32))
 
 
 def _state_gradient_stages(call: RecurrenceCall) -> int:
@@ -255,9 +255,9 @@ def _state_gradient_stages(call: RecurrenceCall) -> int:
     spec, config = call.spec, delta_config(call)
     key_channels = padded(spec.K, MIN_TILE)
     # Operands of the products wait in shared memory: q, k and W of all key channels, do and A^T do of the tile.
-    bytes_of_chunk = spec.CHUNK * (3 * key_channels + 2 * config.reverse_block_v) * call.query.dtype.itemsize
+    bytes_of_chunk = spec.CHUNK * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
     room = chip_of(current_device()).shared_memory * 4 // 5
-    return max(1, min(config.reverse_stages, room // bytes_of_chunk))
+    return max(1, min(config.dh_stages, room // bytes_of_chunk))
 
 
 def inverse_gradients(

@@ -17,42 +17,40 @@ from ejkernel_triton.sizes import ceil_div, padded
 class DeltaPasses(ChunkPasses):
     """Configuration of both passes of the delta rule.
 
-    Corrections, which with gates of channels make the scores too, have `score_warps` and `score_stages`.
-
     Attributes:
-        correction_block_k: Key channels at once, where corrections are made.
-        correction_block_v: Value channels at once there.
-        reverse_block_v: Value channels of a program that passes gradients of states, from the last chunk to the first;
+        wy_block_k: Key channels at once, where corrections are made.
+        wy_block_v: Value channels at once there.
+        dh_block_v: Value channels of a program that passes gradients of states, from the last chunk to the first;
             it has all key channels.
-        reverse_warps: Warps of it.
-        reverse_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
+        dh_warps: Warps of it.
+        dh_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
     """
 
-    correction_block_k: int
-    correction_block_v: int
-    reverse_block_v: int
-    reverse_warps: int
-    reverse_stages: int
+    wy_block_k: int
+    wy_block_v: int
+    dh_block_v: int
+    dh_warps: int
+    dh_stages: int
 
 
 def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
     """Chunks and tiles of the forward pass for a record with beta on a device."""
     made, multiprocessors = sized(record, device, 64), chip_of(device).multiprocessors
     columns, block = record.value.shape[3], made.state_block_v
-    scans, splits = record.query.shape[0] * sequence_count(record) * head_count(record), made.splits
+    scans, segments = record.query.shape[0] * sequence_count(record) * head_count(record), made.segments
     if not interpreting():
         # Segments of a row are scanned twice before, for which a multiprocessor a scan is enough: 65536 tokens of 16
         # heads take 2.43 ms with 4, 2.55 with 8, and 2.66 with none and narrow tiles.
-        splits = multiprocessors // (scans * ceil_div(columns, block)) if fits_fused_scan(record, device) else 1
-        splits = max(1, min(splits, record.query.shape[1] // (16 * made.chunk))) if record.cu_seqlens is None else 1
+        segments = multiprocessors // (scans * ceil_div(columns, block)) if fits_fused_scan(record, device) else 1
+        segments = max(1, min(segments, record.query.shape[1] // (16 * made.chunk))) if record.cu_seqlens is None else 1
     # A scan has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
     enough = 3 * multiprocessors // 4
-    while not interpreting() and block > MIN_TILE and scans * splits * ceil_div(columns, block) < enough:
+    while not interpreting() and block > MIN_TILE and scans * segments * ceil_div(columns, block) < enough:
         block //= 2
     return dataclasses.replace(
         made,
         chunk=min(made.chunk, 64),  # the triangular matrices of 128 tokens do not fit the registers
-        splits=splits,
+        segments=segments,
         state_block_v=block,
         output_block_v=min(made.output_block_v, 64),
     )
@@ -73,10 +71,10 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         # A program has three products at a time.
         "gradient_block_k": min(made.gradient_block_k, 64 if hopper else MIN_TILE if small else 32),
         "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
-        "walk": record.cu_seqlens is not None if interpreting() else _fuses(record, device, block),
-        "walk_block_v": block,
-        "correction_block_k": made.score_block_k,
-        "correction_block_v": made.output_block_v,
+        "fused": record.cu_seqlens is not None if interpreting() else _fuses(record, device, block),
+        "fused_block_v": block,
+        "wy_block_k": made.score_block_k,
+        "wy_block_v": made.output_block_v,
     }
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
         # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
@@ -84,9 +82,9 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         # Packed and with a gate a head, masks take registers, and 64 leave room for a third program: 0.738 ms, not
         # 0.753.
         most = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
-        fields |= {"correction_block_k": min(keys, most), "correction_block_v": min(values, most)}
+        fields |= {"wy_block_k": min(keys, most), "wy_block_v": min(values, most)}
         fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
-    return DeltaPasses(**fields, reverse_block_v=block, reverse_warps=4, reverse_stages=1 if small else 2)
+    return DeltaPasses(**fields, dh_block_v=block, dh_warps=4, dh_stages=1 if small else 2)
 
 
 def _fuses(record: LinearRecurrence, device: DeviceInfo, block: int) -> bool:
@@ -101,14 +99,14 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     """Configurations of both passes worth measuring for a record with beta on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
-        return (default, dataclasses.replace(default, keep_states=False, walk=not default.walk, splits=1))
-    made = [dataclasses.replace(default, walk=False, keep_states=keep) for keep in (True, False)]
-    made += [dataclasses.replace(default, splits=n) for n in (default.splits // 2, 2 * default.splits) if n > 1]
+        return (default, dataclasses.replace(default, keep_states=False, fused=not default.fused, segments=1))
+    made = [dataclasses.replace(default, fused=False, keep_states=keep) for keep in (True, False)]
+    made += [dataclasses.replace(default, segments=n) for n in (default.segments // 2, 2 * default.segments) if n > 1]
     columns = [n for n in (16, 32, 64) if _holds_state(record, device, n)]
     made += [dataclasses.replace(made[0], state_block_v=n) for n in columns]
-    made += [dataclasses.replace(default, correction_block_k=64, correction_block_v=64)]
-    made += [dataclasses.replace(default, reverse_block_v=n) for n in columns]
-    made += [dataclasses.replace(default, reverse_warps=8)]
+    made += [dataclasses.replace(default, wy_block_k=64, wy_block_v=64)]
+    made += [dataclasses.replace(default, dh_block_v=n) for n in columns]
+    made += [dataclasses.replace(default, dh_warps=8)]
     made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]
     return tuple(dict.fromkeys((default, *made)))
 

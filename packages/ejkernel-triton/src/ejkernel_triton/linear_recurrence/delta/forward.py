@@ -17,7 +17,7 @@ from ejkernel_triton.linear_recurrence.chunked.forward import (
     initial_states,
     zero_padding,
 )
-from ejkernel_triton.linear_recurrence.config import MIN_TILE
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS
 from ejkernel_triton.linear_recurrence.delta.config import DeltaPasses
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import (
@@ -102,7 +102,7 @@ def forward(
     # ms instead of 4.75 with gates of channels (docs/lab/linear_recurrence_gpu.md).
     stored = kept and is_differentiated()
     begin, states, value = segment_states(record, call, wy, keep=stored), None, None
-    fuse = config.walk and not stored
+    fuse = config.fused and not stored
     if fuse:
         fused = dataclasses.replace(call, value=wy.u)
         output, final = fused_chunk_scan(fused, begin.starts, w=wy.w)
@@ -219,12 +219,12 @@ def wy_fast(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> WYForm:
         ],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H,
-        num_warps=config.score_warps,
-        num_stages=config.score_stages,
+        num_warps=WARPS,
+        num_stages=1,
         constants={
             "spec": spec,
-            "BLOCK_K": config.correction_block_k,
-            "BLOCK_V": config.correction_block_v,
+            "BLOCK_K": config.wy_block_k,
+            "BLOCK_V": config.wy_block_v,
             "KEEP": keep,
         },
     )
@@ -253,8 +253,8 @@ def wy_channel_gates(
     tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
     chunks, dtype = (batch, spec.H, spec.CHUNKS), call.query.dtype
     arrays = (call.query, call.key, call.value, decay, beta, *call.chunk_index.per_chunk)
-    options: dict[str, Any] = {"batch": batch, "num_warps": config.score_warps, "num_stages": config.score_stages}
-    constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.correction_block_v, "KEEP": keep}
+    options: dict[str, Any] = {"batch": batch, "num_warps": WARPS, "num_stages": 1}
+    constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.wy_block_v, "KEEP": keep}
     *made, exponents = launch(
         wy_channel_gates_kernel,
         arrays,
@@ -270,7 +270,7 @@ def wy_channel_gates(
         ],
         **options,
         grid=batch * spec.CHUNKS * spec.H,
-        constants={**constants, "BLOCK_K": config.correction_block_k},
+        constants={**constants, "BLOCK_K": config.wy_block_k},
     )
     # Chunks with strong gates once more, in place. The array after them is cumulative gates, of no use to others.
     first, group = len(arrays) + 1, max(1, min(16, spec.CHUNKS * spec.H // 128))
@@ -280,7 +280,7 @@ def wy_channel_gates(
         [*range(first, first + len(made)), Shape((*pairs[:3], spec.K), jnp.float32)],
         **options,
         grid=batch * spec.H * ceil_div(spec.CHUNKS, group),
-        constants={**constants, "BLOCK_K": min(config.correction_block_k, LARGE_DECAY_CHANNELS), "GROUP": group},
+        constants={**constants, "BLOCK_K": min(config.wy_block_k, LARGE_DECAY_CHANNELS), "GROUP": group},
     )
     arrays = {"query": query, "key": key, "gates": factors, "scores": scores}
     return WYForm(u, w, inverse), with_arrays(call, arrays)

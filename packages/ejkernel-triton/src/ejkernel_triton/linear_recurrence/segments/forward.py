@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.ops.device import current_device
 from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS, ChunkPasses
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, state_stages
 from ejkernel_triton.linear_recurrence.segments.plan import SegmentSplit, split_segments
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
@@ -68,7 +68,12 @@ def pass_states(
 
 
 def launch_chunk_fwd_h(
-    call: RecurrenceCall, arrays: tuple[Any, ...], outputs: list[Shape], constants: dict[str, Any]
+    call: RecurrenceCall,
+    arrays: tuple[Any, ...],
+    outputs: list[Shape],
+    constants: dict[str, Any],
+    *,
+    num_warps: int = WARPS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A launch of `chunk_fwd_h_kernel` with the arrays of `pass_states`, and `lengths` of `effective_lengths`."""
     from ejkernel_triton.linear_recurrence.segments.kernels.chunk_fwd_h import chunk_fwd_h_kernel
@@ -86,7 +91,7 @@ def launch_chunk_fwd_h(
         outputs,
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * ceil_div(spec.K, block_k) * ceil_div(outputs[1].shape[4], block_v),
-        num_warps=config.state_warps,
+        num_warps=num_warps,
         num_stages=num_stages,
         constants={
             "spec": spec,
@@ -134,7 +139,7 @@ def effective_lengths(call: RecurrenceCall, w: jax.Array, split: SegmentSplit) -
         [Shape((batch, spec.SEQUENCES, spec.H, tiles), jnp.int32)],
         batch=batch,
         grid=batch * spec.SEQUENCES * spec.H * tiles,
-        num_warps=config.state_warps,
+        num_warps=WARPS,
         num_stages=state_stages(call, most, block_k=block_k, block_v=block, written=False),
         constants={
             "spec": spec,
@@ -192,13 +197,14 @@ def end_states(
         "SUB_SEGMENTS": split.sub_segments,
         "LENGTH_TILES": 0 if lengths is None else lengths.shape[3],
     }
-    call = dataclasses.replace(call, spec=spec, config=_end_state_config(call))
+    config, num_warps = _end_state_config(call)
+    call = dataclasses.replace(call, spec=spec, config=config)
     arrays = (left, right, None, w, lengths)
-    return launch_chunk_fwd_h(call, arrays, outputs, constants)[1:]
+    return launch_chunk_fwd_h(call, arrays, outputs, constants, num_warps=num_warps)[1:]
 
 
-def _end_state_config(call: RecurrenceCall) -> ChunkPasses:
-    """The configuration of a call whose scans store nothing on their way."""
+def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
+    """The configuration and warps of a call whose scans store final states only."""
     spec = call.spec
     # More programs a multiprocessor, of which one works while the other waits for its state.
     config = dataclasses.replace(call.config, state_stages=min(call.config.state_stages, 2))
@@ -206,8 +212,8 @@ def _end_state_config(call: RecurrenceCall) -> ChunkPasses:
     if spec.CONSTANT and whole and chip_of(current_device()).architecture == "hopper":
         # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention. Heads that
         # do not decay scan alone, so no second program hides that they wait: a third stage, 0.455 instead of 0.466.
-        return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_warps=8, state_stages=3)
-    return config
+        return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_stages=3), 8
+    return config, WARPS
 
 
 def decayed_initial_states(
