@@ -14,9 +14,9 @@ class ChunkPasses:
     """Configuration of both passes, which share the chunks between whose states they pass.
 
     Attributes:
-        chunk: Tokens a chunk of the forward pass; lowered to a power of two, and raised to 16.
-        backward_chunk: Tokens a chunk of the backward pass. Where it is another, nothing is kept for the backward pass,
-            which makes gates and states again.
+        chunk: Tokens of a chunk of the forward pass; lowered to a power of two, and raised to 16.
+        backward_chunk: Tokens of a chunk of the backward pass. Where it is another, nothing is kept for the backward
+            pass, which makes gates and states again.
         segments: Segments of a row whose chunks are scanned at the same time, for calls of few rows and heads.
         keep_states: Whether the backward pass is given the chunk states, instead of making them again.
         state_block_k: Key channels of a tile of the state that a program passes from chunk to chunk.

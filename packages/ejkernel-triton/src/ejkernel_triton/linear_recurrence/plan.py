@@ -53,7 +53,7 @@ class ChunkIndex(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrenceCall:
-    """What the stages of one call share. B rows; the letters are those of `RecurrenceSpec`.
+    """What the launches of one call share. B rows; the letters are those of `RecurrenceSpec`.
 
     Attributes:
         spec: Constants.
@@ -99,7 +99,7 @@ def make_chunk_index(record: LinearRecurrence, spec: RecurrenceSpec) -> ChunkInd
 
 
 def _index_in_one_launch(cu_seqlens: jax.Array, sequences: int, spec: RecurrenceSpec) -> tuple[jax.Array, ...]:
-    """The tables of `ChunkIndex` in one launch."""
+    """Computes the tables of `ChunkIndex` in one launch."""
     from ejkernel_triton.linear_recurrence.kernels.chunk_index import chunk_index_kernel
 
     most = padded(sequences + 1, MIN_TILE)
@@ -124,7 +124,7 @@ def _index_in_one_launch(cu_seqlens: jax.Array, sequences: int, spec: Recurrence
 
 
 def _index_of_many_sequences(bounds: jax.Array, spec: RecurrenceSpec) -> ChunkIndex:
-    """The tables of `ChunkIndex` of more sequences than a program looks at at once; or of none."""
+    """Computes the tables of `ChunkIndex` for more sequences than one program reads, or for none."""
     counts = -(-jnp.diff(bounds) // spec.CHUNK)
     first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
@@ -151,7 +151,7 @@ def make_call(
     Args:
         record: The canonical arguments.
         config: Chunks and tiles.
-        chunk: Tokens a chunk, which of the two lengths.
+        chunk: Tokens of a chunk, which of the two lengths.
         gates: Cumulative gates, where the forward pass kept them.
         scores: Scores of pairs of tokens with gates of channels, where the forward pass kept them.
         cumulative: Whether cumulative gates are made where they were not kept.
@@ -211,11 +211,11 @@ def state_stages(call: RecurrenceCall, most: int, *, block_k: int, block_v: int,
     """The stages with which the delta rule's state passing fits the chip in use.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         most: The most stages.
         block_k: Key channels of a program's tile of the state, which are all.
         block_v: Value channels.
-        written: Whether what tokens write is read, in addition to keys and corrections.
+        written: Whether what tokens write is read, in addition to keys and `w`.
     """
     chip = chip_of(current_device())
     fitting = (n for n in range(most, 1, -1) if _bytes(call, chip, n, (block_k, block_v), written) <= _room(chip))
@@ -227,7 +227,7 @@ def _room(chip: Chip) -> int:
 
 
 def _bytes(call: RecurrenceCall, chip: Chip, stages: int, state: tuple[int, int], written: bool) -> int:
-    """Bytes of the chunks that are copied ahead and of the state, an operand of the correction's product."""
+    """Bytes of the chunks that are copied ahead and of the state, an operand of the product with `w`."""
     size, chunk = call.query.dtype.itemsize, call.spec.CHUNK
     block_k, block_v = state
     unit = chip.architecture in ("hopper", "blackwell")

@@ -31,7 +31,7 @@ class RecurrenceSpec:
         HV: Heads of the values.
         K: Key channels.
         V: Value channels.
-        WIDTH: Gates a head and token: 0 without gates, 1 or K.
+        WIDTH: Gates per head and token: 0 without gates, 1 or K.
         CONSTANT: Whether a head's gate is the same for all tokens: kernels multiply it instead of reading sums.
         DECAYED: Whether queries and keys have their decay by gates of channels already, and what takes the gates' place
             are factors of chunks, [B, H, CHUNKS, 3, K] (see `wy_channel_gates`).
@@ -76,7 +76,7 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
 
     Args:
         record: The canonical arguments.
-        chunk: Tokens a chunk.
+        chunk: Tokens of a chunk.
         segments: Segments that a row which is not packed is split into, each scanned by programs of its own.
     """
     tokens, packed = record.query.shape[1], record.cu_seqlens is not None

@@ -103,7 +103,7 @@ def value_gradients(
     """Gradients of value, dt and skip.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         cotangent: [B, T, H, V] of the output.
         dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
 
@@ -159,7 +159,7 @@ def key_gradients(
     """Gradients of query, key and gates.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         cotangent: [B, T, H, V] of the output.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
         dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.

@@ -120,7 +120,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     Args:
         record: The canonical arguments.
         device: What it runs on.
-        chunk: Tokens a chunk.
+        chunk: Tokens of a chunk.
     """
     chip = chip_of(device)
     wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST

@@ -133,7 +133,7 @@ def fused_chunk_scan(
     """Outputs and final states in one scan, which stores no other state; gates of channels in a delta rule alone.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         initial: [B, SEQUENCES, H, K, V], where each scan begins; None is zeros.
         w: W, [B, T, H, K], of a delta rule whose values are U.
 

@@ -25,7 +25,7 @@ class DecodeSpec:
         BLOCK_K: K, padded to a power of two.
         BLOCK_V: Value channels of a program.
         TILES: Programs of a head's state.
-        DECAY: Gates a head and token: 0 without gates, 1 or K.
+        DECAY: Gates per head and token: 0 without gates, 1 or K.
         DECAY_T: T, or 1 where all tokens have the same gates.
         DECAY_STRIDE: Elements from a token's gates to the next one's.
         VALUE_DECAY: Whether there are gates of value channels.

@@ -91,7 +91,7 @@ def _gradients(
     final: jax.Array,
     gates: Any,
 ) -> Gradients:
-    """The gradients of all fields; that of the gates is of no use where `gates` is None."""
+    """The gradients of all fields; that of the gates is unused where `gates` is None."""
     assert record.beta is not None  # `Requires` saw to it
     assert made.wy is not None  # the caller did
     state_gradients = _state_gradients(record, call, made, cotangent, final)
@@ -168,7 +168,7 @@ def pass_state_gradients(
     """The gradients of the states between chunks.
 
     Args:
-        call: What the stages share; with gates of channels, with decayed queries and keys.
+        call: What the launches of the call share; with gates of channels, with decayed queries and keys.
         w: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         within: [B, T, H, V] from `chunk_bwd_dv_local`.
@@ -190,7 +190,8 @@ def end_gradients(
     """The gradients of the states before segments, from scans that begin with zeros after them.
 
     Args:
-        call: What the stages share, whose sequences are the segments that are scanned, the last ones of the row.
+        call: What the launches of the call share, whose sequences are the segments that are scanned, the last ones of
+            the row.
         w: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         within: [B, T, H, V] from `chunk_bwd_dv_local`.
@@ -211,8 +212,8 @@ def _chunk_bwd_dhu(
     """A launch of `chunk_bwd_dhu_kernel`.
 
     Args:
-        call: What the stages share.
-        arrays: correction, cotangent, within, final and reach. Without final nothing is stored but where scans end.
+        call: What the launches of the call share.
+        arrays: w, cotangent, within, final and lengths. Without final only final gradients are stored.
         states: The gradients of states.
         tokens: Shape of those of what tokens write.
     """
@@ -266,7 +267,7 @@ def inverse_gradients(
     """Gradients through the inverse.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         beta: [B, T, H].
         inverse: (I + L)^-1, from `forward.WYForm`.
         dv_new: Gradients of what tokens write, from `StateGradients`.
@@ -308,7 +309,7 @@ def key_gradients(
     """Gradients of query, key, gates and, as far as keys make it, beta.
 
     Args:
-        call: What the stages share, with what tokens write in place of their values.
+        call: What the launches of the call share, with what tokens write in place of their values.
         beta: [B, T, H].
         cotangent: [B, T, H, V] of the output.
         dy: [B, T, H, V] from `inverse_gradients`.

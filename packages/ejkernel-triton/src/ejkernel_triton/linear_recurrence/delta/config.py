@@ -18,7 +18,7 @@ class DeltaPasses(ChunkPasses):
     """Configuration of both passes of the delta rule.
 
     Attributes:
-        wy_block_k: Key channels at once, where corrections are made.
+        wy_block_k: Key channels at once, where the WY form is computed.
         wy_block_v: Value channels at once there.
         dh_block_v: Value channels of a program that passes gradients of states, from the last chunk to the first;
             it has all key channels.
@@ -77,9 +77,9 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "wy_block_v": made.output_block_v,
     }
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
-        # Of a gate a head, corrections of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
+        # Of a gate per head, the WY form of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
         # channels, 0.57 instead of 0.60.
-        # Packed and with a gate a head, masks take registers, and 64 leave room for a third program: 0.738 ms, not
+        # Packed and with a gate per head, masks take registers, and 64 leave room for a third program: 0.738 ms, not
         # 0.753.
         most = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
         fields |= {"wy_block_k": min(keys, most), "wy_block_v": min(values, most)}
@@ -89,7 +89,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
 
 def _fuses(record: LinearRecurrence, device: DeviceInfo, block: int) -> bool:
     """Whether one kernel makes states and outputs of a delta rule."""
-    # With a gate a head it takes 0.713 ms where two kernels take 0.712, and with gradients 2.375 instead of 2.180; of
+    # With a gate per head it takes 0.713 ms where two kernels take 0.712, and with gradients 2.375 instead of 2.180; of
     # packed sequences 0.763 instead of 1.045 (docs/lab/linear_recurrence_gpu.md).
     wins = record.decay is not None and (by_channel(record) or record.cu_seqlens is not None)
     return wins and block == 64 and fits_fused_scan(record, device)

@@ -35,13 +35,13 @@ LARGE_DECAY_CHANNELS = 32
 
 
 class WYForm(NamedTuple):
-    """The delta rule inside of chunks, which no state is needed for.
+    """The WY form of the delta rule inside of chunks, which needs no state.
 
     Attributes:
-        u: U [B, T, H, V], what tokens write apart from what the state before their chunk answers.
-        w: W [B, T, H, K]: with S the state before its chunk, a token writes U - W S.
+        u: [B, T, H, V], U: what tokens write if the state before their chunk is 0.
+        w: [B, T, H, K], W: with S the state before its chunk, a token writes U - W S.
         inverse: [B, H, CHUNKS * CHUNK, CHUNK], the inverse of I plus the strictly lower matrix of keys that see keys;
-            of no use unless it is kept.
+            unused unless it is kept.
     """
 
     u: jax.Array
@@ -50,13 +50,13 @@ class WYForm(NamedTuple):
 
 
 class SegmentStates(NamedTuple):
-    """Where scans begin, and what a segment of a long row does to the state that it begins with.
+    """States at the start of sequences or segments, and what a segment does to the state that it begins with.
 
     Attributes:
         starts: [B, SEQUENCES, H, K, V]; None is zeros.
-        ends: [B, WALKED, H, K, V + K] float32, where scans from zeros end, and what a segment makes of the identity: S
-            after it is the former plus the latter times its start. None where rows are whole.
-        used: [B, WALKED, H], 0 where no state passes through a segment, and so no gradient. None if it is not known.
+        ends: [B, SEGMENTS, H, K, V + K] float32, N and M: final states of scans from zeros, and transitions. The state
+            after a segment that begins with S is N + M S. None where rows are whole.
+        used: [B, SEGMENTS, H], 0 where no state passes through a segment, and so no gradient. None if it is not known.
     """
 
     starts: jax.Array | None
@@ -68,9 +68,9 @@ class DeltaResiduals(NamedTuple):
     """What the backward pass need not make again; None where it has other chunks, or memory is to be spared.
 
     Attributes:
-        wy: The delta rule inside of chunks.
+        wy: The WY form.
         arrays: Of the call for state passing: `gates` and, with gates of channels, `query`, `key` and `scores`.
-        segments: Where the scans through sequences and segments begin.
+        segments: States at the start of sequences and segments.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
         value: [B, T, H, V], what tokens write: U - W S.
     """
@@ -128,18 +128,18 @@ def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) ->
 
 
 def arrays_of(call: RecurrenceCall) -> dict[str, jax.Array | None]:
-    """What corrections made of a call's arrays, for `with_arrays`."""
+    """The arrays of a call that the WY form's kernels wrote, for `with_arrays`."""
     names = ("gates", "query", "key", "scores") if call.spec.DECAYED else ("gates",)
     return {name: getattr(call, name) for name in names}
 
 
 def wy_form(record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: bool) -> tuple[WYForm, RecurrenceCall]:
-    """The delta rule inside of chunks, and the call for state passing and outputs.
+    """Computes the WY form, and the call for state passing and outputs.
 
     Args:
         record: The canonical arguments.
         config: Chunks and tiles of both passes.
-        chunk: Tokens a chunk, which of the two lengths.
+        chunk: Tokens of a chunk, which of the two lengths.
         keep: Whether the inverse is kept for the backward pass.
     """
     assert record.beta is not None  # `Requires` saw to it
@@ -151,7 +151,7 @@ def wy_form(record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: 
 
 
 def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
-    """Tokens a chunk of a record with beta, from those of its configuration.
+    """Tokens of a chunk of a record with beta, from those of its configuration.
 
     With gates of channels and chunks of 16 tokens Triton 3.6 computes columns of `wy_large_decay_kernel` wrongly
     on NVIDIA's chips (see `ahead.mixed_lanes`). With 32 tokens no such instruction is in the code.
@@ -160,16 +160,16 @@ def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
 
 
 def segment_states(record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, *, keep: bool) -> SegmentStates:
-    """Where the scans of a call begin.
+    """Computes the states at the start of sequences or segments.
 
     Each segment of a row is scanned before, at the same time as the others: from zeros, which gives N, and with nothing
     to write from the identity, which gives M. The state S after a segment is N + M S, with S the one before.
 
     Args:
         record: The canonical arguments.
-        call: What the stages share.
-        wy: The delta rule inside of chunks.
-        keep: Whether the backward pass reads the transitions: it wants that of the last segment too.
+        call: What the launches of the call share.
+        wy: The WY form.
+        keep: Whether the backward pass reads the transitions, including that of the last segment.
     """
     initial = initial_states(record)
     if record.cu_seqlens is not None or call.spec.SEQUENCES < 2:
@@ -198,10 +198,10 @@ def chunk_states(
 
 
 def wy_fast(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> WYForm:
-    """What tokens write apart from what the state before their chunk answers, and what takes that from it.
+    """Computes the WY form.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         beta: [B, T, H].
         keep: Whether the inverse is kept for the backward pass.
     """
@@ -237,13 +237,13 @@ def wy_channel_gates(
     """`wy_fast` with gates of channels, and the call whose queries and keys have their decay.
 
     Args:
-        call: What the stages share; its cumulative gates are not read.
+        call: What the launches of the call share; its cumulative gates are not read.
         decay: [B|1, T|1, H, K], log gates.
         beta: [B, T, H].
         keep: Whether the inverse is kept for the backward pass.
 
     Returns:
-        The corrections, and the call for state passing and outputs: queries and keys with their decay, both
+        The WY form, and the call for state passing and outputs: queries and keys with their decay, both
         [B, T, H, K], the factors of chunks in place of gates, and scores.
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.wy_channel_gates import wy_channel_gates_kernel
@@ -272,7 +272,8 @@ def wy_channel_gates(
         grid=batch * spec.CHUNKS * spec.H,
         constants={**constants, "BLOCK_K": config.wy_block_k},
     )
-    # Chunks with strong gates once more, in place. The array after them is cumulative gates, of no use to others.
+    # Chunks with strong gates once more, in place. The array after them is cumulative gates, which no other kernel
+    # reads.
     first, group = len(arrays) + 1, max(1, min(16, spec.CHUNKS * spec.H // 128))
     u, w, inverse, scores, query, key, factors, _ = launch(
         wy_large_decay_kernel,

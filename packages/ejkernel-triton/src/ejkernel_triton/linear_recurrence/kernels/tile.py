@@ -155,7 +155,7 @@ def store_state(base, tile, k_start, v_start, spec: tl.constexpr):
 
 @triton.jit
 def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
-    """Where a chunk's cumulative gates lie in [rows, H, CHUNKS * CHUNK, WIDTH]; of no use without gates."""
+    """Where a chunk's cumulative gates lie in [rows, H, CHUNKS * CHUNK, WIDTH]; unused without gates."""
     if spec.WIDTH > 0 and not spec.CONSTANT:
         first = (tl.cast(row // per.GATES, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
         return gates + first * spec.WIDTH
@@ -165,7 +165,7 @@ def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def load_once(at, valid, MASKED: tl.constexpr):
-    """A vector with an element a token, which a program reads once.
+    """A vector with an element per token, which a program reads once.
 
     Triton loads a vector that is shorter than there are threads again in each layout that it is wanted in. After a
     loop the compiler puts such loads one after the other, each waiting for the one before: as many trips to L2 as there
@@ -180,7 +180,7 @@ def load_once(at, valid, MASKED: tl.constexpr):
 
 @triton.jit
 def constant_gate(gates, row, head, spec: tl.constexpr, per: tl.constexpr):
-    """The gate of a head in powers of two, where it is the same for all tokens; else of no use."""
+    """The gate of a head in powers of two, where it is the same for all tokens; else unused."""
     if spec.CONSTANT:
         return powers_of_two(tl.load(gates + (row // per.GATES) * spec.H + head))
     else:
@@ -290,7 +290,7 @@ def load_dt(dt, row, start, end, head, spec: tl.constexpr, BLOCK: tl.constexpr =
 
 @triton.jit
 def pair_weights(gates):
-    """exp2(G_i - G_j) for j <= i, else 0, of one gate a head: [tokens, tokens] by (i, j)."""
+    """exp2(G_i - G_j) for j <= i, else 0, of one gate per head: [tokens, tokens] by (i, j)."""
     rows = tl.arange(0, gates.shape[0])
     # Above the diagonal the exponent is positive and may overflow, and inf times a score of 0 is NaN: so the mask
     # comes before exp2, as an exponent of -inf.

@@ -45,18 +45,18 @@ def pass_states(
     a chunk: forwards the state before it, in reverse the gradient of the state after it.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         left: [B, T, heads, K] keys, or queries.
         right: [B, T, heads, V] values, or the output's cotangent.
         initial: [B, SEQUENCES, H, K, V], where each scan begins; None is zeros.
         dtype: Dtype of the states that are stored.
-        w: w, [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is
+        w: [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is
             stored too. A program then holds all key channels, since S^T w_j is a sum over them.
         reverse: Whether to scan from the last chunk to the first.
 
     Returns:
         States [B, H, CHUNKS, K, V], those at the end of the scans [B, SEQUENCES, H, K, V] float32, and the corrected
-        right [B, T, H, V], of no use without correction.
+        right [B, T, H, V], unused without `w`.
     """
     spec, batch = call.spec, left.shape[0]
     outputs = [
@@ -82,7 +82,7 @@ def launch_chunk_fwd_h(
     left, right, initial, w, lengths = arrays
     block_k, block_v, num_stages = config.state_block_k, config.state_block_v, config.state_stages
     if w is not None:
-        # The correction's product sums over all key channels, and programs share no sums.
+        # The product with `w` sums over all key channels, and programs share no sums.
         block_k = padded(spec.K, MIN_TILE)
         num_stages = state_stages(call, num_stages, block_k=block_k, block_v=block_v, written=True)
     made = launch(
@@ -114,17 +114,17 @@ def launch_chunk_fwd_h(
 
 
 def effective_lengths(call: RecurrenceCall, w: jax.Array, split: SegmentSplit) -> jax.Array | None:
-    """How many of a segment's last chunks leave something of a state, in reverse of its first ones of a gradient.
+    """Computes how many of a segment's last chunks leave something of a state, in reverse of its first ones.
 
     Args:
-        call: What the stages share.
-        w: W, [B, T, H, K].
+        call: What the launches of the call share.
+        w: [B, T, H, K], of the WY form.
         split: Which segments, and in which direction.
 
     Returns:
         [B, SEQUENCES, H, tiles of columns] int32, of which the largest counts; more than there are chunks if the state
-        does not vanish in REACH_MOST, and 0 for a segment that is not scanned. None if it is not known: without gates,
-        and in float16, which has not the range.
+        does not vanish in LONGEST_CHUNKS, and 0 for a segment that is not scanned. None if it is not known: without
+        gates, and in float16, which has not the range.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.effective_length import effective_length_kernel
 
@@ -164,20 +164,20 @@ def end_states(
     w: jax.Array | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Where the scans of `pass_states` end that begin with zeros, one for each part of a row's segments.
+    """Computes the final states of scans from zeros, one for each sub-segment of a row's segments.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         left: [B, T, heads, K], as for `pass_states`.
         right: [B, T, heads, V], as for `pass_states`.
-        split: Which parts.
-        w: w, [B, T, H, K], as for `pass_states`.
-        lengths: How far states reach, from `effective_lengths`; with a correction alone.
+        split: Which sub-segments.
+        w: [B, T, H, K], as for `pass_states`.
+        lengths: Effective lengths, from `effective_lengths`; with `w` only.
 
     Returns:
-        [B, parts, H, K, V] float32. With a correction V + K columns: after V columns those of what a part makes of the
-        identity, with nothing written. And, if it is known how far states reach, int32 [B, parts, H]: 0 where nothing
-        passes through a part, whose last K columns are undefined.
+        [B, sub-segments, H, K, V] float32. With `w` there are V + K columns: the last K are the transition, which is
+        the final state from the identity with nothing written. And, with `lengths`, int32 [B, sub-segments, H]: 0 where
+        no state passes through a sub-segment, whose last K columns are undefined.
     """
     batch = left.shape[0]
     spec = dataclasses.replace(call.spec, SEQUENCES=split.scans, PER_SEQUENCE=split.chunks)
@@ -225,7 +225,7 @@ def decayed_initial_states(
     of whole sub-segments, a few additions then give the state at the start of each segment.
 
     Args:
-        call: What the stages share.
+        call: What the launches of the call share.
         left: [B, T, heads, K] keys or queries, as `pass_states` takes them.
         right: [B, T, heads, V] values or the output's cotangent, as `pass_states` takes them.
         initial: [B, 1, H, K, V], where the first scan begins; None is zeros.
@@ -269,16 +269,16 @@ def delta_initial_states(
     first: jax.Array | None,
     used: jax.Array | None,
 ) -> jax.Array:
-    """Where the scans through segments begin, [B, SEQUENCES, H, K, V] float32.
+    """Computes the states at the start of segments, [B, SEQUENCES, H, K, V] float32.
 
     Args:
         spec: Constants.
-        split: The parts of segments.
-        num_end_states: [B, parts, H, K, V or V + K], where scans from zeros end.
-        transitions: [B, parts, H, K, V + K], of whose columns the last K count: what parts make of a state, and by
-            the transposes, from the last part to the first, of its gradient.
+        split: The segments.
+        ends: [B, segments, H, K, V or V + K], final states of scans from zeros.
+        transitions: [B, segments, H, K, V + K], whose last K columns are what a segment does to the state that it
+            begins with, and by the transposes, from the last segment to the first, to its gradient.
         first: [B, H, K, V], where the row begins, or in reverse the gradient of where it ends; None is zeros.
-        used: [B, parts, H], 0 where nothing passes through a part; None if that is not known.
+        used: [B, segments, H], 0 where no state passes through a segment; None if that is not known.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.delta_initial_states import delta_initial_states_kernel
 

@@ -8,7 +8,7 @@
 A program has all key channels of one tile of value channels of one head's state, so no program needs another's sums.
 A row of the tile is BLOCK_V numbers side by side, which 16 bytes a thread load; of a transposed state [V, K] a column
 is. Where states are in slots, a program looks up that of its sequence, and leaves the others alone. What the next token
-brings is loaded while the one before is worked on: a step waits for memory once, not once a token.
+brings is loaded while the one before is worked on: a step waits for memory once, not once per token.
 
 Tokens that are none (padding, or the one after the last) are loaded as zeros: they decay by exp(0), write nothing
 and read zero.
@@ -126,7 +126,7 @@ def fused_recurrent_kernel(
     else:
         at += channels[:, None] * spec.V + columns[None, :]
     mask = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
-    # 64 bits: a token's number times its stride may have more than 31.
+    # 64 bits: a token's index times its stride may have more than 31.
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
     if spec.PACKED:

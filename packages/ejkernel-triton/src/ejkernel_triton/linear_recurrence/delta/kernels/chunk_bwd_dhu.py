@@ -115,7 +115,7 @@ def chunk_bwd_dhu_kernel(
         w_tile = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
         do = load_rows(o_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         dx = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec).to(tl.float32)
-        # With a gate a head, products are scaled by rows instead of queries and keys, which stay in shared memory.
+        # With a gate per head, products are scaled by rows instead of queries and keys, which stay in shared memory.
         decay_since = spec.SCALE
         if spec.WIDTH == 1:
             g = tl.load(g_base + rows)

@@ -243,7 +243,7 @@ def chunk_fwd_h_kernel(
         k_rows, columns = k_start + tl.arange(0, BLOCK_K), v_start + tl.arange(0, BLOCK_V)
         stored = COLUMNS
         if LENGTH_TILES > 0:
-            stored = tl.where(used, COLUMNS, spec.V)  # transitions of no use are not read
+            stored = tl.where(used, COLUMNS, spec.V)  # unused transitions are not read
         inside = (k_rows < spec.K)[:, None] & (columns < stored)[None, :]
         tl.store(final + state_offset + (k_rows[:, None] * COLUMNS + columns[None, :]), acc, mask=inside)
     elif SUB_SEGMENTS > 0 and spec.CONSTANT:
