@@ -110,7 +110,7 @@ def one_row(record, tokens=4096):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, tokens, *x.shape[2:]), x.dtype), record)
 
 
-def test_a_walk_is_the_default_where_it_fills_the_chip():
+def test_the_fused_scan_is_the_default_where_it_fills_the_chip():
     record = record_of("heads", jnp.bfloat16)
     state = jax.ShapeDtypeStruct((4, 16, 128, 128), jnp.float32)
     assert chunked_config.heuristic(record, H200, "forward").fused
@@ -149,7 +149,7 @@ def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip, gates):
 
 
 @pytest.mark.parametrize("gates", ["heads", "channels"])
-def test_packed_walks_fit_the_chip_and_spill_nothing(gates):
+def test_packed_scans_fit_the_chip_and_spill_nothing(gates):
     record = dataclasses.replace(one_row(delta_record(gates)), cu_seqlens=jax.ShapeDtypeStruct((17,), jnp.int32))
     chosen = delta_config.heuristic(record, H200, "both")
     assert chosen.fused
@@ -178,7 +178,7 @@ def delta_launches(record, chip, chosen):
 
 
 @pytest.mark.parametrize("gates", ["heads", "channels", "none"])
-def test_a_delta_rule_gets_both_passes_of_its_own_accord(gates):
+def test_dispatch_chooses_the_delta_kernels_for_both_passes(gates):
     found = dispatch.choose(registry().ops["kernel_delta_attention"], delta_record(gates), H200, "auto", "backward")
     names = [verdict.implementation.name for verdict in found.verdicts]
     assert names.index("triton_delta") < names.index("xla")
@@ -200,7 +200,7 @@ def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
         assert not ahead.mixed_lanes(ahead.compile_for(call, "sm_90").assembly)
 
 
-def test_a_product_that_reaches_into_the_other_lane_is_found():
+def test_mixed_lanes_finds_a_product_that_reaches_into_the_other_lane():
     right = "mul.wide.u32 \t%rd1, %r1, 4;\n\tadd.s64 \t%rd2, %rd9, %rd1;\n\tor.b64 \t%rd3, %rd2, %rd1;\n"
     wrong = """
 	mul.wide.u32 	%rd17, %r1, 268435456;
@@ -235,7 +235,7 @@ def test_hopper_multiplies_on_its_own_matrix_unit():
             assert "wgmma" in ahead.compile_for(call, "sm_90").assembly, call.kernel.__name__
 
 
-def test_few_rows_and_heads_are_walked_in_segments():
+def test_few_rows_and_heads_are_scanned_in_segments():
     record, delta_rule = record_of("heads", jnp.bfloat16), delta_record("channels")
     assert chunked_config.heuristic(record, H200, "forward").segments == 1
     assert delta_config.heuristic(delta_rule, H200, "forward").segments == 1
@@ -261,7 +261,7 @@ def test_segments_of_the_delta_rule_fit_the_chip_and_spill_nothing():
     assert_fits_and_spills_nothing([*states, *starts, *reaches], "sm_90")
 
 
-def test_segments_of_a_walk_start_in_one_launch():
+def test_initial_states_of_segments_take_one_launch():
     record = one_row(record_of("heads", jnp.bfloat16), 65536)
     made = {call.kernel.__name__: call for call in launches_of(record, H200)}
     assert_fits_and_spills_nothing([made["decayed_initial_states_kernel"]], "sm_90")

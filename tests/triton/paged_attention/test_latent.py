@@ -28,7 +28,7 @@ def launch(kernel, inputs, outputs, **options):
 
 
 @pytest.mark.parametrize("sizes", [(576,), (512, 64)], ids=str)
-def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
+def test_dense_caches_are_read_without_a_copy(sizes, monkeypatch):
     batch, length = 2, 16384
     shapes = {
         "query": (batch, 16, 16 + 64),

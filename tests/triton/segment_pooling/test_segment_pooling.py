@@ -34,7 +34,7 @@ def test_conformance():
     assert_conforms(["mean_pooling"], f"({TESTS}) or (test_vmap_shared and packed)")
 
 
-def test_pools_of_every_length_and_place():
+def test_pools_of_every_length_and_position():
     """Empty, of one token, as long as blocks, ending and beginning with them, over several, and gaps between."""
     script = os.path.join(os.path.dirname(__file__), "pooling_process.py")
     ran = subprocess.run(

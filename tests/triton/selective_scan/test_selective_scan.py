@@ -65,7 +65,7 @@ def test_a_thread_holds_all_numbers_of_its_channels():
     assert [ahead.compile_for(call, "sm_90").shared for call in launches(CHIPS["sm_90"], rows=1)] == [0] * 4
 
 
-def test_few_channels_are_walked_in_parts():
+def test_few_channels_are_scanned_in_segments():
     kernels = [call.kernel.__name__ for call in launches(CHIPS["sm_90"], rows=1)]
     assert kernels == [
         "segment_states_kernel",
