@@ -8,7 +8,7 @@ import pytest
 import transformed
 
 from ejkernel.modules import CausalConv1d, causal_conv1d, create_default_executor
-from ejkernel.modules.operations.causal_conv1d import CausalConv1dArguments, reference
+from ejkernel.modules.operations.causal_conv1d import OP, CausalConv1dArguments
 
 # rows, tokens, channels, weights, optional arrays, activation
 CALLS = {
@@ -49,7 +49,7 @@ def test_values_and_gradients_are_the_formula(name):
             return causal_conv1d(**dict(zip(names, values, strict=True)), **options, platform="xla")
 
         def meaning(*values):
-            return reference(CausalConv1dArguments(**dict(zip(names, values, strict=True)), **options))
+            return OP.reference(CausalConv1dArguments(**dict(zip(names, values, strict=True)), **options))
 
         values = [jnp.asarray(x) for x in arrays.values()]
         got = transformed.quickly(transformed.graded(call, every))(*values)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import GroupedMatmul, GroupedMatmulConfig, grouped_matmul
-from ejkernel.modules.operations.grouped_matmul import GroupedMatmulArguments, reference
+from ejkernel.modules.operations.grouped_matmul import OP, GroupedMatmulArguments
 
 TILES = GroupedMatmulConfig(block_m=64)  # and tiles of 16 for what is left of a group
 POSITIONAL = ("lhs", "rhs", "group_sizes", "group_offset", "existing_out")
@@ -75,7 +75,7 @@ def test_values_and_gradients_are_the_formula(name):
         def meaning(*arrays):
             given = {**dict(zip(names, arrays, strict=True)), **traced, "transpose_rhs": rest["transpose_rhs"]}
             sizes = given.pop("group_sizes")
-            return jax.jit(lambda sizes: reference(GroupedMatmulArguments(group_sizes=sizes, **given)))(sizes)
+            return jax.jit(lambda sizes: OP.reference(GroupedMatmulArguments(group_sizes=sizes, **given)))(sizes)
 
         arrays, every = [jnp.asarray(x) for x in floats.values()], range(len(names))
         got = transformed.quickly(transformed.graded(call, every))(*arrays)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.modules import MeanPooling, MeanPoolingConfig, mean_pooling
-from ejkernel.modules.operations.mean_pooling import MeanPoolingArguments, reference
+from ejkernel.modules.operations.mean_pooling import OP, MeanPoolingArguments
 
 # shape of x, lengths of the sequences, chunk size
 CALLS = {
@@ -48,7 +48,7 @@ def test_values_and_gradients_are_the_formula(name):
             return mean_pooling(x, cum, chunk_size=size, platform="xla", cfg=MeanPoolingConfig(block_size=8))
 
         def meaning(x):
-            return reference(MeanPoolingArguments(x=x, cu_seqlens=cum, chunk_size=size))
+            return OP.reference(MeanPoolingArguments(x=x, cu_seqlens=cum, chunk_size=size))
 
         got, (gradient,) = transformed.quickly(transformed.graded(call, [0]))(x)
         want, (wanted,) = transformed.quickly(transformed.graded(meaning, [0]))(x)

@@ -12,7 +12,7 @@ from selective_scan_calls import WAYS, make
 
 import ejkernel
 from ejkernel.modules import StateSpaceV1, state_space_v1
-from ejkernel.modules.operations.state_space_v1 import StateSpaceV1Arguments, reference
+from ejkernel.modules.operations.state_space_v1 import OP, StateSpaceV1Arguments
 
 # rows, tokens, channels, numbers a state, optional arrays
 CALLS = {
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_the_formula(name, way):
             return run(dict(zip(names, values, strict=True)), cfg=WAYS[way])
 
         def meaning(*values):
-            return reference(StateSpaceV1Arguments(**dict(zip(names, values, strict=True))))[:2]
+            return OP.reference(StateSpaceV1Arguments(**dict(zip(names, values, strict=True))))[:2]
 
         values = [jnp.asarray(x) for x in arrays.values()]
         got = transformed.quickly(transformed.graded(call, every))(*values)

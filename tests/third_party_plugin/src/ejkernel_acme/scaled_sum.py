@@ -1,7 +1,6 @@
 """An operation of Acme's own, whole: `scale * sum_n weights_n x_bn`."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -121,10 +120,6 @@ def _candidates(record: ScaledSumArguments, device: Any, direction: Any) -> tupl
     return tuple(SumPieces(num_pieces=n) for n in (1, 4, 8)) if direction == "forward" else ()
 
 
-def _localise(record: ScaledSumArguments, offsets: Mapping[str, Any]) -> ScaledSumArguments:
-    return record
-
-
 def _case(name: str, rows: int, weighted: bool, scale: float, *exercises: str) -> Case:
     def make(key: jax.Array) -> ScaledSumArguments:
         keys = jax.random.split(key)
@@ -134,41 +129,27 @@ def _case(name: str, rows: int, weighted: bool, scale: float, *exercises: str) -
     return Case(name=name, make=make, exercises=frozenset(exercises))
 
 
-def make_inputs(args: ScaledSumArguments, key: jax.Array) -> ScaledSumArguments:
-    """Normal arrays of the given shapes."""
-    return jax.tree.map(lambda x: jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype), args)
-
-
 FAMILY = Family(
     name="scaled sum",
     record=ScaledSumArguments,
     differentiable=("x", "weights"),
-    dtype=lambda record: record.x.dtype,
-    head_dims=lambda record: (),
     axes={"x": "b n", "weights": "n", "output": "b"},
     shardable="b",
-    aligned=(),
-    localise=_localise,
     reference=lambda record: (reference(record), None),
 )
 
 OP = Op(
     name=NAME,
-    function=scaled_sum,
     arguments=ScaledSumArguments,
     family=FAMILY,
-    config=ScaledSumConfig,
     validate=validate,
     lower=lambda args: args,
-    reference=reference,
     cases=(
         _case("plain", 5, False, 1.0),
         _case("one row", 1, True, 1.0, "weights"),
         _case("scaled", 4, True, -2.5, "weights", "scale"),
     ),
     tolerance={"float32": Tolerance(rtol=1e-5, atol=1e-5), "float64": Tolerance(rtol=1e-12, atol=1e-12)},
-    make_inputs=make_inputs,
-    axes={"x": "b n", "weights": "n"},
 )
 
 IMPLEMENTATION = Implementation(

@@ -5,6 +5,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
+def _first_dtype(record: Any) -> Any:
+    return getattr(record, dataclasses.fields(record)[0].name).dtype
+
+
+def _no_head_dims(record: Any) -> tuple[int, ...]:
+    return ()
+
+
 def _as_it_is(record: Any, offsets: Mapping[str, Any]) -> Any:
     return record
 
@@ -34,8 +42,8 @@ class Family:
         name: What implementations name it by, unique among the registered operations' families.
         record: The `@arguments` class.
         differentiable: Record fields that have a gradient.
-        dtype: The dtype `Requires.dtypes` is about.
-        head_dims: The sizes `Requires.head_dims` is about.
+        dtype: The dtype `Requires.dtypes` is about; that of the first field unless given.
+        head_dims: The sizes `Requires.head_dims` is about; none unless given.
         axes: Axis letters of every array field of the record, and of `"output"`: `{"query": "b t h d", ...}`, with a
             tuple of letters where the output is a tuple. A function of the record where they follow from it.
         shardable: Letters that may be split over mesh axes; as above.
@@ -59,11 +67,11 @@ class Family:
     name: str
     record: type
     differentiable: tuple[str, ...]
-    dtype: Callable[[Any], Any]
-    head_dims: Callable[[Any], tuple[int, ...]]
     axes: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
     shardable: str | Callable[[Any], str]
     reference: Callable[[Any], tuple[Any, Any]]
+    dtype: Callable[[Any], Any] = _first_dtype
+    head_dims: Callable[[Any], tuple[int, ...]] = _no_head_dims
     aligned: tuple[tuple[str, str], ...] = ()
     localise: Callable[[Any, Mapping[str, Any]], Any] = _as_it_is
     lse: str | None = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
+from ejkernel.ops.derived import axes_of, config_of, normal_inputs
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.space import NO_CHOICE, ConfigSpace
@@ -47,23 +48,39 @@ def _as_it_is(args: Any, value: Any) -> Any:
     return value
 
 
+def _unstated(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
+
+
+TOLERANCE: Mapping[str, Tolerance] = {
+    "float64": Tolerance(rtol=1e-9, atol=1e-10),
+    "float32": Tolerance(rtol=2e-5, atol=2e-5),
+    "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
+    "float16": Tolerance(rtol=3e-3, atol=3e-3),
+}
+"""The errors that an operation accepts unless it says others: those of softmax attention."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Op:
     """An operation, declared once.
 
     Attributes:
-        name: The operation's id.
-        function: The public function; its signature is the contract, `arguments` mirrors it.
-        arguments: The argument record.
+        arguments: The argument record, an `ArgumentRecord` of the public function.
         family: What it lowers to.
-        config: Its configuration class.
         validate: Raises ValueError for a call that is wrong on every backend.
         lower: Argument record -> family record; plain differentiable jnp.
-        reference: Argument record -> output, in plain jnp at float32 (float64 when x64 is on).
         cases: Input makers.
+        axes: Axis letters of the positional arguments that differ from those of the annotations, in the family's
+            letters. `Op.axes` has them all, in public order.
+        function: The public function, whose signature is the contract; that of `arguments` unless given.
+        name: The operation's id; the name of `function` unless given.
+        config: Its configuration class; that of the annotation of `cfg` unless given.
+        reference: Argument record -> output, in plain jnp at float32 (float64 when x64 is on); what the family's
+            reference says of the lowered record unless given.
         tolerance: dtype name -> accepted error of outputs and gradients.
-        make_inputs: (argument record of `jax.ShapeDtypeStruct`, PRNG key) -> valid concrete argument record.
-        axes: Axis letters of the positional arguments, in public order, in the family's letters.
+        make_inputs: (argument record of `jax.ShapeDtypeStruct`, PRNG key) -> valid concrete argument record; normal
+            numbers unless given.
         axes_of: Argument record -> those letters that differ from `axes` for such calls, `"output"` among them; None
             where they never do.
         finish: (argument record, family output) -> what the public function returns.
@@ -81,18 +98,18 @@ class Op:
         version: Raised when the meaning of a stored configuration changes.
     """
 
-    name: str
-    function: Callable[..., Any]
     arguments: type
     family: Family
-    config: type[BaseOperationConfig]
     validate: Callable[[Any], None]
     lower: Callable[[Any], Any]
-    reference: Callable[[Any], Any]
     cases: tuple[Case, ...]
-    tolerance: Mapping[str, Tolerance]
-    make_inputs: Callable[[Any, Any], Any]
-    axes: Mapping[str, str]
+    axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    function: Callable[..., Any] = _unstated
+    name: str = ""
+    config: type[BaseOperationConfig] = BaseOperationConfig
+    reference: Callable[[Any], Any] = _unstated
+    tolerance: Mapping[str, Tolerance] = dataclasses.field(default_factory=lambda: TOLERANCE)
+    make_inputs: Callable[[Any, Any], Any] = normal_inputs
     finish: Callable[[Any, Any], Any] = _as_it_is
     output: str | tuple[str, ...] | None = None
     lse: str | None = None
@@ -103,6 +120,21 @@ class Op:
     padding_only: bool = False
     conventions: Callable[[Any], Iterable[str]] | None = None
     version: str = "1"
+
+    def __post_init__(self) -> None:
+        function = getattr(self.arguments, "stated_by", None) if self.function is _unstated else self.function
+        if function is None:
+            raise ValueError(f"function: got none, and {self.arguments.__name__} has its fields from no function")
+        derived: dict[str, Any] = {"function": function, "axes": axes_of(function, self.axes)}
+        derived["name"] = self.name or function.__name__
+        derived["config"] = config_of(function) if self.config is BaseOperationConfig else self.config
+        derived["reference"] = self._lowered_reference if self.reference is _unstated else self.reference
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def _lowered_reference(self, args: Any) -> Any:
+        """What the family's reference says of a call."""
+        return self.finish(args, self.family.reference(self.lower(args))[0])
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:

@@ -209,11 +209,6 @@ def lower(args: AttentionArguments) -> TiledAttention:
     return lower_flash(_as_flash(args))
 
 
-def reference(args: AttentionArguments) -> tuple[jax.Array, jax.Array]:
-    """Returns the operation's meaning in plain jnp."""
-    return attention_weights.reference(lower(args))[0]
-
-
 def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
     """Returns the configuration of `flash_attention` that has the tiles of the output, in both passes.
 
@@ -258,26 +253,14 @@ class Attention(Kernel[AttentionConfig, Any]):
 
 
 OP = Op(
-    name="attention",
-    function=attention,
     arguments=AttentionArguments,
     family=attention_weights.FAMILY,
-    config=AttentionConfig,
     validate=validate,
     lower=lower,
     conventions=conventions.of_dense(),
-    reference=reference,
     cases=cases.cases(AttentionArguments),
-    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=make_inputs,
     route=_route,
-    axes={
-        "query": "b t h d",
-        "key": "b s g d",
-        "value": "b s g v",
-        "bias": "b h t s",
-        "dropout_rng": "c",
-        "softmax_aux": "h n",
-    },
+    axes={"bias": "b h t s", "dropout_rng": "c", "softmax_aux": "h n"},
 )
 Attention.op = OP

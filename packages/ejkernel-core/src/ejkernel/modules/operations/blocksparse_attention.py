@@ -13,7 +13,6 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import blocksparse_attention as cases
 from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
-from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
@@ -301,25 +300,15 @@ class BlockSparseAttention(Kernel[BlockSparseAttentionConfig, Array]):
 
 
 OP = Op(
-    name="blocksparse_attention",
-    function=blocksparse_attention,
     arguments=BlockSparseAttentionArguments,
     family=tiled_attention.FAMILY,
-    config=BlockSparseAttentionConfig,
     validate=validate,
     lower=lower,
     conventions=conventions.of_dense(2),
     reference=reference,
     cases=cases.cases(BlockSparseAttentionArguments),
-    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
-    axes={
-        "query": "b h t d",
-        "key": "b g s d",
-        "value": "b g s v",
-        "softmax_aux": "h n",
-        "bias": "b h t s",
-    },
+    axes={"softmax_aux": "h n"},
     finish=finish,
     output="b h t v",
     lse="b h t",

@@ -136,25 +136,16 @@ def axes_of(args: CausalConv1dArguments) -> dict[str, Any]:
     return {**special, "output": ("b t i", "b i s") if args.return_state else "b t i"}
 
 
-def reference(args: CausalConv1dArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, causal_convolution.reference(lower(args))[0])
-
-
 class CausalConv1d(Kernel[CausalConv1dConfig, Array]):
     """`causal_conv1d` as an object."""
 
 
 OP = Op(
-    name="causal_conv1d",
-    function=causal_conv1d,
     arguments=CausalConv1dArguments,
     family=causal_convolution.FAMILY,
-    config=CausalConv1dConfig,
     validate=validate,
     lower=lower,
     conditions=of_bounds("cu_seqlens", "x"),
-    reference=reference,
     cases=cases.cases(CausalConv1dArguments),
     tolerance={
         "float64": Tolerance(rtol=1e-12, atol=1e-12),
@@ -163,7 +154,7 @@ OP = Op(
         "float16": Tolerance(rtol=3e-3, atol=3e-3),
     },
     make_inputs=cases.make_inputs,
-    axes={"x": "b t i", "weight": "i w", "bias": "i", "initial_state": "b i s", "cu_seqlens": "n"},
+    axes={"initial_state": "b i s", "cu_seqlens": "n"},
     finish=finish,
     axes_of=axes_of,
 )

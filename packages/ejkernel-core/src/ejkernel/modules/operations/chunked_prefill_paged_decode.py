@@ -200,41 +200,21 @@ def configure(
     return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
-def reference(args: ChunkedPrefillPagedDecodeArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, paged_attention.reference(lower(args))[0])
-
-
 class ChunkedPrefillPagedDecode(Kernel[ChunkedPrefillPagedDecodeConfig, tuple[Array, Array, Array]]):
     """`chunked_prefill_paged_decode` as an object."""
 
 
 OP = Op(
-    name="chunked_prefill_paged_decode",
-    function=chunked_prefill_paged_decode,
     arguments=ChunkedPrefillPagedDecodeArguments,
     family=paged_attention.FAMILY,
-    config=ChunkedPrefillPagedDecodeConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
     conventions=conventions.of_pages,
-    reference=reference,
     cases=paged_cases.chunked_cases(ChunkedPrefillPagedDecodeArguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_unified_inputs,
-    axes={
-        "queries": "t h d",
-        "keys": "t g d",
-        "values": "t g v",
-        "key_cache": "p s g d",
-        "value_cache": "p s g v",
-        "kv_lens": "r",
-        "block_tables": "r k",
-        "query_start_loc": "n",
-        "alibi_slopes": "h",
-        "softmax_aux": "h sinks",
-    },
+    axes={"softmax_aux": "h sinks"},
     finish=finish,
     output=("t h v", "p s g d", "p s g v"),
     lse="t h",

@@ -169,35 +169,20 @@ def configure(args: DecodeAttentionArguments, cfg: DecodeAttentionConfig | None)
     return tuned(DecodeAttentionConfig, cfg, num_kv_splits=args.num_kv_splits)
 
 
-def reference(args: DecodeAttentionArguments) -> tuple[jax.Array, ...]:
-    """Returns the operation's meaning in plain jnp."""
-    return paged_attention.reference(lower(args))[0]
-
-
 class DecodeAttention(Kernel[DecodeAttentionConfig, tuple[Array, Array]]):
     """`decode_attention` as an object."""
 
 
 OP = Op(
-    name="decode_attention",
-    function=decode_attention,
     arguments=DecodeAttentionArguments,
     family=paged_attention.FAMILY,
-    config=DecodeAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=paged_cases.decode_cases(DecodeAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_decode_inputs,
-    axes={
-        "query": "r h d",
-        "key_buffer": "p g d",
-        "value_buffer": "p g v",
-        "req_to_tokens": "r k",
-        "seq_lens": "r",
-    },
+    axes={"key_buffer": "p g d", "value_buffer": "p g v"},
     configure=configure,
 )
 DecodeAttention.op = OP

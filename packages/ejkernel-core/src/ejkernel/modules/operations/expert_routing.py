@@ -169,11 +169,6 @@ def finish(args: ExpertRoutingArguments, output: Any) -> Any:
     return output if args.scores is None else (*output, expert_scores.weights(args, output[0]))
 
 
-def reference(args: ExpertRoutingArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, family.reference(lower(args))[0])
-
-
 def _axes_of(args: ExpertRoutingArguments) -> dict[str, Any]:
     """Returns the axis letters of the results, where the weights are among them."""
     return {} if args.scores is None else {"output": ("t k", "t k", "r", "e", "t k")}
@@ -184,20 +179,15 @@ class ExpertRouting(Kernel[ExpertRoutingConfig, tuple[Array, Array, Array, Array
 
 
 OP = Op(
-    name="expert_routing",
-    function=expert_routing,
     arguments=ExpertRoutingArguments,
     family=family.FAMILY,
-    config=ExpertRoutingConfig,
     validate=validate,
     lower=lower,
-    reference=reference,
     cases=cases.cases(ExpertRoutingArguments),
     # Integers are equal; the weights are the same jnp everywhere.
     tolerance={name: Tolerance(rtol=1e-6, atol=0.0) for name in ("float64", "float32", "bfloat16", "float16")},
     make_inputs=cases.make_inputs,
     finish=finish,
     axes_of=_axes_of,
-    axes={"logits": "t e"},
 )
 ExpertRouting.op = OP

@@ -33,7 +33,7 @@ from ejkernel.modules.operations.shared.shapes import (
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning import packing
@@ -370,35 +370,17 @@ class FlashAttention(Kernel[FlashAttentionConfig, Array]):
 
 
 OP = Op(
-    name="flash_attention",
-    function=flash_attention,
     arguments=FlashAttentionArguments,
     family=tiled_attention.FAMILY,
-    config=FlashAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
     conventions=conventions.of_dense(),
     reference=reference,
     cases=cases.cases(FlashAttentionArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-9, atol=1e-10),
-        "float32": Tolerance(rtol=2e-5, atol=2e-5),
-        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-        "float16": Tolerance(rtol=3e-3, atol=3e-3),
-    },
     make_inputs=cases.make_inputs,
     route=_route,
     lse="b h t",
-    axes={
-        "query": "b t h d",
-        "key": "b s g d",
-        "value": "b s g v",
-        "bias": "b h t s",
-        "cum_seqlens_q": "n",
-        "cum_seqlens_k": "n",
-        "softmax_aux": "h n",
-        "block_tables": "b k",
-    },
+    axes={"softmax_aux": "h n", "block_tables": "b k"},
 )
 FlashAttention.op = OP

@@ -10,7 +10,6 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_mla as cases
 from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
-from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
@@ -253,27 +252,15 @@ class FlashMLA(Kernel[FlashMLAConfig, Array]):
 
 
 OP = Op(
-    name="flash_mla",
-    function=flash_mla,
     arguments=FlashMLAArguments,
     family=tiled_attention.FAMILY,
-    config=FlashMLAConfig,
     validate=validate,
     lower=lower,
     conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(FlashMLAArguments),
-    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
     lse="b h t",
-    axes={
-        "query": "b t h d",
-        "key_value": "b s r",
-        "w_kc": "r g n",
-        "w_vc": "r g v",
-        "b_q": "b t c",
-        "b_k": "b s c",
-        "cu_seqlens": "m",
-    },
+    axes={"key_value": "b s r", "b_k": "b s c", "cu_seqlens": "m"},
 )
 FlashMLA.op = OP

@@ -133,11 +133,6 @@ def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
     return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
 
 
-def reference(args: GatedDeltaRuleArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
-
-
 def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Six specs of a call with a state and no segments are those of a call with the state in the place of segments."""
     specs = options["in_specs"]
@@ -157,28 +152,16 @@ class GatedDeltaRule(Kernel[GatedDeltaRuleConfig, Array]):
 
 
 OP = Op(
-    name="gated_delta_rule",
-    function=gated_delta_rule,
     arguments=GatedDeltaRuleArguments,
     family=linear_recurrence.FAMILY,
-    config=GatedDeltaRuleConfig,
     validate=validate,
     lower=lower,
     conditions=of_bounds("cu_seqlens", "query"),
-    reference=reference,
     axes_of=delta_rule.axes_of,
     cases=delta_cases.gated_delta(GatedDeltaRuleArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,
-    axes={
-        "query": "b t h k",
-        "key": "b t g k",
-        "value": "b t g v",
-        "beta": "b t h",
-        "decay": "b t h k",
-        "seg_ids": "b t",
-        "initial_state": "b h k v",
-    },
+    axes={"decay": "b t h k"},
     finish=delta_rule.finish,
     configure=_configure,
     route=_route,

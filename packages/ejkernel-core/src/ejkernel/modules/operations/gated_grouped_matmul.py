@@ -184,25 +184,16 @@ def _axes_of(args: GatedGroupedMatmulArguments) -> dict[str, str]:
     return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 
-def reference(args: GatedGroupedMatmulArguments) -> jax.Array:
-    """Returns the operation's meaning in plain jnp."""
-    return family.reference(lower(args))[0]
-
-
 class GatedGroupedMatmul(Kernel[GatedGroupedMatmulConfig, Array]):
     """`gated_grouped_matmul` as an object."""
 
 
 OP = Op(
-    name="gated_grouped_matmul",
-    function=gated_grouped_matmul,
     arguments=GatedGroupedMatmulArguments,
     family=family.FAMILY,
-    config=GatedGroupedMatmulConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=cases.cases(GatedGroupedMatmulArguments),
     tolerance={
         "float64": Tolerance(rtol=1e-11, atol=1e-11),
@@ -212,6 +203,5 @@ OP = Op(
     },
     make_inputs=cases.make_inputs,
     axes_of=_axes_of,
-    axes={"lhs": "t k", "rhs": "e k n", "group_sizes": "e", "indices": "m"},
 )
 GatedGroupedMatmul.op = OP

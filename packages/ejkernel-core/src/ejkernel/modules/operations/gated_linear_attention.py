@@ -118,37 +118,20 @@ def lower(args: GLAttentionArguments) -> LinearRecurrence:
     return plain_recurrence.lower(_recurrent(args))
 
 
-def reference(args: GLAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return plain_recurrence.finish(args, linear_recurrence.reference(lower(args))[0])
-
-
 class GLAttention(Kernel[GLAttentionConfig, Array]):
     """`gated_linear_attention` as an object."""
 
 
 OP = Op(
-    name="gated_linear_attention",
-    function=gated_linear_attention,
     arguments=GLAttentionArguments,
     family=linear_recurrence.FAMILY,
-    config=GLAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=of_states("query", -3),
-    reference=reference,
     cases=recurrence_cases.gated(GLAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,
-    axes={
-        "query": "b t h k",
-        "key": "b t g k",
-        "value": "b t g v",
-        "g": "b t h k",
-        "g_gamma": "h",
-        "initial_state": "b h k v",
-        "cu_seqlens": "n",
-    },
+    axes={"g": "b t h k", "initial_state": "b h k v", "cu_seqlens": "n"},
     finish=plain_recurrence.finish,
 )
 GLAttention.op = OP

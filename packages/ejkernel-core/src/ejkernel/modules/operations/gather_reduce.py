@@ -144,25 +144,16 @@ def lower(args: GatherReduceArguments) -> family.GatherReduce:
     )
 
 
-def reference(args: GatherReduceArguments) -> jax.Array:
-    """Returns the operation's meaning in plain jnp."""
-    return family.reference(lower(args))[0]
-
-
 class GatherReduce(Kernel[GatherReduceConfig, Array]):
     """`gather_reduce` as an object."""
 
 
 OP = Op(
-    name="gather_reduce",
-    function=gather_reduce,
     arguments=GatherReduceArguments,
     family=family.FAMILY,
-    config=GatherReduceConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=cases.cases(GatherReduceArguments),
     tolerance={
         "float64": Tolerance(rtol=1e-12, atol=1e-12),
@@ -171,6 +162,5 @@ OP = Op(
         "float16": Tolerance(rtol=2e-3, atol=4e-4),
     },
     make_inputs=cases.make_inputs,
-    axes={"rows": "m d", "indices": "t k", "inverse": "m n", "weights": "t k"},
 )
 GatherReduce.op = OP

@@ -300,11 +300,6 @@ def axes_of(args: GroupedMatmulArguments) -> dict[str, str]:
     return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 
-def reference(args: GroupedMatmulArguments) -> jax.Array:
-    """Returns the operation's meaning in plain jnp."""
-    return family.reference(lower(args))[0]
-
-
 class GroupedMatmul(Kernel[GroupedMatmulConfig, Array]):
     """`grouped_matmul` as an object.
 
@@ -319,15 +314,11 @@ class GroupedMatmul(Kernel[GroupedMatmulConfig, Array]):
 
 
 OP = Op(
-    name="grouped_matmul",
-    function=grouped_matmul,
     arguments=GroupedMatmulArguments,
     family=family.FAMILY,
-    config=GroupedMatmulConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=cases.cases(GroupedMatmulArguments),
     tolerance={
         "float64": Tolerance(rtol=1e-11, atol=1e-11),
@@ -338,7 +329,7 @@ OP = Op(
         "float8_e4m3fn": Tolerance(rtol=2e-4, atol=2e-4),
     },
     make_inputs=cases.make_inputs,
-    axes={"lhs": "m k", "rhs": "e k n", "group_sizes": "g", "group_offset": "c", "existing_out": "m n"},
+    axes={"group_offset": "c"},
     axes_of=axes_of,
 )
 GroupedMatmul.op = OP

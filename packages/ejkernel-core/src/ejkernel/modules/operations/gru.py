@@ -87,11 +87,8 @@ class GRU(Kernel[GRUConfig, tuple[Array, Array]]):
 
 
 OP = Op(
-    name="gru",
-    function=gru,
     arguments=GRUArguments,
     family=recurrent_network.FAMILY,
-    config=GRUConfig,
     validate=functools.partial(recurrent_networks.validate, cell="gru"),
     lower=functools.partial(recurrent_networks.lower, cell="gru"),
     conditions=of_rows,

@@ -182,11 +182,6 @@ def lower(args: KernelDeltaAttentionArguments) -> LinearRecurrence:
     return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
 
 
-def reference(args: KernelDeltaAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return delta_rule.finish(args, linear_recurrence.reference(lower(args))[0])
-
-
 def _configure(args: KernelDeltaAttentionArguments, cfg: Any) -> Any:
     return delta_rule.configure(OP, args, cfg)
 
@@ -196,27 +191,16 @@ class KernelDeltaAttention(Kernel[KernelDeltaAttentionConfig, Array]):
 
 
 OP = Op(
-    name="kernel_delta_attention",
-    function=kernel_delta_attention,
     arguments=KernelDeltaAttentionArguments,
     family=linear_recurrence.FAMILY,
-    config=KernelDeltaAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=of_bounds("cu_seqlens", "query"),
-    reference=reference,
     axes_of=delta_rule.axes_of,
     cases=delta_cases.kernel_delta(KernelDeltaAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,
-    axes={
-        "query": "b t h k",
-        "key": "b t g k",
-        "value": "b t g v",
-        "beta": "b t h",
-        "decay": "b t h k",
-        "initial_state": "b h k v",
-    },
+    axes={"decay": "b t h k"},
     finish=delta_rule.finish,
     configure=_configure,
 )

@@ -140,35 +140,20 @@ def lower(args: LightningAttentionArguments) -> LinearRecurrence:
     return plain_recurrence.lower(_recurrent(args))
 
 
-def reference(args: LightningAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return plain_recurrence.finish(args, linear_recurrence.reference(lower(args))[0])
-
-
 class LightningAttention(Kernel[LightningAttentionConfig, Array]):
     """`lightning_attention` as an object."""
 
 
 OP = Op(
-    name="lightning_attention",
-    function=lightning_attention,
     arguments=LightningAttentionArguments,
     family=linear_recurrence.FAMILY,
-    config=LightningAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=of_states("query", -3),
-    reference=reference,
     cases=recurrence_cases.constant(LightningAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,
-    axes={
-        "query": "b t h k",
-        "key": "b t g k",
-        "value": "b t g v",
-        "initial_state": "b h k v",
-        "cu_seqlens": "n",
-    },
+    axes={"initial_state": "b h k v", "cu_seqlens": "n"},
     finish=plain_recurrence.finish,
 )
 LightningAttention.op = OP

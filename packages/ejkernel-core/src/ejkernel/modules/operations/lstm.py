@@ -89,11 +89,8 @@ class LSTM(Kernel[LSTMConfig, tuple[Array, Array, Array]]):
 
 
 OP = Op(
-    name="lstm",
-    function=lstm,
     arguments=LSTMArguments,
     family=recurrent_network.FAMILY,
-    config=LSTMConfig,
     validate=functools.partial(recurrent_networks.validate, cell="lstm"),
     lower=functools.partial(recurrent_networks.lower, cell="lstm"),
     conditions=of_rows,

@@ -176,25 +176,16 @@ def _packed(args: MeanPoolingArguments) -> bool:
     return args.cu_seqlens is not None and (args.x.ndim == 2 or args.x.shape[0] == 1)
 
 
-def reference(args: MeanPoolingArguments) -> jax.Array:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, segment_pooling.reference(lower(args))[0])
-
-
 class MeanPooling(Kernel[MeanPoolingConfig, Array]):
     """`mean_pooling` as an object."""
 
 
 OP = Op(
-    name="mean_pooling",
-    function=mean_pooling,
     arguments=MeanPoolingArguments,
     family=segment_pooling.FAMILY,
-    config=MeanPoolingConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=cases.cases(MeanPoolingArguments),
     tolerance={
         "float64": Tolerance(rtol=1e-12, atol=1e-12),
@@ -203,7 +194,7 @@ OP = Op(
         "float16": Tolerance(rtol=2e-3, atol=2e-4),
     },
     make_inputs=cases.make_inputs,
-    axes={"x": "b t h d", "cu_seqlens": "n"},
+    axes={"x": "b t h d"},
     finish=finish,
     axes_of=axes_of,
 )

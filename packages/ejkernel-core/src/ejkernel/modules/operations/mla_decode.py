@@ -11,7 +11,6 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import mla_decode as cases
 from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
-from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
@@ -216,27 +215,15 @@ class MLADecode(Kernel[MLADecodeConfig, Array]):
 
 
 OP = Op(
-    name="mla_decode",
     padding_only=True,
-    function=mla_decode,
     arguments=MLADecodeArguments,
     family=tiled_attention.FAMILY,
-    config=MLADecodeConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
     reference=reference,
     cases=cases.cases(MLADecodeArguments),
-    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
-    axes={
-        "query": "b h d",
-        "latent_cache": "b s r",
-        "rope_cache": "b s c",
-        "w_kc": "r g n",
-        "w_vc": "r g v",
-        "lengths": "b",
-    },
     finish=finish,
     output="b h v",
     lse="b h",

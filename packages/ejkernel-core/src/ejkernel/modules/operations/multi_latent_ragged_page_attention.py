@@ -261,11 +261,8 @@ class MultiLatentRaggedPageAttention(Kernel[MultiLatentRaggedPageAttentionConfig
 
 
 OP = Op(
-    name="multi_latent_ragged_page_attention",
-    function=multi_latent_ragged_page_attention,
     arguments=MultiLatentRaggedPageAttentionArguments,
     family=paged_attention.FAMILY,
-    config=MultiLatentRaggedPageAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,

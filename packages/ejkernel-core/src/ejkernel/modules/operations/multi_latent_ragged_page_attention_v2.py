@@ -111,11 +111,8 @@ class MultiLatentRaggedPageAttentionV2(Kernel[MultiLatentRaggedPageAttentionV2Co
 
 
 OP = Op(
-    name="multi_latent_ragged_page_attention_v2",
-    function=multi_latent_ragged_page_attention_v2,
     arguments=MultiLatentRaggedPageAttentionV2Arguments,
     family=paged_attention.FAMILY,
-    config=MultiLatentRaggedPageAttentionV2Config,
     validate=validate,
     lower=lower,
     conditions=conditions,

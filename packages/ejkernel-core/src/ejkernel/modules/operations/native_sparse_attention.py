@@ -11,7 +11,6 @@ from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
 from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
-from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.shared.conditions import of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import settle
 from ejkernel.modules.operations.shared.native_sparse_blocks import (
@@ -263,28 +262,15 @@ class NativeSparseAttention(Kernel[NativeSparseAttentionConfig, Array]):
 
 
 OP = Op(
-    name="native_sparse_attention",
-    function=native_sparse_attention,
     arguments=NativeSparseAttentionArguments,
     family=selected_attention.FAMILY,
-    config=NativeSparseAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(NativeSparseAttentionArguments),
-    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
     configure=configure,
-    axes={
-        "query": "b t h d",
-        "key": "b s g d",
-        "value": "b s g v",
-        "g_cmp": "b t h",
-        "g_slc": "b t h",
-        "block_indices": "b t g k",
-        "block_counts": "b t g",
-        "cu_seqlens": "n",
-    },
+    axes={"key": "b s g d", "value": "b s g v"},
 )
 NativeSparseAttention.op = OP

@@ -202,35 +202,19 @@ def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> 
     )
 
 
-def reference(args: PageAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, paged_attention.reference(lower(args))[0])
-
-
 class PageAttention(Kernel[PageAttentionConfig, Array]):
     """`page_attention` as an object."""
 
 
 OP = Op(
-    name="page_attention",
-    function=page_attention,
     arguments=PageAttentionArguments,
     family=paged_attention.FAMILY,
-    config=PageAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=paged_cases.page_cases(PageAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_inputs,
-    axes={
-        "query": "r h d",
-        "key_cache": "p s g d",
-        "value_cache": "p s g v",
-        "context_lens": "r",
-        "block_tables": "r k",
-    },
     finish=finish,
     axes_of=lambda args: cache_axes(args.kv_layout),
     output="r h v",

@@ -161,35 +161,20 @@ def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -
     return beside_lse(args, output[0], output[1])
 
 
-def reference(args: PrefillPageAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, paged_attention.reference(lower(args))[0])
-
-
 class PrefillPageAttention(Kernel[PrefillPageAttentionConfig, Array]):
     """`prefill_page_attention` as an object."""
 
 
 OP = Op(
-    name="prefill_page_attention",
-    function=prefill_page_attention,
     arguments=PrefillPageAttentionArguments,
     family=paged_attention.FAMILY,
-    config=PrefillPageAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=paged_cases.prefill_cases(PrefillPageAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_prefill_inputs,
-    axes={
-        "query": "t h d",
-        "key_cache": "g p s d",
-        "value_cache": "g p s v",
-        "context_len": "r",
-        "page_indices": "k",
-    },
+    axes={"context_len": "r"},
     finish=finish,
     axes_of=lambda args: cache_axes(args.kv_layout),
     output="t h v",

@@ -200,24 +200,15 @@ def finish(args: QuantizedMatmulArguments, output: jax.Array) -> jax.Array:
     return output.reshape(*args.x.shape[:-1], output.shape[-1])
 
 
-def reference(args: QuantizedMatmulArguments) -> jax.Array:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, family.reference(lower(args))[0])
-
-
 class QuantizedMatmul(Kernel[QuantizedMatmulConfig, Array]):
     """`quantized_matmul` as an object."""
 
 
 OP = Op(
-    name="quantized_matmul",
-    function=quantized_matmul,
     arguments=QuantizedMatmulArguments,
     family=family.FAMILY,
-    config=QuantizedMatmulConfig,
     validate=validate,
     lower=lower,
-    reference=reference,
     cases=cases.cases(QuantizedMatmulArguments),
     tolerance={
         "float64": Tolerance(rtol=1e-11, atol=1e-11),

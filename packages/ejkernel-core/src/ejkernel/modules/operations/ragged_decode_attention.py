@@ -161,36 +161,20 @@ def finish(args: RaggedDecodeAttentionArguments, output: tuple[jax.Array, ...]) 
     return beside_lse(args, *found)
 
 
-def reference(args: RaggedDecodeAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, paged_attention.reference(lower(args))[0])
-
-
 class RaggedDecodeAttention(Kernel[RaggedDecodeAttentionConfig, Array]):
     """`ragged_decode_attention` as an object."""
 
 
 OP = Op(
-    name="ragged_decode_attention",
-    function=ragged_decode_attention,
     arguments=RaggedDecodeAttentionArguments,
     family=paged_attention.FAMILY,
-    config=RaggedDecodeAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
-    reference=reference,
     cases=paged_cases.dense_cases(RaggedDecodeAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_dense_inputs,
-    axes={
-        "query": "r h d",
-        "key": "r s g d",
-        "value": "r s g v",
-        "sequence_start": "r",
-        "sequence_end": "r",
-        "softmax_aux": "h n",
-    },
+    axes={"softmax_aux": "h n"},
     finish=finish,
     output="r h v",
     lse="r h",

@@ -133,11 +133,6 @@ def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Arr
     return read[0], slots
 
 
-def reference(args: RaggedGatedDeltaRuleArguments) -> tuple[jax.Array, jax.Array]:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, linear_recurrence.reference(lower(args))[0])
-
-
 def _configure(args: RaggedGatedDeltaRuleArguments, cfg: Any) -> Any:
     return delta_rule.configure(OP, args, cfg)
 
@@ -147,28 +142,15 @@ class RaggedGatedDeltaRule(Kernel[RaggedGatedDeltaRuleConfig, tuple[Array, Array
 
 
 OP = Op(
-    name="ragged_gated_delta_rule",
-    function=ragged_gated_delta_rule,
     arguments=RaggedGatedDeltaRuleArguments,
     family=linear_recurrence.FAMILY,
-    config=RaggedGatedDeltaRuleConfig,
     validate=validate,
     lower=lower,
     conditions=of_states("query", 0, "query_start_loc", "recurrent_state"),
-    reference=reference,
     cases=delta_cases.ragged_delta(RaggedGatedDeltaRuleArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,
-    axes={
-        "query": "t h k",
-        "key": "t g k",
-        "value": "t g v",
-        "beta": "t h",
-        "decay": "t h k",
-        "recurrent_state": "slots h k v",
-        "query_start_loc": "n",
-        "state_indices": "n",
-    },
+    axes={"decay": "t h k", "recurrent_state": "slots h k v", "query_start_loc": "n"},
     finish=finish,
     output=("t h v", "slots h k v"),
     configure=_configure,

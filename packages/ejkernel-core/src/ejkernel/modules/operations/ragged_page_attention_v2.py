@@ -223,11 +223,6 @@ def configure(
     return tuned(RaggedPageAttentionv2Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
-def reference(args: RaggedPageAttentionv2Arguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, paged_attention.reference(lower(args))[0])
-
-
 class RaggedPageAttentionv2(Kernel[RaggedPageAttentionv2Config, Array]):
     """`ragged_page_attention_v2` as an object."""
 
@@ -235,28 +230,16 @@ class RaggedPageAttentionv2(Kernel[RaggedPageAttentionv2Config, Array]):
 RaggedPageAttention = RaggedPageAttentionv2
 
 OP = Op(
-    name="ragged_page_attention_v2",
-    function=ragged_page_attention_v2,
     arguments=RaggedPageAttentionv2Arguments,
     family=paged_attention.FAMILY,
-    config=RaggedPageAttentionv2Config,
     validate=validate,
     lower=lower,
     conditions=conditions,
     conventions=conventions.of_pages,
-    reference=reference,
     cases=paged_cases.v2_cases(RaggedPageAttentionv2Arguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_v2_inputs,
-    axes={
-        "queries": "t h d",
-        "kv_pages": "p s g d",
-        "context_lens": "r",
-        "block_tables": "r k",
-        "query_start_loc": "n",
-        "num_seqs": "c",
-        "softmax_aux": "h sinks",
-    },
+    axes={"kv_pages": "p s g d", "num_seqs": "c", "softmax_aux": "h sinks"},
     finish=finish,
     output="t h v",
     lse="t h",

@@ -270,40 +270,21 @@ def configure(
     return tuned(RaggedPageAttentionv3Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
-def reference(args: RaggedPageAttentionv3Arguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, paged_attention.reference(lower(args))[0])
-
-
 class RaggedPageAttentionv3(Kernel[RaggedPageAttentionv3Config, tuple[Array, Array]]):
     """`ragged_page_attention_v3` as an object."""
 
 
 OP = Op(
-    name="ragged_page_attention_v3",
-    function=ragged_page_attention_v3,
     arguments=RaggedPageAttentionv3Arguments,
     family=paged_attention.FAMILY,
-    config=RaggedPageAttentionv3Config,
     validate=validate,
     lower=lower,
     conditions=conditions,
     conventions=conventions.of_unscaled_pages,
-    reference=reference,
     cases=paged_cases.v3_cases(RaggedPageAttentionv3Arguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_v3_inputs,
-    axes={
-        "queries": "t h d",
-        "keys": "t g d",
-        "values": "t g d",
-        "kv_cache": "p s g c d",
-        "kv_lens": "r",
-        "block_tables": "k",
-        "query_start_loc": "n",
-        "distribution": "c",
-        "softmax_aux": "h sinks",
-    },
+    axes={"kv_cache": "p s g c d", "block_tables": "k", "distribution": "c", "softmax_aux": "h sinks"},
     finish=finish,
     axes_of=table_axes,
     output=("t h v", "p s g c d"),

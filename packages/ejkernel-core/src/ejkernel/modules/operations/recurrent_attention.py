@@ -117,39 +117,20 @@ def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
     return RecurrentAttentionArguments(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **gates)
 
 
-def reference(args: RecurrentAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, linear_recurrence.reference(lower(args))[0])
-
-
 class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
     """`recurrent_attention` as an object."""
 
 
 OP = Op(
-    name="recurrent_attention",
-    function=recurrent_attention,
     arguments=RecurrentAttentionArguments,
     family=linear_recurrence.FAMILY,
-    config=RecurrentAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=of_states("query", -3),
-    reference=reference,
     cases=recurrence_cases.recurrent(RecurrentAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,
-    axes={
-        "query": "b t h k",
-        "key": "b t g k",
-        "value": "b t g v",
-        "g": "b t h k",
-        "g_gamma": "h",
-        "gk": "b t h k",
-        "gv": "b t h v",
-        "initial_state": "b h k v",
-        "cu_seqlens": "n",
-    },
+    axes={"g": "b t h k", "initial_state": "b h k v", "cu_seqlens": "n"},
     finish=finish,
 )
 RecurrentAttention.op = OP

@@ -15,7 +15,6 @@ from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
-from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
@@ -274,24 +273,14 @@ def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, A
 
 
 OP = Op(
-    name="ring_attention",
-    function=ring_attention,
     arguments=RingAttentionArguments,
     family=family.FAMILY,
-    config=RingAttentionConfig,
     validate=validate,
     lower=lower,
     reference=reference,
     cases=cases.cases(RingAttentionArguments),
-    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=cases.make_inputs,
-    axes={
-        "query": "b t h d",
-        "key": "b s g d",
-        "value": "b s g v",
-        "softmax_aux": "h n",
-        "bias": "b h t k",
-    },
+    axes={"softmax_aux": "h n"},
     route=_route,
     lse="b h t",
 )

@@ -108,11 +108,8 @@ class RNN(Kernel[RNNConfig, tuple[Array, Array]]):
 
 
 OP = Op(
-    name="rnn",
-    function=rnn,
     arguments=RNNArguments,
     family=recurrent_network.FAMILY,
-    config=RNNConfig,
     validate=validate,
     lower=lower,
     conditions=of_rows,

@@ -165,18 +165,14 @@ class ScaledDotProductAttention(Kernel[ScaledDotProductAttentionConfig, Array]):
 
 
 OP = Op(
-    name="scaled_dot_product_attention",
-    function=scaled_dot_product_attention,
     arguments=ScaledDotProductAttentionArguments,
     family=tiled_attention.FAMILY,
-    config=ScaledDotProductAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=lambda args: flash_conditions(_as_flash(args)),
     conventions=conventions.of_dense(),
     reference=reference,
     cases=cases.cases(ScaledDotProductAttentionArguments),
-    tolerance=FLASH_ATTENTION.tolerance,
     make_inputs=flash_attention_cases.make_inputs,
     lse=FLASH_ATTENTION.lse,
     axes={name: axes for name, axes in FLASH_ATTENTION.axes.items() if name not in ("softmax_aux", "block_tables")},

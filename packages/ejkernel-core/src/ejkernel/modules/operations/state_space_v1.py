@@ -180,25 +180,16 @@ def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> 
     return y, state, args.conv_state
 
 
-def reference(args: StateSpaceV1Arguments) -> tuple[Any, ...]:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, selective_scan.reference(lower(args))[0])
-
-
 class StateSpaceV1(Kernel[StateSpaceV1Config, tuple[Array, Array, Any]]):
     """`state_space_v1` as an object."""
 
 
 OP = Op(
-    name="state_space_v1",
-    function=state_space_v1,
     arguments=StateSpaceV1Arguments,
     family=selective_scan.FAMILY,
-    config=StateSpaceV1Config,
     validate=validate,
     lower=lower,
     conditions=of_states("hidden_states"),
-    reference=reference,
     cases=cases.cases(StateSpaceV1Arguments),
     tolerance={
         "float64": Tolerance(rtol=1e-10, atol=1e-10),
@@ -207,18 +198,7 @@ OP = Op(
         "float16": Tolerance(rtol=3e-3, atol=3e-3),
     },
     make_inputs=cases.make_inputs,
-    axes={
-        "hidden_states": "b t i",
-        "A": "i e",
-        "B": "b t e",
-        "C": "b t e",
-        "D": "i",
-        "dt": "b t i",
-        "gate": "b t i",
-        "initial_state": "b i e",
-        "conv_state": "b i c",
-        "cu_seqlens": "n",
-    },
+    axes={"initial_state": "b i e", "cu_seqlens": "n"},
     finish=finish,
     output=("b t i", "b i e", "b i c"),
 )

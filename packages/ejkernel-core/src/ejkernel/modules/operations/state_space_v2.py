@@ -241,11 +241,6 @@ def _normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
     return (groups * lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + args.rmsnorm_eps)).reshape(y.shape)
 
 
-def reference(args: StateSpaceV2Arguments) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, linear_recurrence.reference(lower(args))[0])
-
-
 def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> StateSpaceV2Config | None:
     """Returns the call's own configuration, if it repeats the call's arguments."""
     repeated = {"use_gated_rmsnorm": args.use_gated_rmsnorm, "rmsnorm_eps": args.rmsnorm_eps}
@@ -258,29 +253,21 @@ class StateSpaceV2(Kernel[StateSpaceV2Config, tuple[Array, Array, Any]]):
 
 
 OP = Op(
-    name="state_space_v2",
-    function=state_space_v2,
     arguments=StateSpaceV2Arguments,
     family=linear_recurrence.FAMILY,
-    config=StateSpaceV2Config,
     validate=validate,
     lower=lower,
     conditions=of_states("x"),
-    reference=reference,
     cases=state_space_cases.cases(StateSpaceV2Arguments),
     tolerance=TOLERANCE,
     configure=configure,
     make_inputs=recurrence_cases.make_inputs,
     axes={
         "x": "b t h v",
-        "A": "h",
         "B": "b t g k",
         "C": "b t g k",
-        "D": "h",
-        "dt": "b t h",
         "gate": "b t h",
         "initial_state": "b h v k",
-        "conv_state": "b i c",
         "cu_seqlens": "n",
     },
     finish=finish,

@@ -210,41 +210,21 @@ def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | Non
     return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
 
 
-def reference(args: UnifiedAttentionArguments) -> Any:
-    """Returns the operation's meaning in plain jnp."""
-    return finish(args, paged_attention.reference(lower(args))[0])
-
-
 class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):
     """`unified_attention` as an object."""
 
 
 OP = Op(
-    name="unified_attention",
-    function=unified_attention,
     arguments=UnifiedAttentionArguments,
     family=paged_attention.FAMILY,
-    config=UnifiedAttentionConfig,
     validate=validate,
     lower=lower,
     conditions=conditions,
     conventions=conventions.of_pages,
-    reference=reference,
     cases=paged_cases.unified_cases(UnifiedAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_unified_inputs,
-    axes={
-        "queries": "t h d",
-        "key_cache": "p s g d",
-        "value_cache": "p s g v",
-        "kv_lens": "r",
-        "block_tables": "r k",
-        "query_start_loc": "n",
-        "alibi_slopes": "h",
-        "qq_bias": "i j",
-        "softmax_aux": "h sinks",
-        "shared_prefix": "",
-    },
+    axes={"qq_bias": "i j", "softmax_aux": "h sinks"},
     finish=finish,
     output="t h v",
     lse="t h",

@@ -1,0 +1,80 @@
+"""What an operation's declaration need not say, since it follows from the public function's signature."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.modules import operations
+from ejkernel.ops import ArgumentRecord, Op
+from ejkernel.ops.argument_records import holds_arrays
+from ejkernel.ops.derived import axes_of, config_of, normal_inputs
+
+
+def public(
+    x: Float[Array, "b #t"],
+    lengths: Integer[Array, " n+1"] | None = None,
+    *,
+    scale: float = 1.0,
+    cfg: toy.ToyConfig | None = None,
+):
+    """A public function."""
+
+
+class PublicArguments(ArgumentRecord, of=public):
+    """Its arguments."""
+
+
+def test_the_record_has_the_fields_of_the_signature():
+    record = PublicArguments(x=jnp.ones((2, 3)))
+    assert [field.name for field in dataclasses.fields(record)] == ["x", "lengths", "scale"]
+    leaves, tree = jax.tree.flatten(record)
+    assert len(leaves) == 1
+    assert tree != jax.tree.structure(PublicArguments(x=jnp.ones((2, 3)), scale=2.0))
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'x'"):
+        PublicArguments()
+
+
+def test_what_holds_arrays_is_a_child():
+    assert holds_arrays(dict[str, Float[Array, "b"]] | None)
+    assert not holds_arrays(type(public))
+    assert not holds_arrays(float | None)
+
+
+def test_axes_are_those_of_the_annotations_unless_others_are_given():
+    assert axes_of(public, {"lengths": "n"}) == {"x": "b t", "lengths": "n"}
+    assert list(axes_of(public, {"lengths": "n", "x": "t b"}).items()) == [("x", "t b"), ("lengths", "n")]
+    with pytest.raises(ValueError, match=r"axes: lengths of public is annotated 'n\+1', wants letters"):
+        axes_of(public, {})
+
+
+def test_the_configuration_class_is_that_of_the_annotation():
+    assert config_of(public) is toy.ToyConfig
+
+
+def test_normal_inputs_are_for_floats_alone():
+    shapes = PublicArguments(x=jax.ShapeDtypeStruct((2, 3), "bfloat16"))
+    assert normal_inputs(shapes, jax.random.key(0)).x.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="PublicArguments has integers; give the operation a make_inputs"):
+        normal_inputs(PublicArguments(x=jax.ShapeDtypeStruct((2,), "int32")), jax.random.key(0))
+
+
+def test_a_declaration_says_what_does_not_follow():
+    op = Op(
+        arguments=PublicArguments, family=toy.FAMILY, validate=print, lower=lambda args: args, cases=(),
+        axes={"lengths": "n"},
+    )  # fmt: skip
+    assert (op.name, op.function, op.config) == ("public", public, toy.ToyConfig)
+    assert dataclasses.replace(op, name="other").axes == op.axes
+    with pytest.raises(ValueError, match="function: got none, and Toy"):
+        dataclasses.replace(op, arguments=toy.Toy, function=Op.__dataclass_fields__["function"].default)
+
+
+def test_the_reference_is_the_familys_unless_given():
+    op = next(op for op in operations.OPS if op.name == "mean_pooling")
+    args = op.cases[0].make(jax.random.key(0))
+    want = op.finish(args, op.family.reference(op.lower(args))[0])
+    jax.tree.map(lambda x, y: (x == y).all() or pytest.fail("differs"), op.reference(args), want)
