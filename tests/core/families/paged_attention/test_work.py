@@ -1,11 +1,14 @@
 """The work list of paged attention, against loops over rows and keys."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention.record import band
 from ejkernel.families.paged_attention.work import Work, deal, find_work
 
 SIZE, TOKENS = 4, 12
@@ -61,3 +64,10 @@ def test_programs_have_every_key_tile_once(programs):
     for begin, entry in zip(dealt.begin, dealt.entry, strict=True):
         if begin < len(line):
             assert entry == line[begin]
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"), [(None, (None, 0)), ((3, 2), (3, 0)), ((2, None), (2, 0)), ((None, -1), (None, -1))]
+)
+def test_causal_calls_have_no_key_after_a_query(window, expected):
+    assert band(dataclasses.replace(record(None, None, starts=False), causal=True, sliding_window=window)) == expected

@@ -80,14 +80,18 @@ def test_the_heads_of_a_cache_are_split_where_its_layout_has_them():
         split(CACHE)
 
 
-def test_padded_heads_cannot_be_split():
-    queries, keys = jnp.ones((2, 6, 64), jnp.bfloat16), jnp.ones((2, 3, 64), jnp.bfloat16)
-    cache = jnp.zeros((3, 4, 2, 2, 128), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "reason"),
+    [(3, jnp.bfloat16, "does not divide"), (6, jnp.float8_e4m3fn, "padded heads cannot be split")],
+)
+def test_padded_heads_cannot_be_split(heads, dtype, reason):
+    queries, keys = jnp.ones((2, 2 * heads, 64), jnp.bfloat16), jnp.ones((2, heads, 64), dtype)
+    cache = jnp.zeros((3, 4, 2, 4 // jnp.dtype(dtype).itemsize, 128), dtype)
     rest = jnp.array([2]), jnp.array([1]), jnp.array([0, 2]), jnp.array([0, 0, 1])
     cached = P(None, None, "tp", None, None)
     specs = (ROWS, P(), P(), cached, None, None, None, None)
     placed = {"mesh": mesh_of(1, 2), "in_specs": specs, "out_specs": (ROWS, cached)}
-    with pytest.raises(ValueError, match=r"padded heads cannot be split|does not divide"):
+    with pytest.raises(ValueError, match=reason):
         ej.ragged_page_attention_v3(queries, keys, keys, cache, *rest, kv_layout="lanes", **placed)
 
 
