@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import linear_recurrence_loop as loop
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from ejkernel.modules import (
     gated_delta_rule,
@@ -78,6 +79,22 @@ def test_packed_requests_have_more_value_heads_than_key_heads() -> None:
     want, last = loop.ragged_delta(**every, slots=slots, starts=starts, indices=indices)
     np.testing.assert_allclose(output, want, **SMALL)
     np.testing.assert_allclose(kept, last, **SMALL)
+
+
+@pytest.mark.parametrize("operation", [gated_delta_rule, ragged_gated_delta_rule])
+def test_shared_queries_and_keys_are_split_over_devices_with_their_value_heads(operation) -> None:
+    arrays = tokens(1, 2, 2, 4)
+    call = [arrays[name] for name in ("query", "key", "value", "beta", "decay")]
+    lead = () if operation is ragged_gated_delta_rule else (None,)
+    heads = PartitionSpec(*lead, None, "heads")
+    specs = (heads,) * 5
+    if operation is ragged_gated_delta_rule:
+        call = [*(x[0] for x in call), jnp.ones((2, 4, 5, 3)), jnp.array([0, 6, 11]), jnp.array([1, 0])]
+        specs = (*specs, heads, None, None)
+    mesh = jax.make_mesh((2,), ("heads",), devices=jax.devices()[:2])
+    got = operation(*call, mesh=mesh, in_specs=specs, out_specs=heads)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(operation(*call)), strict=True):
+        np.testing.assert_allclose(one, other, **SMALL)
 
 
 @pytest.mark.parametrize("which", DELTA)

@@ -52,7 +52,8 @@ def ragged_gated_delta_rule(
     Args:
         query: [T, H, K] float16, bfloat16, float32 or float64.
         key: [T, Hk, K], dtype of query; H is a multiple of Hk.
-        value: [T, Hk, V], dtype of query.
+        value: [T, Hk, V], dtype of query. With more value heads than key heads it is [T, H, V], and queries have the
+            heads of keys, [T, Hk, K]: value head h reads query and key head `h // (H // Hk)`.
         beta: [T, H] floating, strength of the correction.
         decay: [T, H] or [T, H, K] floating, log of the decay of a head or of each of its key channels; None is none.
         recurrent_state: [slots, H, K, V] floating.
@@ -153,6 +154,7 @@ OP = Op(
     axes={"decay": "t h k", "recurrent_state": "slots h k v", "query_start_loc": "n"},
     finish=finish,
     output=("t h v", "slots h k v"),
+    axes_of=delta_rule.axes_of_packed,
     configure=_configure,
 )
 RaggedGatedDeltaRule.op = OP

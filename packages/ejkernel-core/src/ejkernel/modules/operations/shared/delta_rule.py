@@ -64,6 +64,11 @@ def axes_of(args: Any) -> dict[str, str]:
     return {"query": "b t g k", "value": "b t h v"} if shares_queries(args) else {}
 
 
+def axes_of_packed(args: Any) -> dict[str, str]:
+    """Returns those of a call without an axis of rows."""
+    return {name: letters.removeprefix("b ") for name, letters in axes_of(args).items()}
+
+
 def delta_record(args: Any, softmax_scale: float | None = None, **fields: Any) -> LinearRecurrence:
     """Returns the family's record of a call.
 
