@@ -28,6 +28,7 @@ PACKAGES = {
     "Pallas": ("packages/ejkernel-pallas/src",),
 }
 NAMES, COMMENTS, SENTENCES, AROUND = 20, 40, 40, 5
+KINDS: dict[type, str] = {ast.FunctionDef: "function", ast.ClassDef: "class", ast.arg: "argument"}
 SHORTEST = 4
 """Letters of the shortest identifier that is drawn: `q` and `lse` mean nothing outside of their formula."""
 
@@ -78,7 +79,9 @@ def identifiers(paths: list[Path]) -> list[Item]:
         for node in ast.walk(ast.parse(path.read_text())):
             name = defined(node)
             if name and len(name.strip("_")) >= SHORTEST and not keyword.iskeyword(name):
-                found.setdefault(name, Item(f"`{name}`", where(path, getattr(node, "lineno", 1))))
+                kind = KINDS.get(type(node), "variable")
+                folder = "/".join(path.with_suffix("").parts[-2:])
+                found.setdefault(name, Item(f"`{name}` ({kind} in {folder})", where(path, getattr(node, "lineno", 1))))
     return [found[name] for name in sorted(found)]
 
 
@@ -116,12 +119,12 @@ def sentences() -> Iterator[Item]:
     for path in sorted((ROOT / "docs").rglob("*.md")):
         if "lab" in path.parts:
             continue
-        page = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        page = re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
         for paragraph in page.split("\n\n"):
-            if paragraph.lstrip().startswith(("|", "#", "!", "-", ":::")):
+            if re.match(r"\s*(\||#|!|-|:::|\d+\.)", paragraph):
                 continue
             for sentence in re.split(r"(?<=[.:?])\s+(?=[A-Z`])", " ".join(paragraph.split())):
-                if len(sentence.split()) >= SHORTEST:
+                if len(re.sub(r"`[^`]*`", "", sentence).split()) >= SHORTEST:
                     line = path.read_text().count("\n", 0, path.read_text().find(sentence[:20])) + 1
                     yield Item(sentence, where(path, line))
 

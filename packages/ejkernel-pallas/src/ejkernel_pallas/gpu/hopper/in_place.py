@@ -1,4 +1,4 @@
-"""Kernels that change a part of arrays where they lie."""
+"""Kernels that update a part of an array in place."""
 
 from collections.abc import Callable
 from typing import Any
