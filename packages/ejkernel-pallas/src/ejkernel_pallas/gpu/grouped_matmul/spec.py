@@ -1,15 +1,24 @@
-"""Constants, tiles and shared memory of the grouped-matmul kernels on Hopper."""
+"""What the grouped-matmul kernels on Hopper are compiled for, their shared memory, and what they refuse."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.families.grouped_matmul.kinds import average_rows
 from ejkernel.families.grouped_matmul.row_tiles import most_tiles
-from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import Direction, given_values
+from ejkernel.ops.params import given_values
+from ejkernel_pallas.gpu.grouped_matmul.config import (
+    HopperGated,
+    HopperGrouped,
+    HopperScaled,
+    TileSizes,
+    product_of,
+    quick,
+)
+from ejkernel_pallas.gpu.hopper.row_gathers import LARGEST
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
 STEP = 64
@@ -28,88 +37,21 @@ RESERVE = 2 * 1024
 """Bytes of shared memory for barriers and what Mosaic keeps there."""
 LINE = 128
 """Bytes of a swizzled row."""
+BLOCK_M = WARPGROUPS * WGMMA_M
+"""Rows of a tile: 64 for each warpgroup that multiplies."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HopperGrouped:
-    """Configuration of the kernel that multiplies rows with matrices (rows.py).
-
-    Attributes:
-        block_n: Columns of a tile.
-        stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
-        band: Tiles of rows, or of all rows of a cluster, that are gone down before the next column.
-        cluster_m: Blocks of a cluster below one another, 1 or 2: they read the part of a matrix that both have once.
-        cluster_n: Blocks of a cluster side by side, 1 or 2: they read the rows that both have once.
-        overlap: Whether a tile of 16 bits is written while the first products of the next one run, for which it stays
-            in registers.
-        halves: Whether tiles of at most 64 rows are multiplied by halves of their columns, one a warpgroup.
-    """
-
-    block_n: int
-    stages: int
-    slots: int
-    band: int
-    cluster_m: int
-    cluster_n: int
-    overlap: bool
-    halves: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HopperGroupedBackward(HopperGrouped):
-    """Configuration of the backward pass: the fields of the gradient of lhs, and those of the gradient of rhs.
-
-    Attributes:
-        rhs_block_n: Columns of a tile of a matrix's gradient.
-        rhs_stages: Pipeline stages of that kernel.
-        rhs_slots: Parts of a warpgroup's output on their way out.
-        rhs_band: Tiles of rows that are gone down before the next column.
-        rhs_cluster_m: Blocks of a cluster below one another.
-        rhs_cluster_n: Blocks of a cluster side by side.
-    """
-
-    rhs_block_n: int
-    rhs_stages: int
-    rhs_slots: int
-    rhs_band: int
-    rhs_cluster_m: int
-    rhs_cluster_n: int
-
-    @property
-    def of_rhs(self) -> HopperGrouped:
-        """The configuration of the kernel that owns matrices."""
-        names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in OF_ROWS_ALONE]
-        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, halves=False)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HopperScaled:
-    """Configuration of rows.py for operands of 8 bits with scales (scaled.py).
-
-    Attributes:
-        block_n: Columns of a tile.
-        product_n: Columns of a product, which divide those of a tile.
-        stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
-        band: Tiles of rows that are gone down before the next column.
-        by_columns: Whether a warpgroup has all rows of a tile, and half of its columns, where these are two products.
-            Tiles of at most 64 rows then take half of the products, and tensor cores never sum over all steps.
-        dynamic: Whether a counter gives blocks the number of their next tile; else they take every `blocks`-th.
-    """
-
-    block_n: int
-    product_n: int
-    stages: int
-    slots: int
-    band: int
-    by_columns: bool
-    dynamic: bool
+FLOAT8 = "float8_e4m3fn"
+"""Dtype of rows and matrices."""
+SCALED_STEP = LINE
+"""Contracted elements a step: a swizzled row of 8 bits."""
+MOST_COLUMNS = 256
+"""Columns of a tile whose scales one copy takes, and whose sums a warpgroup has registers for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Constants of rows.py with operands of 8 bits and scales.
+    """Constants of the kernels of rows with operands of 8 bits and scales.
 
     Attributes:
         lhs_blocks: Blocks of contracted elements in which a row has a scale each.
@@ -136,7 +78,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Constants of rows.py where the first half of a matrix's columns gates the second.
+    """Constants of the kernels of rows where the first half of a matrix's columns gates the second.
 
     Attributes:
         activation: Of the gate: "silu" or "gelu".
@@ -149,94 +91,13 @@ class Gate:
     alone: bool
 
 
-OF_ROWS_ALONE = ("overlap", "halves")
-"""Fields that the kernel that owns matrices does not have."""
-FACES = {"block_n": "block_n", "num_stages": "stages"}
-"""Public configuration field -> field of these."""
-
-BLOCK_M = WARPGROUPS * WGMMA_M
-"""Rows of a tile: 64 for each warpgroup that multiplies."""
-
-
-class Tile(NamedTuple):
-    """Columns of a tile, stages, slots, band, and blocks of a cluster below one another and side by side."""
-
-    n: int
-    stages: int
-    slots: int
-    band: int
-    below: int = 1
-    beside: int = 1
-    overlap: bool = False
-    halves: bool = False
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """By the names of a configuration."""
-        names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves")
-        return dict(zip(names, self, strict=True))
-
-
-HALVES = Tile(256, 4, 2, 16, halves=True)
-"""Where groups have few rows: each warpgroup has half of a matrix's columns, and no tile has rows for the other alone.
-
-On an H100, of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83, 0.84, 0.90 and
-0.90, the first of `OF_ROWS` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and 0.88.
-"""
-OF_ROWS = (
-    Tile(256, 4, 2, 16),
-    Tile(256, 4, 2, 8),
-    Tile(256, 4, 2, 16, overlap=True),
-    Tile(256, 4, 2, 8, overlap=True),
-    HALVES,
-    Tile(256, 4, 2, 4, 2, 1),
-)
-"""Tiles of rows.py. The first has passed the whole suite on a chip; the others' values were compared there.
-
-On an H200, M65536 K2048 N1536 G128, forward: 540, 554, 575, 569, 558 and 547 TFLOP/s.
-"""
-NARROW = (Tile(128, 5, 4, 8), Tile(128, 5, 4, 8, overlap=True))
-"""Where the last tile of 256 columns would have half of them: 540 and 548 TFLOP/s with 1408 columns, instead of 504."""
-FEW_ROWS = 32
-"""Rows of a group in the mean up to which they are few: with 64, K4096 N14336 G8, both take the same time."""
-OF_MATRICES = (
-    Tile(256, 4, 2, 8),
-    Tile(256, 4, 2, 16),
-    Tile(256, 4, 2, 8, 1, 2),
-    Tile(256, 4, 2, 8, 2, 1),
-)
-"""Tiles of matrices.py. The same shape: 571 TFLOP/s with the first on an H200. Clusters bring nothing."""
-
-
-def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
-    """The configuration of a call without a chosen or tuned one."""
-    return candidates(record, device, direction)[0]
-
-
-def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGrouped, ...]:
-    """The configurations worth measuring, the best first."""
-    narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128
-    of_rows = (*NARROW, *OF_ROWS) if narrow else OF_ROWS
-    if average_rows(record) <= FEW_ROWS:
-        of_rows = tuple(dict.fromkeys((HALVES, *of_rows)))
-    if direction == "forward":
-        return tuple(HopperGrouped(**tile.fields) for tile in of_rows)
-    pairs = [(of_rows[0], tile) for tile in OF_MATRICES] + [(tile, OF_MATRICES[0]) for tile in of_rows[1:]]
-    return tuple(_both(*pair) for pair in pairs)
-
-
-def _both(of_lhs: Tile, of_rhs: Tile) -> HopperGroupedBackward:
-    others = {f"rhs_{name}": value for name, value in of_rhs.fields.items() if name not in OF_ROWS_ALONE}
-    return HopperGroupedBackward(**of_lhs.fields, **others)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedSpec:
     """Constants of a kernel.
 
     Attributes:
         rows: M.
-        contracted: Contracted elements in rows.py; rows of the result in matrices.py.
+        contracted: Contracted elements in the kernels of rows; rows of the result in that of matrices.
         columns: Columns of the result.
         matrices: E.
         transposed: Whether matrices lie with the columns of the result first.
@@ -280,7 +141,7 @@ class GroupedSpec:
 
     @property
     def step(self) -> int:
-        """Contracted elements a step in rows.py: a swizzled row."""
+        """Contracted elements a step in the kernels of rows: a swizzled row."""
         return LINE // jnp.dtype(self.dtype).itemsize
 
     @property
@@ -327,7 +188,7 @@ class GroupedSpec:
 
     @property
     def steps(self) -> int:
-        """Steps of a tile in rows.py."""
+        """Steps of a tile in the kernels of rows."""
         return self.contracted // self.step
 
     @property
@@ -382,4 +243,124 @@ def reasons(record: GroupedMatmul) -> list[str]:
         found.append(f"rhs has dtype {record.rhs.dtype}, lhs has {record.lhs.dtype}")
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
         found.append(f"preferred_element_type {record.out_dtype} is not of 16 or 32 bits")
+    return found
+
+
+def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec:
+    """The constants of the kernel.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+    """
+    given = given_values(params)
+    size, product = params.block_n, params.product_n
+    if not 0 < size <= MOST_COLUMNS or size % SWIZZLE_COLUMNS:
+        raise ValueError(f"cfg: got block_n={size}, wants a multiple of {SWIZZLE_COLUMNS} up to {MOST_COLUMNS}")
+    # An output part of 16 bits has 64 columns, of 32 bits 32.
+    part = LINE // jnp.dtype(record.out_dtype).itemsize
+    if product <= 0 or product % part or size % product:
+        raise ValueError(f"cfg: got product_n={product}, wants a divisor of block_n={size} and a multiple of {part}")
+    if params.stages < 2 or params.slots < 1 or params.band < 1:
+        raise ValueError(f"cfg: got {given}, wants at least 2 stages, a slot and a band of 1")
+    if scaled_shared_bytes(params) > SHARED_MEMORY - RESERVE:
+        raise ValueError(f"cfg: {given} takes more than the {SHARED_MEMORY} bytes of shared memory")
+    assert record.lhs_scale is not None  # the kernel's requirements
+    assert record.rhs_scale is not None
+    by_columns = params.by_columns and size == WARPGROUPS * product
+    return GroupedSpec(
+        rows=record.lhs.shape[0],
+        contracted=record.lhs.shape[1],
+        columns=columns(record),
+        matrices=record.rhs.shape[0],
+        transposed=True,
+        dtype=jnp.dtype(record.lhs.dtype),
+        out=jnp.dtype(record.out_dtype),
+        tile=HopperGrouped(**TileSizes(size, params.stages, params.slots, params.band).fields),
+        scaling=Scaling(
+            lhs_blocks=record.lhs_scale.shape[1],
+            rhs_blocks=record.rhs_scale.shape[1],
+            product_n=product,
+            quick=quick(record) and not by_columns,
+            by_columns=by_columns,
+            dynamic=params.dynamic,
+        ),
+    )
+
+
+def share_scales(scales: jax.Array, product_n: int) -> jax.Array:
+    """Whether all columns of every product share their scale, int32 [1]: where matrices have scales of 128 x 128.
+
+    Args:
+        scales: Float32 [E, blocks, N].
+        product_n: Columns of a product.
+    """
+    size = scales.shape[2]
+    scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -size % product_n)), mode="edge")
+    products = scales.reshape(*scales.shape[:2], -1, product_n)
+    return jnp.all(products == products[..., :1]).astype(jnp.int32)[None]
+
+
+def scaled_shared_bytes(params: HopperScaled) -> int:
+    """Shared memory of the kernel, without barriers."""
+    scales = (params.stages + 1) * params.block_n * 4
+    if params.by_columns:
+        scales += params.stages * BLOCK_M * COPIED_BLOCKS * 4
+    return (
+        params.stages * (BLOCK_M + params.block_n) * SCALED_STEP + scales + WARPGROUPS * params.slots * WGMMA_M * LINE
+    )
+
+
+def scaled_reasons(record: GroupedMatmul) -> list[str]:
+    """What `Requires` has no word for."""
+    rows, contracted = record.lhs.shape
+    found = []
+    if str(record.rhs.dtype) != FLOAT8:
+        found.append(f"rhs has dtype {record.rhs.dtype}, wants {FLOAT8}")
+    if record.lhs_scale is None or record.rhs_scale is None:
+        return [*found, "lhs_scale or rhs_scale is None, wants both"]
+    if not record.transpose_rhs:
+        found.append("matrices lie with their contracted elements first; WGMMA reads 8 bits along them (transpose_rhs)")
+    if rows < WGMMA_M:
+        found.append(f"{rows} rows are fewer than {WGMMA_M}")
+    if columns(record) % SWIZZLE_COLUMNS or not columns(record):
+        found.append(f"{columns(record)} columns are not a multiple of {SWIZZLE_COLUMNS}")
+    for name, blocks in (("rows", record.lhs_scale.shape[1]), ("matrices", record.rhs_scale.shape[1])):
+        if contracted % (blocks * SCALED_STEP) or not contracted:
+            found.append(
+                f"{contracted // blocks} contracted elements a scale of {name} are not a multiple of {SCALED_STEP}"
+            )
+    if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
+        found.append(f"preferred_element_type {record.out_dtype} is not of 16 or 32 bits")
+    return found
+
+
+def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedSpec:
+    """The constants of the kernel.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+    """
+    if params.block_n not in (64, 128):
+        raise ValueError(f"cfg: got block_n={params.block_n}, the gated Mosaic GPU kernel wants 64 or 128")
+    product = product_of(record)
+    # Shared memory has both halves of the columns side by side.
+    tile = HopperGrouped(**TileSizes(2 * params.block_n, params.stages, params.slots, params.band).fields)
+    made = make_spec(product, tile, record.lhs.dtype)
+    return dataclasses.replace(
+        made,
+        columns=made.columns // 2,
+        tile=dataclasses.replace(tile, block_n=params.block_n),
+        gate=Gate(activation=record.activation, gathers=record.indices is not None, alone=params.alone),
+    )
+
+
+def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
+    """What `Requires` has no word for."""
+    product, size = product_of(record), record.lhs.size * record.lhs.dtype.itemsize
+    found = reasons(product)
+    half = record.rhs.shape[2] // 2
+    if half % SWIZZLE_COLUMNS:
+        found.append(f"{half} columns of the output are not a multiple of {SWIZZLE_COLUMNS}")
+    if record.indices is not None and size > LARGEST:
+        found.append(f"lhs has {size} bytes, more than the {LARGEST} that gathered rows may lie in")
     return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.gpu.latent_attention import spec
+from ejkernel_pallas.gpu.latent_attention import config, spec
 from ejkernel_pallas.gpu.requirements import hopper_requires
 
 HANDLES = frozenset({"latent", "new_keys", "num_seqs", "value_scale", "sliding_window"})
@@ -25,7 +25,10 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
             extra=extra,
         ),
         config=ConfigSpace(
-            forward=spec.HopperLatent, faces=spec.FACES, heuristic=spec.heuristic, candidates=spec.candidates
+            forward=config.HopperLatent,
+            faces=config.PUBLIC_FIELDS,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
         ),
         # Above Triton's: 2.2 times as fast with 128 heads, and as fast with 16, where memory is the limit.
         priority=30,
@@ -36,7 +39,7 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
 
 def implementations() -> tuple[Implementation, ...]:
     """One of paged caches, and one of dense ones."""
-    run = "ejkernel_pallas.gpu.latent_attention.run"
+    run = "ejkernel_pallas.gpu.latent_attention.forward"
     return (
         _implementation(
             HANDLES, spec.reasons, family="paged_attention", name="mosaic_gpu_latent", forward=f"{run}:forward"

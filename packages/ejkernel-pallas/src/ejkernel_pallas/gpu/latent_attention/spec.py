@@ -1,4 +1,4 @@
-"""What the latent kernel is compiled for, its configuration, and what it refuses."""
+"""What the latent kernel is compiled for, and what it refuses."""
 
 import dataclasses
 import math
@@ -11,9 +11,8 @@ import numpy as np
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import Direction
-from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.config import HopperLatent
 
 LATENT = 512
 """Columns of a latent vector."""
@@ -43,29 +42,6 @@ SMALLEST_FACTOR = 1e-6
 """The smallest factor on scores for which a masked product is finite in float32, with room to spare."""
 REGISTERS = (240, 24)
 """Registers of a thread of a consumer warpgroup, and of the producer's."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HopperLatent:
-    """Configuration of the latent kernel.
-
-    Attributes:
-        num_programs: Thread blocks over which the key blocks of a call are distributed (split-KV).
-        lazy_rescaling: Whether a row's maximum moves only where scores are `SLACK` above it.
-        store_padding: Whether a tile of fewer than 64 heads is written and merged with its empty rows. False spares
-            16 heads three quarters of what the parts of cut items take.
-        growth: Percent by which a program's share of the key blocks may grow so that no item is cut: parts of items
-            are written in float32 and merged, and whole items are not.
-    """
-
-    num_programs: int
-    lazy_rescaling: bool = True
-    store_padding: bool = True
-    growth: int = 6
-
-
-FACES: dict[str, str] = {}
-"""Fields of the public configurations and what they set here: none."""
 
 
 class ScheduledSpec(Protocol):
@@ -252,20 +228,3 @@ def decode_reasons(record: TiledAttention) -> Iterable[str]:
     yield from _head_reasons(record.query.shape[2])
     if not (record.query.size and record.key.size):
         yield "an array is empty"
-
-
-def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLatent:
-    """One program a multiprocessor."""
-    from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
-
-    # Measured on an H200, 16 heads, B128 ctx 4096: 0.165 ms without the rows of no head, 0.182 with them.
-    return HopperLatent(num_programs=multiprocessors(), store_padding=record.query.shape[-2] > WGMMA_M - WARP_ROWS)
-
-
-def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
-    """What is worth measuring: rescaling, equal shares, rows of no head; shared memory has room for one program."""
-    rule = heuristic(record, device, direction)
-    heads = record.query.shape[-2]
-    even = dataclasses.replace(rule, growth=0)
-    padded = (dataclasses.replace(rule, store_padding=True),) if heads <= WGMMA_M - WARP_ROWS else ()
-    return rule, dataclasses.replace(rule, lazy_rescaling=False), even, *padded

@@ -1,4 +1,4 @@
-"""What Hopper's paged kernel is compiled for, its configuration, and what it refuses."""
+"""What Hopper's paged kernel is compiled for, and what it refuses."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,44 +8,16 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import Direction
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 HEAD_DIMS = (64, 128)
 """Sizes of keys and of values."""
-PREFILL_ROWS = 16
-"""Query rows a sequence from which on calls are prefill by rule.
-
-Of a mixed batch it is the mean: 4 chunks of 512 tokens beside 60 sequences that decode have 33, and take an H200
-1.08 ms where Triton's kernel takes 1.55.
-"""
 RESERVED = 4 * 1024
 """Bytes of shared memory for barriers and what Mosaic keeps."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HopperPaged:
-    """Configuration of the paged kernel.
-
-    Attributes:
-        num_programs: Persistent thread blocks that share the key blocks of a call.
-        stages: Blocks of 128 keys and their values in shared memory; as many as have room at most.
-        lazy_rescaling: Whether the accumulator is left alone in warps where no row's maximum moved.
-        prefill_tokens: Sequences with at least so many query tokens are flash attention's kernel's.
-    """
-
-    num_programs: int
-    stages: int = 4
-    lazy_rescaling: bool = True
-    prefill_tokens: int = 32
-
-
-FACES = {"num_stages": "stages"}
-"""Fields of the public configurations and what they set here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,21 +163,3 @@ def reasons(record: PagedAttention) -> Iterable[str]:
         yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
     if not (record.query.size and record.key_pages.size and record.kv_lens.size):
         yield "an array is empty"
-
-
-def is_prefill(record: PagedAttention) -> bool:
-    """Whether sequences have many query tokens, as far as shapes say; how many each has is data."""
-    return record.query.shape[0] >= PREFILL_ROWS * record.kv_lens.shape[0]
-
-
-def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPaged:
-    """One program a multiprocessor."""
-    from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
-
-    return HopperPaged(num_programs=multiprocessors())
-
-
-def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperPaged, ...]:
-    """What is worth measuring: fewer stages, and rescaling always."""
-    rule = heuristic(record, device, direction)
-    return rule, dataclasses.replace(rule, stages=2), dataclasses.replace(rule, lazy_rescaling=False)

@@ -4,12 +4,12 @@ from ejkernel.ops import Implementation
 from ejkernel.ops.ring_registration import ring_implementation
 from ejkernel_pallas.gpu import tiled_attention
 
-PASSES = "ejkernel_pallas.gpu.ring_attention.passes"
+PACKAGE = "ejkernel_pallas.gpu.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
     """One implementation."""
     return tuple(
-        ring_implementation(tiled, forward=f"{PASSES}:forward", backward=f"{PASSES}:backward")
+        ring_implementation(tiled, forward=f"{PACKAGE}.forward:forward", backward=f"{PACKAGE}.backward:backward")
         for tiled in tiled_attention.implementations()
     )

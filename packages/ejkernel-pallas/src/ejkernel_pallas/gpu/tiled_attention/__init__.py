@@ -11,7 +11,7 @@ from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.families.tiled_attention.kinds import kind_of_large
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.gpu.requirements import hopper_requires
-from ejkernel_pallas.gpu.tiled_attention import tiles
+from ejkernel_pallas.gpu.tiled_attention import config
 
 HANDLES = (
     frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
@@ -26,8 +26,8 @@ def _reasons(record: Any) -> Iterable[str]:
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
     size, value_size = record.query.shape[3], record.value.shape[3]
-    if value_size not in tiles.VALUES.get(size, (value_size,)):
-        yield f"value has head size {value_size}, query has {size}: values of {tiles.VALUES[size][0]} go with that"
+    if value_size not in config.VALUES.get(size, (value_size,)):
+        yield f"value has head size {value_size}, query has {size}: values of {config.VALUES[size][0]} go with that"
     if record.pattern is not None:
         yield from pattern_reasons(record)
     if not record.softmax_scale > 0:
@@ -41,18 +41,18 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             name="mosaic_gpu",
             platform="pallas",
-            forward="ejkernel_pallas.gpu.tiled_attention.forward.run:forward",
-            backward="ejkernel_pallas.gpu.tiled_attention.backward.run:backward",
+            forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
+            backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-            requires=hopper_requires(head_dims=tuple(tiles.VALUES), handles=HANDLES, extra=_reasons),
+            requires=hopper_requires(head_dims=tuple(config.VALUES), handles=HANDLES, extra=_reasons),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace(
-                heuristic=tiles.heuristic,
-                candidates=tiles.candidates,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
                 kind=kind_of_large,
-                forward=tiles.HopperForward,
-                backward=tiles.HopperBackward,
-                faces=tiles.FACES,
+                forward=config.HopperForward,
+                backward=config.HopperBackward,
+                faces=config.PUBLIC_FIELDS,
             ),
             priority=20,
         ),

@@ -1,0 +1,46 @@
+"""Backward pass of the grouped matmul on Hopper; the formulas are in `ejkernel_xla.grouped_matmul.backward`."""
+
+import dataclasses
+
+import jax
+
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.gpu.grouped_matmul.config import (
+    HopperGroupedBackward,
+)
+from ejkernel_pallas.gpu.grouped_matmul.forward import times_matrices
+from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
+from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import launch_matrices
+from ejkernel_pallas.gpu.grouped_matmul.spec import (
+    make_spec,
+)
+
+
+def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax.Array]:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangent [M, N], and the wanted names.
+        params: Tile sizes and stages of both kernels.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    # Gradients of unassigned rows are 0, whatever the output has there.
+    record, gradients = dataclasses.replace(pullback.record, left_over="zero"), dict[str, jax.Array]()
+    cotangent = pullback.cotangent.astype(record.lhs.dtype)
+    spec = make_spec(record, params, record.lhs.dtype)
+    if "lhs" in pullback.wanted:
+        other = dataclasses.replace(
+            spec, contracted=spec.columns, columns=spec.contracted, transposed=not spec.transposed
+        )
+        gradients["lhs"] = times_matrices(grouped_matmul_kernel, other, cotangent, record)
+    if "rhs" in pullback.wanted:
+        pair = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
+        sizes = {"contracted": pair[0].shape[1], "columns": pair[1].shape[1]}
+        of_rhs = make_spec(record, params.rhs, record.rhs.dtype)
+        gradients["rhs"] = launch_matrices(dataclasses.replace(of_rhs, **sizes), *pair, record)
+    return gradients

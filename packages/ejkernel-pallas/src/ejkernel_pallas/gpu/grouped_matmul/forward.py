@@ -1,0 +1,88 @@
+"""Forward passes of the grouped matmul on Hopper: of 16 bits, of 8 bits with scales, and gated."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel_pallas.gpu.grouped_matmul.config import HopperGated, HopperGrouped, HopperScaled, product_of
+from ejkernel_pallas.gpu.grouped_matmul.kernels.gated_grouped_matmul import gated_grouped_matmul_kernel
+from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
+from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul_fp8 import grouped_matmul_fp8_kernel
+from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import Kernel, launch_rows
+from ejkernel_pallas.gpu.grouped_matmul.spec import (
+    GroupedSpec,
+    make_gated_spec,
+    make_scaled_spec,
+    make_spec,
+    share_scales,
+)
+
+SCALES = ("lhs_scale", "rhs_scale", "same")
+
+
+def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes and stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        [M, N] in the record's `out_dtype`. There are no residuals.
+    """
+    spec = make_spec(record, params, record.out_dtype)
+    return times_matrices(grouped_matmul_kernel, spec, record.lhs, record), ()
+
+
+def forward_fp8(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.Array, tuple[()]]:
+    """The output of a record of 8-bit rows and matrices with scales.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes and stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        [M, N] in the record's `out_dtype`. There are no residuals.
+    """
+    assert record.lhs_scale is not None  # the kernel's requirements
+    assert record.rhs_scale is not None
+    spec = make_scaled_spec(record, params)
+    scales = record.lhs_scale.astype(jnp.float32), record.rhs_scale[:, :, 0].astype(jnp.float32)
+    if scales[1].shape[1] > 1:
+        scales += (share_scales(scales[1], params.product_n),)
+    return times_matrices(grouped_matmul_fp8_kernel, spec, record.lhs, record, *scales), ()
+
+
+def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.Array, tuple[()]]:
+    """The output of a gated record, whose rows may be gathered.
+
+    Args:
+        record: The canonical arguments.
+        params: Tile sizes and stages.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        [M, F] in lhs's dtype. There are no residuals.
+    """
+    spec = make_gated_spec(record, params)
+    operands = {"lhs": record.lhs, "rhs": record.rhs}
+    if record.indices is not None:
+        operands["indices"] = record.indices
+    return launch_rows(gated_grouped_matmul_kernel, spec, operands, product_of(record)), ()
+
+
+def times_matrices(
+    kernel: Kernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
+) -> jax.Array:
+    """Rows [M, contracted] times the matrices of their groups; of 8 bits with the first of `SCALES`."""
+    operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
+    return launch_rows(kernel, spec, operands, record)

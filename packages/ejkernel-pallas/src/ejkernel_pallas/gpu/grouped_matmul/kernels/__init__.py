@@ -1,0 +1,1 @@
+"""Kernels of grouped matmul, one per file, and what they share."""

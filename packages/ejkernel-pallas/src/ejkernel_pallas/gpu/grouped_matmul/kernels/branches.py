@@ -1,0 +1,30 @@
+"""Branches of a kernel's code, of which one serves a tile."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+
+
+class FirstMatch:
+    """Runs the first of several branches whose condition holds.
+
+    N of a product is a constant of its code, so a tile has several branches; all threads of a warpgroup take the same.
+    """
+
+    def __init__(self) -> None:
+        self._none_before: list[Any] = []
+
+    def when(self, condition: Any, run: Callable[[], None]) -> None:
+        """Runs where the condition holds, and none of those before."""
+        pl.when(functools.reduce(jnp.logical_and, [*self._none_before, condition]))(run)
+        self._none_before.append(~condition)
+
+    def otherwise(self, run: Callable[[], None]) -> None:
+        """Runs where no condition holds."""
+        if self._none_before:
+            pl.when(functools.reduce(jnp.logical_and, self._none_before))(run)
+        else:
+            run()

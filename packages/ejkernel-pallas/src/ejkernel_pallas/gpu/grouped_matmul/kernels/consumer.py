@@ -1,0 +1,188 @@
+"""The loops that the kernels of rows share: a persistent block takes tile after tile, and multiplies step after step.
+
+    warpgroup 2, producer        A A B | A A B | A A B | ...      TMA, up to `stages` steps ahead, across tiles
+                                  |       |       |               full barriers
+    warpgroup 0, consumer         [64, 64] x [64, BN]  ...  acc   WGMMA; a step later, free barriers
+    warpgroup 1, consumer         [64, 64] x [64, BN]  ...  acc
+                                                             |
+                     registers -> slots of shared memory -> TMA (module `epilogue`)
+
+A block takes every `blocks`-th tile of the list, or the next one of a counter (module `work_queue`). Each warpgroup has
+64 rows, which need not begin at a multiple of anything, so A is copied for each with a row of its own. In a group's
+last tile they begin so that they end with the group: the rows that are in two tiles are stored twice, with the same
+bits, and bulk copies of 64 rows serve. Only groups of fewer than 64 rows store row by row.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.grouped_matmul.row_tiles import FIELDS
+from ejkernel_pallas.gpu.grouped_matmul.kernels import producer, work_queue
+from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
+from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, cluster_tiles, split, tile_of
+from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
+from ejkernel_pallas.gpu.hopper import arrays, clusters
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+
+I32 = jnp.int32
+
+
+Multiply = Callable[[Call, Tile, Any], None]
+"""A warpgroup's part of a tile: (call, tile, steps of all tiles before it) -> None."""
+MultiplyAll = Callable[[Call, Any, Any, Any], None]
+"""A loop over all tiles: (call, tiles before those of groups, tiles of groups, loop) -> None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Buffers in shared memory and their barriers.
+
+    Attributes:
+        a: Rows as products read them, [stages * warpgroups, 64, 64], or of 8 bits [..., 128].
+        a_lines: The same memory as copies write it: row after row, so that they may begin anywhere.
+        b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64], or of 8 bits [stages, BN, 128].
+        b_half: The same memory as half tiles, [2 * stages, 64, BN / 2] or the like; None where tiles are not split.
+        out: Slots of the output as registers are written, [warpgroups * slots, 64, part].
+        out_lines: The same memory, as copies read it.
+        full: The operands of a stage are there.
+        free: They have been read.
+        columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
+        row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None where
+            no copies bring them.
+        number: Numbers of the block's next tiles, after even and after odd ones, int32 [2]; None without a counter.
+        number_full: They are there.
+        number_free: They have been read.
+    """
+
+    a: Any
+    a_lines: Any
+    b: Any
+    out: Any
+    out_lines: Any
+    full: Any
+    free: Any
+    b_half: Any = None
+    columns: Any = None
+    row_scales: Any = None
+    number: Any = None
+    number_full: Any = None
+    number_free: Any = None
+
+
+def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll | None = None) -> None:
+    """Body of a kernel: what each warpgroup does for all tiles of its block.
+
+    Args:
+        call: What the kernel is called with.
+        multiply: A consumer's part of a tile, from its products to memory.
+        multiply_overlapped: The consumers' loop over tiles that are written while the next one is multiplied.
+    """
+    warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
+    # Tiles of unassigned rows, of groups, and all: counted on the device, as sizes of groups may be traced.
+    before, count, total = (table[spec.entries, n] for n in range(3))
+    if "same" in call.operands:
+        call = dataclasses.replace(call, same=call.operands["same"][0] != 0)
+    first = lax.axis_index("block")
+
+    def every(work: Any, tiles: Any, *state: Any, splits: bool = False) -> Any:
+        # A block's first tile has the block's number; `work` gives the number of the next.
+        limit = cluster_tiles(spec, tiles) * spec.across
+        if splits:
+            limit = limit + split(call, tiles)
+        return lax.while_loop(lambda carry: carry[0] < limit, work, (first, I32(0), *state))[1:]
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _multiply() -> None:
+        plgpu.set_max_registers(spec.registers[0], action="increase")
+        # Unassigned rows first: these stores overlap with the producer's first copies.
+        every(functools.partial(_fill, call, before, count, total), total - count)
+        if spec.overlapped and multiply_overlapped is not None:
+            multiply_overlapped(call, before, count, every)
+        else:
+            every(functools.partial(_multiply_tile, call, multiply, before, count), count, splits=True)
+        # The block's shared memory has to last as long as the copies that read it.
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _fetch() -> None:
+        plgpu.set_max_registers(spec.registers[1], action="decrease")
+        (done,) = every(functools.partial(producer.fetch_tile, call, before, count), count, splits=True)
+        if spec.gathers:
+            pl.when(done > 0)(lambda: producer.gathered(call, done - 1, in_flight=0))
+
+    if spec.members > 1:
+        clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
+
+
+def _multiply_tile(call: Call, multiply: Multiply, before: Any, count: Any, carry: Any) -> Any:
+    """A warpgroup's part of a tile, and the number of its block's next one."""
+    number, done = carry
+    multiply(call, tile_of(call, before, count, number), done)
+    return work_queue.next_number(call, number, done), done + call.spec.steps
+
+
+def accumulated(call: Call, done: Any, part: SubTile) -> jax.Array:
+    """The sum of a warpgroup's products over all steps; the last stage is free then."""
+    spec, shared = call.spec, call.shared
+    acc = pl.run_scoped(
+        functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
+    )
+    # The stage of the last product, which no later step of this tile frees.
+    plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
+    return acc
+
+
+def _steps(call: Call, done: Any, part: SubTile, acc: Any) -> Any:
+    """The products of a warpgroup's part of a tile."""
+    lax.fori_loop(0, call.spec.steps, functools.partial(step_and_free, call, part, acc), done)
+    return acc[...]
+
+
+def step_and_free(call: Call, part: SubTile, acc: Any, index: Any, done: Any) -> Any:
+    """A product, and the end of the one before: the stage that it has read is free."""
+    shared, stages = call.shared, call.spec.tile.stages
+    issue_product(call, done, part, acc)
+    # One product stays in flight, so the tensor cores never run dry.
+    plgpu.wgmma_wait(1)
+    last = lax.rem(done + (stages - 1), I32(stages))
+    # At 0 the product before was the last of another tile, which has freed its stage itself.
+    pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+    return done + 1
+
+
+def issue_product(call: Call, done: Any, part: SubTile, acc: Any) -> None:
+    """Begins the product of a step."""
+    spec, shared = call.spec, call.shared
+    columns = () if part.size == spec.tile.block_n else (pl.ds(part.start, part.size),)
+    slot = lax.rem(done, I32(spec.tile.stages))
+    plgpu.barrier_wait(shared.full.at[slot])
+    half = columns if spec.transposed or not columns else (slice(None), *columns)
+    matrix = shared.b_half.at[2 * slot] if part.split else shared.b.at[slot, *half]
+    # A view: descriptors of 16-bit operands say which axis is contiguous, so nothing is moved.
+    matrix = matrix.transpose((1, 0)) if spec.transposed else matrix
+    plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
+
+
+def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
+    """Zeros for a warpgroup's part of a tile of unassigned rows: the first entries and the last ones."""
+    number, done = carry
+    spec, table = call.spec, call.operands["tiles"]
+    tile_row = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below
+    entry = jnp.minimum(tile_row, total - count - 1)
+    # The entries of groups lie between those of unassigned rows.
+    entry = jnp.where(entry < before, entry, entry + count)
+    _, row, end, begin = (table[entry, n] for n in range(FIELDS))
+    column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
+    tile = Tile(I32(0), jnp.bool_(False), row, begin, end, column)
+    zeros = arrays.full_tile((WGMMA_M, spec.tile.block_n))
+    write_rows(call, [zeros], tile.first(lax.axis_index("warpgroup")), tile.column, end)
+    return number + call.blocks, done

@@ -1,0 +1,140 @@
+"""Launches of the kernels: shared memory and barriers, clusters, and the number of blocks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles
+from ejkernel_pallas.gpu.grouped_matmul.kernels import consumer, matrix_gradients, work_queue
+from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
+from ejkernel_pallas.gpu.grouped_matmul.plan import longest_first
+from ejkernel_pallas.gpu.grouped_matmul.spec import BLOCK_M, COPIED_BLOCKS, STEP, WARPGROUPS, GroupedSpec
+from ejkernel_pallas.gpu.hopper import clusters
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.tile_scheduler import counter, multiprocessors
+
+Kernel = Callable[[Call], None]
+"""Body of a kernel of rows."""
+
+
+def launch_rows(kernel: Kernel, spec: GroupedSpec, operands: dict[str, jax.Array], record: GroupedMatmul) -> jax.Array:
+    """Runs a kernel of rows: [M, columns]."""
+    blocks = multiprocessors() // spec.members
+
+    @sequential_vmap
+    def run(operands: dict[str, jax.Array]) -> jax.Array:
+        def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+            a, a_lines = buffers["a"]
+            out, out_lines = buffers["out"]
+            names = {"a": a, "a_lines": a_lines, "out": out, "out_lines": out_lines}
+            if spec.splits and not spec.gate:
+                names["b"], names["b_half"] = buffers["b"]
+            shared = consumer.Shared(**{**buffers, **names})
+            tile_counter = counter() if spec.dynamic else None
+            kernel(Call(spec, blocks, given, made[0], shared, tile_counter))
+
+        shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
+        return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
+
+    return run({**operands, "tiles": find_row_tiles(record, BLOCK_M)})
+
+
+def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
+    """Sums of left_i^T right_i over the rows of each group."""
+    blocks = multiprocessors() // spec.members
+
+    @sequential_vmap
+    def run(left: jax.Array, right: jax.Array, bounds: jax.Array) -> jax.Array:
+        def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+            matrix_gradients.matrices_kernel(Call(spec, blocks, given, made[0], matrix_gradients.Shared(**buffers)))
+
+        shape = jax.ShapeDtypeStruct((spec.matrices, spec.contracted, spec.columns), spec.out)
+        operands = {"left": left, "right": right, "bounds": bounds}
+        return launch(body, operands, [shape], _matrices_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
+
+    return run(left, right, longest_first(*group_rows(record)))
+
+
+def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
+    """Name and number of the blocks of a cluster."""
+    return {clusters.AXIS: spec.members} if spec.members > 1 else None
+
+
+def _free_barrier(spec: GroupedSpec) -> Any:
+    """What says that a stage has been read: by both members of a cluster, as copies of both may write there."""
+    options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": spec.tile.stages}
+    if spec.members == 1:
+        return plgpu.Barrier(**options)
+    return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), **options)
+
+
+def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in two views: as products read it, and row after row, a swizzled row of 128 bytes each.
+
+    Eight rows by one swizzled row are a tile of the first, so that both have every element in the same place. Copies of
+    the second may begin at any row of an array, those of the first at every eighth.
+    """
+    width = shape[-1]
+    tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+    return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),)))
+
+
+def _halves(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
+    """Shared memory in two views: tiles of matrices, and, of each, two of half the columns."""
+    stages, *part = shape
+    part[0 if spec.transposed else 1] //= 2
+    return plgpu.RefUnion(matrix(shape, spec.dtype), matrix((2 * stages, *part), spec.dtype))
+
+
+def _matrix_stages(spec: GroupedSpec) -> Any:
+    """Shared memory of the stages' tiles of matrices."""
+    tile = spec.tile
+    if spec.gate:
+        return matrix((tile.stages, spec.panels, spec.step, SWIZZLE_COLUMNS), spec.dtype)
+    part = (tile.block_n, spec.step) if spec.transposed else (spec.step, tile.block_n)
+    return _halves((tile.stages, *part), spec) if spec.splits else matrix((tile.stages, *part), spec.dtype)
+
+
+def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `consumer.Shared`."""
+    tile = spec.tile
+    scales: dict[str, Any] = {}
+    if spec.scaling:
+        scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
+        if spec.scaling.copies_rows:
+            scales["row_scales"] = plgpu.SMEM((tile.stages, WARPGROUPS, WGMMA_M, COPIED_BLOCKS), jnp.float32)
+    # What fills a stage: rows of each warpgroup, or their gathered rows together; a matrix's columns, which both read,
+    # or their panels; scales of columns, and those of each warpgroup's rows.
+    of_scales = ("columns" in scales) + WARPGROUPS * ("row_scales" in scales)
+    copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + of_scales
+    return {
+        "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
+        "b": _matrix_stages(spec),
+        "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
+        **scales,
+        **(work_queue.scratch() if spec.dynamic else {}),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "free": _free_barrier(spec),
+    }
+
+
+def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `matrix_gradients.Shared`."""
+    tile, out = spec.tile, transforms()
+    if spec.out.itemsize == 4:
+        # Swizzled rows of 128 bytes: 32 columns of 32 bits.
+        out = (plgpu.TilingTransform((8, spec.part)), plgpu.SwizzleTransform(128))
+    return {
+        "left": matrix((tile.stages, STEP, BLOCK_M), spec.dtype),
+        "right": matrix((tile.stages, STEP, tile.block_n), spec.dtype),
+        "out": plgpu.SMEM((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out, transforms=out),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "free": _free_barrier(spec),
+        "raw": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+    }

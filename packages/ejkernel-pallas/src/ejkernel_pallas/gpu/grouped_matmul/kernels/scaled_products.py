@@ -1,0 +1,154 @@
+"""Products of 8-bit rows and matrices that have scales: a float32 sum of every 128 contracted elements.
+
+    tensor cores     | WG 0, columns 0.. | WG 1, columns 0.. | WG 0, columns BP.. | WG 1 ...
+    warpgroup 0      issue, wait ........| scale and add ....| issue, wait .......| scale ...
+    warpgroup 1      ....................| issue, wait ......| scale and add .....| ...
+
+The tensor cores sum 8-bit products at about 14 bits, and scales of a block multiply its product alone. So a warpgroup's
+64 rows have two accumulators: the tile's sums, and the product of a step with a part of the columns. While one
+warpgroup scales its product, the other's runs.
+
+What a step costs in addition to its products: an addition an element where all blocks share a scale; a fused
+multiply-add where the columns of a product share theirs; else a multiplication more, and loads of all columns' scales
+from the shared memory that tensor cores read operands from.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
+from ejkernel_pallas.gpu.grouped_matmul.spec import COPIED_BLOCKS, WARPGROUPS, Scaling
+from ejkernel_pallas.gpu.hopper import arrays, wgmma
+from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied, load_scalar, load_scales
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+
+I32 = jnp.int32
+
+
+class ScaleIndex(NamedTuple):
+    """Where the scales of a step's columns are: matrix, first column, the step, and steps before it of all tiles."""
+
+    matrix: Any
+    column: Any
+    step: Any
+    done: Any
+
+
+class Rows(NamedTuple):
+    """A warpgroup's rows: which parts of 64 of the tile's, the first row of each, and steps of all tiles before it."""
+
+    parts: tuple[Any, ...]
+    firsts: tuple[Any, ...]
+    done: Any
+
+
+def fetch_scales(call: Call, scaling: Scaling, place: ScaleIndex, firsts: list[Any]) -> None:
+    """Copies the scales of a step's columns, and those of its rows, from the first ones on, if copies bring them."""
+    block, columns = _block(call, scaling.rhs_blocks, place.step), pl.ds(place.column, call.spec.tile.block_n)
+    shared, stage = call.shared, lax.rem(place.done, I32(call.spec.tile.stages))
+    target = shared.columns.at[_slot(call, place.done)]
+    plgpu.copy_gmem_to_smem(call.operands["rhs_scale"].at[place.matrix, block, columns], target, shared.full.at[stage])
+    if not scaling.copies_rows:
+        return
+    few = I32(COPIED_BLOCKS)
+    blocks = pl.ds(lax.div(_block(call, scaling.lhs_blocks, place.step), few) * few, COPIED_BLOCKS)
+    for part, first in enumerate(firsts):
+        source = call.operands["lhs_scale"].at[pl.ds(first, WGMMA_M), blocks]
+        plgpu.copy_gmem_to_smem(source, shared.row_scales.at[stage, part], shared.full.at[stage])
+
+
+def sums(call: Call, scaling: Scaling, rows: Rows, part: SubTile) -> list[jax.Array]:
+    """Sums over all steps: for each part of the columns [64, product_n], or for each part of the rows."""
+    if scaling.rhs_blocks == 1:
+        made = _scan_steps(call, scaling, rows, part, same=False)
+    else:
+        # Two loops, as the fast one has no registers to spare for what it would choose a step.
+        scans = [lambda same=same: tuple(_scan_steps(call, scaling, rows, part, same=same)) for same in (True, False)]
+        made = lax.cond(call.same, *scans)
+    return scaled_tiles(call, scaling, list(made), rows, part.start)
+
+
+def _scan_steps(call: Call, scaling: Scaling, rows: Rows, part: SubTile, *, same: bool) -> list[jax.Array]:
+    """Sums without the scales that all blocks share; `same`: the columns of a product share theirs."""
+    spec, shared, size = call.spec, call.shared, scaling.product_n
+    products = [(row, start) for start in range(0, part.size, size) for row in range(len(rows.parts))]
+
+    def load(step: Any) -> tuple[jax.Array, ...]:
+        if scaling.lhs_blocks == 1 or scaling.copies_rows:
+            return ()
+        block = _block(call, scaling.lhs_blocks, jnp.minimum(step, spec.steps - 1))
+        return tuple(load_scales(call.operands["lhs_scale"], first, block) for first in rows.firsts)
+
+    def step(index: Any, carry: Any) -> Any:
+        before, of_rows = carry
+        done = rows.done + index
+        slot, scales = lax.rem(done, I32(spec.tile.stages)), _slot(call, done)
+        # Prefetched: a load takes as long as a product, as copies keep the memory busy and the L1 cache is small.
+        later = load(index + 1)
+        plgpu.barrier_wait(shared.full.at[slot])
+        after: list[jax.Array] = []
+        for (row, start), acc in zip(products, before, strict=True):
+            number = rows.parts[row]
+            if scaling.copies_rows:
+                block = lax.rem(_block(call, scaling.lhs_blocks, index), I32(COPIED_BLOCKS))
+                factors = [load_copied(shared.row_scales.at[slot, number], block)]
+            else:
+                factors = [of_rows[row]] if of_rows else []
+            made = wgmma.issue(shared.a.at[slot * WARPGROUPS + number], _matrix(call, part, slot, pl.ds(start, size)))
+            columns = None
+            if scaling.rhs_blocks > 1:
+                columns = shared.columns.at[scales, pl.ds(part.start + start, size)]
+            if same:
+                factors, columns = [*factors, load_scalar(columns)], None
+            factor = factors[0] * factors[1] if len(factors) > 1 else next(iter(factors), None)
+            made = wgmma.wait(made, in_flight=0)
+            if len(after) == len(before) - 1:
+                plgpu.barrier_arrive(shared.free.at[slot])
+            after.append(add_scaled(acc, made, factor, columns))
+        return tuple(after), later
+
+    zeros = tuple(arrays.full_tile((WGMMA_M, size)) for _ in products)
+    return list(lax.fori_loop(0, spec.steps, step, (zeros, load(I32(0))))[0])
+
+
+def _matrix(call: Call, part: SubTile, slot: Any, columns: Any) -> Any:
+    """The operand of some of a part's columns."""
+    if part.split:
+        return call.shared.b_half.at[2 * slot, columns]
+    return call.shared.b.at[slot, pl.ds(part.start + columns.start, columns.size)]
+
+
+def scaled_tiles(call: Call, scaling: Scaling, accs: list[jax.Array], rows: Rows, start: Any) -> list[jax.Array]:
+    """Sums times the scales that all steps of a tile share; those of columns are where the last step has left them."""
+    if scaling.lhs_blocks > 1 and scaling.rhs_blocks > 1:
+        return accs
+    last, of_rows = rows.done + (call.spec.steps - 1), list[Any]([None] * len(rows.firsts))
+    if scaling.lhs_blocks == 1:
+        of_rows = [load_scales(call.operands["lhs_scale"], first, I32(0)) for first in rows.firsts]
+    made: list[jax.Array] = []
+    for number, acc in enumerate(accs):
+        # Sums of one part of the columns and all parts of the rows, or the other way round.
+        (across, row), columns, size = divmod(number, len(of_rows)), None, acc.shape[1]
+        if scaling.rhs_blocks == 1:
+            columns = call.shared.columns.at[_slot(call, last), pl.ds(start + across * size, size)]
+        made.append(add_scaled(None, acc, of_rows[row], columns))
+    return made
+
+
+def _slot(call: Call, done: Any) -> Any:
+    """Where the scales of a step are in shared memory.
+
+    They have a slot more than operands: those of a step are read when its stage is free already, and overwritten after
+    the next stage is.
+    """
+    return lax.rem(done, I32(call.spec.tile.stages + 1))
+
+
+def _block(call: Call, blocks: int, index: Any) -> Any:
+    """The block of contracted elements that a step is in."""
+    return lax.div(index, I32(call.spec.steps // blocks))

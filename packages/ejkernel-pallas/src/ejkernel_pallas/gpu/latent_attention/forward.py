@@ -1,0 +1,152 @@
+"""Forward pass of latent attention on Hopper."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.latent_pages import Rotary, as_pages, rotary_of
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.config import HopperLatent
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Shared
+from ejkernel_pallas.gpu.latent_attention.kernels.latent_attention import latent_kernel
+from ejkernel_pallas.gpu.latent_attention.kernels.schedule import planned
+from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import Parts, combined
+from ejkernel_pallas.gpu.latent_attention.plan import FEW_ITEMS, LatentSchedule, make_plan
+from ejkernel_pallas.gpu.latent_attention.spec import (
+    BLOCK_KV,
+    CHUNK,
+    CHUNKS,
+    LATENT,
+    LOWEST,
+    PIECES,
+    ROTARY,
+    WARPGROUPS,
+    LatentSpec,
+    make_spec,
+)
+
+OPERANDS: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "shares")
+"""Names of the kernel's operands, in the order in which `attend` gives them."""
+
+
+def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Array, ...], None]:
+    """Attention over pages of latent vectors.
+
+    Args:
+        record: The canonical arguments.
+        params: Programs.
+
+    Raises:
+        ValueError: There is no program.
+
+    Returns:
+        Output [T, H, 512] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
+        residuals.
+    """
+    record, pages = paged_cache.write(record)
+    rotary = rotary_of(record)
+    assert rotary is not None
+    output, lse = attend(record, rotary, params)
+    return (output, lse, *pages), None
+
+
+def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Output [B, 1, H, 512] and residuals of a record that `mla_decode` made.
+
+    With one cache all 576 columns are values, of which the operation reads the first 512. The others are computed
+    beside the kernel: XLA drops their products where nothing reads them, which is every call of the operation.
+    """
+    pages, rotary = as_pages(record)
+    output, lse = attend(pages, rotary, params)
+    output = output[:, None]
+    if record.value.shape[-1] > LATENT:
+        # In the output's own shape: XLA sees through a slice of a concatenation, not through a reshape between them.
+        output = jnp.concatenate((output, _rotary_output(pages, lse)[:, None]), axis=-1)
+    return output, SoftmaxResiduals(lse=lse[:, :, None])
+
+
+def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
+    """Output [B, H, 64] of the columns behind 512 of a dense cache: its weights are `exp(score - lse)`."""
+    cache = record.key_pages
+    token = jnp.arange(cache.shape[1], dtype=jnp.int32)
+    attends = token < record.kv_lens[:, None]
+    if record.kv_starts is not None:
+        attends = attends & (token >= record.kv_starts[:, None])
+    # Slots of no token may hold NaN, and a weight of zero times NaN is NaN.
+    cache = jnp.where(attends[:, :, None], cache, 0)
+    scores = jnp.einsum("bhd,bsd->bhs", record.query, cache, preferred_element_type=jnp.float32)
+    # A row without keys has lse -inf, and -inf - -inf is NaN.
+    finite = jnp.where(jnp.isfinite(lse), lse, 0.0)[:, :, None]
+    weights = jnp.where(attends[:, None], jnp.exp(scores * record.softmax_scale - finite), 0.0)
+    weights = weights.astype(cache.dtype)
+    output = jnp.einsum("bhs,bsd->bhd", weights, cache[..., LATENT:], preferred_element_type=jnp.float32)
+    return output.astype(record.query.dtype)
+
+
+def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, 512] and lse [T, H] of a record whose tokens are all in their pages."""
+    spec = make_spec(record, params, rotary.start)
+    plan = (planned if spec.rows <= FEW_ITEMS else make_plan)(record, spec)
+    tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
+
+    @sequential_vmap
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)), spec.stored)
+
+    output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
+    # Without keys the kernel's lse is that of masked scores, about LOWEST.
+    # A row whose pages are all absent has attended nothing either: its maximum is still about LOWEST.
+    return output, jnp.where((plan.items[:, 1:2] > 0) & (lse > LOWEST / 2), lse, -jnp.inf)
+
+
+def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Outputs of whole items, and parts of the others."""
+
+    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+        latent_kernel(Call(spec, given, made, Shared(**buffers)))
+
+    parts = 2 * spec.blocks
+    outputs = [
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles * WGMMA_M, LATENT), spec.dtype),
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles, WGMMA_M), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M, LATENT), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
+    ]
+    return launch(body, operands, outputs, _scratch(spec), spec.blocks, WARPGROUPS)
+
+
+def _scratch(spec: LatentSpec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `Shared`."""
+    copies = BLOCK_KV // spec.copied
+    pieces, halves = 2 * PIECES, (2, CHUNKS, BLOCK_KV, CHUNK)
+    barrier = plgpu.Barrier
+    return {
+        "query": matrix((2 * CHUNKS + 1, WGMMA_M, CHUNK), spec.dtype),
+        "left": matrix(halves, spec.dtype),
+        "right": matrix(halves, spec.dtype),
+        # Queries and two blocks of keys take 216 KiB of 227: weights go where the rotary columns were.
+        "rotary": matrix((2, BLOCK_KV, ROTARY), spec.dtype),
+        "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),
+        "row_sum": plgpu.SMEM((2, WGMMA_M), jnp.float32),
+        "present": plgpu.SMEM((2,), jnp.int32),
+        # Arrivals are counted by warpgroup and by copy: of queries, a copy a chunk. Both consumers have to free them.
+        "q_full": barrier(num_arrivals=2 * CHUNKS + 1),
+        "q_free": barrier(num_arrivals=WARPGROUPS),
+        # A copy a page and chunk; of the rotary columns, once more for the bits in `present`.
+        "exclusive_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
+        "shared_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
+        "rotary_full": barrier(num_arrivals=copies + 1, num_barriers=2),
+        # One arrival: of either half, a single warpgroup is the last to read it.
+        "exclusive_free": barrier(num_arrivals=1, num_barriers=2),
+        "shared_free": barrier(num_arrivals=1, num_barriers=2),
+        "weights_full": barrier(num_arrivals=1, num_barriers=2),
+        "sums_full": barrier(num_arrivals=1, num_barriers=2),
+    }

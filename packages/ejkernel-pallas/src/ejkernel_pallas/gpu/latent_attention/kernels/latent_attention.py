@@ -1,0 +1,372 @@
+"""The latent kernel: two consumer warpgroups that share 64 query heads of a row, and a producer warpgroup.
+
+A step has two blocks of 64 keys. Each warpgroup multiplies the queries with one of them and exponentiates its scores;
+both multiply both blocks of weights with their half of the values. A latent vector is key and value: it is copied once.
+
+    warpgroup 0     Q K0 | softmax 0 | P0 V0 left             | P1 V1 left           accumulator 64 x 256, left
+    warpgroup 1          | Q K1      | P0 V0 right, softmax 1 | P1 V1 right          accumulator 64 x 256, right
+                               P0 and its maximum       P1 and its maximum           through shared memory
+
+Warpgroup 1 issues its product with the queries behind that of warpgroup 0, so that the tensor cores work during softmax
+0, and P0's product behind its own, before it waits for scores, so that they work during softmax 1.
+
+Warpgroup 0 issues the first piece of its next block's product behind P1's product, so that the tensor cores need not
+wait for it. Queries and keys lie in chunks of 64 columns. Two of nine chunks of the queries are in registers: shared
+memory delivers 128 bytes a cycle, just what a product of 64 x 64 takes with both operands there, and reading it costs
+power, which limits the clock.
+
+The running maximum goes from block 0 to block 1, and from there to block 0 of the next step, so both accumulators are
+relative to the same one. Weights lie where the rotary columns of their block were, which only the product with the
+queries reads. The half of a block that only its warpgroup reads as values is free first.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, wgmma
+from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import moved_lazily, rescale_lazily
+from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
+from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Item, every_item, program_of
+from ejkernel_pallas.gpu.latent_attention.kernels.producer import produce
+from ejkernel_pallas.gpu.latent_attention.spec import (
+    BLOCK_KV,
+    CHUNKS,
+    GROUP,
+    HALF,
+    LN2,
+    PIECES,
+    REGISTERS,
+    SLACK,
+    UNIT,
+    WARPGROUPS,
+)
+
+I32 = jnp.int32
+EVERY_GROUP = (1 << BLOCK_KV // GROUP) - 1
+"""Bits of a block whose keys are all present."""
+Queries = dict[int, Any]
+"""Chunks of the queries in registers, by their number."""
+IN_REGISTERS = (2 * CHUNKS - 1, 2 * CHUNKS)
+"""Which these are, 16 registers each; more are spilled. The last of the right half is not the first of a product."""
+
+
+class Limits(NamedTuple):
+    """Which keys of a block a row attends.
+
+    Attributes:
+        first: Number of the first, if it is in the block.
+        end: Number of the first that it does not attend any more.
+        partial: Whether the row attends some keys of the block alone.
+    """
+
+    first: Any
+    end: Any
+    partial: Any
+
+
+class Issued(NamedTuple):
+    """A product of the queries with a block of keys that is under way.
+
+    Attributes:
+        scores: Accumulator registers, not valid until the product has ended.
+        limits: Which keys the row attends.
+        masked: Whether there may be masked keys.
+        present: Groups of keys that are present, a bit each.
+    """
+
+    scores: Any
+    limits: Limits
+    masked: Any
+    present: Any
+
+
+class State(NamedTuple):
+    """What a consumer warpgroup carries from step to step.
+
+    Attributes:
+        output: [64, 256], its half of the numerators.
+        row_max: [64] running maximum, as a power of two.
+        row_sum: [64] sums of the weights of the blocks it scores.
+        scores: The first piece of warpgroup 0's next product, under way.
+    """
+
+    output: Any
+    row_max: Any
+    row_sum: Any
+    scores: Any = None
+
+
+def latent_kernel(call: Call) -> None:
+    """Body of the kernel."""
+    warpgroup = lax.axis_index("warpgroup")
+    # Each warpgroup has code of its own, as their steps differ in what they wait for.
+    for number, step in enumerate((_first_step, _second_step)):
+
+        @pl.when(warpgroup == number)
+        def _consume(number: int = number, step: Any = step) -> None:
+            # The accumulator alone takes 128 registers of a thread.
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            every_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _produce() -> None:
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        place = program_of(call)
+
+        # One warp is enough, and the others would take power for the same instructions.
+        @plgpu.warp_map
+        def _warp(warp: Any) -> None:
+            pl.when(warp == 0)(lambda: produce(call, place))
+
+
+def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
+    """A warpgroup's half of the output of a program's steps of an item."""
+    shared = call.shared
+    plgpu.barrier_wait(shared.q_full)
+    queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in IN_REGISTERS}
+    lowest = arrays.full_rows(WGMMA_M, call.spec.lowest)
+    state = State(arrays.full_tile((WGMMA_M, HALF)), lowest, arrays.full_rows(WGMMA_M, 0.0))
+    if number == 0:
+        state = state._replace(scores=_issue_piece(call, item, (0, item.first, 0), queries))
+    body = functools.partial(step, call, item, queries)
+    state = lax.fori_loop(item.first, item.first + item.steps, body, state)
+    if number == 0:
+        # A piece was issued behind the last step, too, of keys that are not this item's. No one reads it.
+        wgmma.wait(state.scores, in_flight=0)
+    # Each warpgroup has summed the weights of the blocks that it scored; both divide by the sum of all.
+    # Overwritten in the next item at the earliest, whose first step waits for the other's weights: those are published
+    # after the other has read the sums of this item.
+    shared.row_sum.at[number][...] = state.row_sum
+    plgpu.barrier_arrive(shared.sums_full.at[number])
+    plgpu.barrier_wait(shared.sums_full.at[1 - number])
+    total = state.row_sum + arrays.load_rows(shared.row_sum.at[1 - number])
+    # `total` is not 0: a row without keys has weights of exp2(lowest - lowest) = 1, times values that are zeros.
+    output = state.output * over_columns(call.spec.value_scale / total, state.output.shape)
+    _write(call, number, item, output, state.row_max * LN2 + jnp.log(total))
+    return carry
+
+
+def _first_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
+    """A step of the warpgroup that scores block 0 and accumulates the left half."""
+    shared = call.shared
+    issued = _issue(call, item, (0, step), queries, state.scores)
+    ping_pong_pass(WARPGROUPS)
+    scores = _scores(call, issued, in_flight=0)
+    _free_queries(call, item, step)
+    row_max = _moved(call, state.row_max, scores)
+    powers = _powers(call, scores, row_max)
+    alpha = jnp.exp2(state.row_max - row_max)
+    # Summed now: until the product has begun, weights would take registers.
+    row_sum = state.row_sum * alpha + powers.sum(axis=1)
+    # Before its own product: warpgroup 1 waits for these weights.
+    weights = _publish(call, 0, powers, row_max)
+    output = _rescaled(call, state.output, alpha)
+    output = wgmma.accumulate(output, weights, shared.left.at[0])
+    output = wgmma.wait(output, in_flight=0)
+    # As values, this half of block 0 is read here alone.
+    plgpu.barrier_arrive(shared.exclusive_free.at[0])
+    plgpu.barrier_wait(shared.weights_full.at[1])
+    # The maximum after block 1, to which warpgroup 1 has made P1 relative.
+    after = arrays.load_rows(shared.row_max.at[1])
+    alpha = jnp.exp2(row_max - after)
+    output = _rescaled(call, output, alpha)
+    # P1 lies where the rotary columns of block 1 were.
+    output = wgmma.accumulate(output, shared.rotary.at[1], shared.left.at[1])
+    # The keys' place was free before P1 was awaited, so they are there by now. With the product itself in a branch, for
+    # the last step, the compiler would wait for its end there; only the wait for keys is in one.
+    more = step + 1 < item.first + item.steps
+    scores = _issue_piece(call, item, (0, step + 1, 0), queries, there=more)
+    output = wgmma.wait(output, in_flight=1)
+    # Warpgroup 1 read this half as keys before it published P1, so the product was the last to read it.
+    plgpu.barrier_arrive(shared.shared_free.at[1])
+    # The sum moves too: sums of both warpgroups are relative to `after`, as they are added at the end.
+    return State(output, after, row_sum * alpha, scores)
+
+
+def _second_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
+    """A step of the warpgroup that scores block 1 and accumulates the right half.
+
+    The product of the other's weights is under way while this one exponentiates its scores.
+    """
+    shared = call.shared
+    ping_pong_wait(WARPGROUPS)
+    issued = _issue(call, item, (1, step), queries)
+    plgpu.barrier_wait(shared.weights_full.at[0])
+    before = arrays.load_rows(shared.row_max.at[0])
+    output = _rescaled(call, state.output, jnp.exp2(state.row_max - before))
+    output = wgmma.accumulate(output, shared.rotary.at[0], shared.right.at[0])
+    scores = _scores(call, issued, in_flight=1)
+    _free_queries(call, item, step)
+    row_max = _moved(call, before, scores)
+    powers = _powers(call, scores, row_max)
+    row_sum = state.row_sum * jnp.exp2(state.row_max - row_max) + powers.sum(axis=1)
+    weights = _publish(call, 1, powers, row_max)
+    output = wgmma.wait(output, in_flight=0)
+    # Warpgroup 0 read this half as keys before it published P0.
+    plgpu.barrier_arrive(shared.shared_free.at[0])
+    # The accumulator is touched only now: the product was writing it.
+    output = _rescaled(call, output, jnp.exp2(before - row_max))
+    output = wgmma.wait(wgmma.accumulate(output, weights, shared.right.at[1]), in_flight=0)
+    plgpu.barrier_arrive(shared.exclusive_free.at[1])
+    return State(output, row_max, row_sum)
+
+
+def _free_queries(call: Call, item: Item, step: Any) -> None:
+    """Behind the last scores of an item, the next one's queries may be copied: scores alone read them."""
+    last = step + 1 == item.first + item.steps
+    pl.when(last)(lambda: plgpu.barrier_arrive(call.shared.q_free))
+
+
+def _limits(call: Call, item: Item, block: int, step: Any) -> Limits:
+    key = step * UNIT + block * BLOCK_KV
+    first, end = item.low - key, item.keys - key
+    partial = end < BLOCK_KV
+    if call.spec.started:
+        partial = partial | (first > 0)
+    return Limits(first, end, partial)
+
+
+def _issue_piece(
+    call: Call, item: Item, place: tuple[int, Any, int], queries: Queries, scores: Any = None, there: Any = True
+) -> Any:
+    """Issues the product of the queries with a piece of a block of keys.
+
+    Args:
+        call: The launch.
+        item: Whose keys they are.
+        place: Block, step, and number of the piece in the order in which they are copied.
+        queries: Those in registers.
+        scores: What the pieces before made, if any.
+        there: Whether there is such a block. If not, the product is of what is in its place.
+    """
+    shared, (block, step, piece) = call.shared, place
+    limits = _limits(call, item, block, step)
+    # The half that is copied first is multiplied first.
+    second, part = divmod(piece, PIECES)
+    half = second if block == 0 else 1 - second
+    keys = (shared.left, shared.right)[half].at[block]
+    full = (shared.exclusive_full, shared.shared_full)[second].at[block * PIECES + part]
+    pl.when(there)(lambda: plgpu.barrier_wait(full))
+    each = CHUNKS // PIECES
+    chunks = range(part * each, part * each + each)
+    pl.when(limits.partial & there)(lambda: _zero([keys.at[chunk] for chunk in chunks], limits))
+    numbers = {chunk: half * CHUNKS + chunk for chunk in chunks}
+    pairs = [(shared.query.at[n], keys.at[chunk]) for chunk, n in numbers.items() if n not in queries]
+    # One group of products, as `wait` counts them.
+    made: jax.Array = wgmma.issue(*pairs[0], *pairs[1:]) if scores is None else wgmma.extend(scores, *pairs)
+    for chunk, n in numbers.items():
+        made = wgmma.extend_from_registers(made, queries[n], keys.at[chunk]) if n in queries else made
+    return made
+
+
+def _issue(call: Call, item: Item, place: tuple[int, Any], queries: Queries, scores: Any = None) -> Issued:
+    """Issues the product of the queries with a block of keys, or what is left of it behind the first piece."""
+    shared, (block, step) = call.shared, place
+    limits = _limits(call, item, block, step)
+    made: Any = scores
+    for piece in range(0 if scores is None else 1, 2 * PIECES):
+        made = _issue_piece(call, item, (block, step, piece), queries, made)
+    rotary = shared.rotary.at[block]
+    plgpu.barrier_wait(shared.rotary_full.at[block])
+    pl.when(limits.partial)(lambda: _zero([rotary], limits))
+    made = wgmma.extend_from_registers(made, queries[2 * CHUNKS], rotary)
+    present, masked = shared.present[block], limits.partial
+    if call.spec.columns:
+        masked = masked | (jnp.bitwise_and(present, EVERY_GROUP) != EVERY_GROUP)
+    return Issued(made, limits, masked, present)
+
+
+def _scores(call: Call, issued: Issued, in_flight: int) -> Any:
+    """Scores of a block, `masked` where there is no key, once at most `in_flight` later products are unfinished.
+
+    They are products: `factor` makes powers of two of them, in the instruction that subtracts the maximum.
+    """
+    scores = wgmma.wait(issued.scores, in_flight=in_flight)
+    if call.spec.factor != call.spec.exponent:
+        scores = scores * call.spec.exponent
+    # Nearly all blocks have all their keys.
+    return lax.cond(issued.masked, lambda x: _masked(call, issued, x), lambda x: x, scores)
+
+
+def _masked(call: Call, issued: Issued, scores: Any) -> Any:
+    column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    attends = column < issued.limits.end
+    if call.spec.started:
+        attends = attends & (column >= issued.limits.first)
+    if call.spec.columns:
+        bits = jnp.right_shift(issued.present, lax.div(column, I32(GROUP)))
+        attends = attends & (jnp.bitwise_and(bits, 1) > 0)
+    return jnp.where(attends, scores, call.spec.masked)
+
+
+def _powers(call: Call, scores: Any, row_max: Any) -> Any:
+    """Weights in float32."""
+    return jnp.exp2(scores * call.spec.factor - over_columns(row_max, scores.shape))
+
+
+def _zero(tiles: list[Any], limits: Limits) -> None:
+    """Writes zeros to the rows of tiles that are masked: they may hold NaN, and a weight of zero times NaN is NaN."""
+    for tile in tiles:
+        zero_rows(tile, limits.first, limits.end)
+    plgpu.commit_smem()
+
+
+def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
+    """Gives the other warpgroup the weights of a block and the maximum that they are relative to."""
+    shared = call.shared
+    # Rounded once: warpgroup 0 multiplies the registers and warpgroup 1 this memory, with the same bits.
+    weights = lax.optimization_barrier(weights.astype(call.spec.dtype))
+    # The product with the queries, the only one that reads rotary columns, has ended: scores were waited for.
+    shared.rotary.at[block][...] = weights
+    shared.row_max.at[block][...] = row_max
+    # No barrier of the warpgroup: it has its own weights in registers, and the other awaits every thread.
+    wgmma.fence_writes()
+    plgpu.barrier_arrive(shared.weights_full.at[block])
+    return weights
+
+
+def _moved(call: Call, row_max: Any, scores: Any) -> Any:
+    """The running maximum after a block."""
+    if call.spec.lazy:
+        return moved_lazily(row_max, scores, call.spec.factor, SLACK)
+    return jnp.maximum(row_max, scores.max(axis=1) * call.spec.factor)
+
+
+def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
+    return rescale_lazily(output, alpha) if call.spec.lazy else output * over_columns(alpha, output.shape)
+
+
+def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
+    """Writes a warpgroup's half of the rows of an item, or of a part of it."""
+    result, sums, parts, part_sums = call.outputs
+    _, tile = program_of(call)
+    number_of_tile, columns = item.row * call.spec.tiles + tile, pl.ds(number * HALF, HALF)
+
+    @pl.when(item.whole)
+    def _whole() -> None:
+        # From registers: shared memory has no room for an output, which is written once an item.
+        target = result.at[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns]
+        rounded = output.astype(call.spec.dtype)
+        if call.spec.stored > WGMMA_M - WARP_ROWS:
+            arrays.store_wide(target, rounded)
+        else:
+            arrays.store_first_rows(target, rounded, call.spec.stored)
+        # The warpgroups agree on lse, so one writes it.
+        if number == 0:
+            sums[number_of_tile] = lse
+
+    @pl.when(~item.whole)
+    def _part() -> None:
+        # Divided by the part's own denominator: lse is its weight when parts are merged.
+        arrays.store_first_rows(parts.at[item.slot, :, columns], output, call.spec.stored)
+        if number == 0:
+            part_sums[item.slot] = lse

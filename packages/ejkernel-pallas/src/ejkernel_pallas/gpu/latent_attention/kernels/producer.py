@@ -1,0 +1,89 @@
+"""The warpgroup of the latent kernel that copies queries and blocks of keys to shared memory."""
+
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Item, every_item
+from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import Places, block_places
+from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, CHUNK, CHUNKS, PIECES, ROTARY, UNIT
+
+I32 = jnp.int32
+
+
+def produce(call: Call, place: tuple[Any, Any]) -> None:
+    """Copies all that the program needs, by one warp; `place` is the block's program and tile."""
+
+    def one(item: Item, carry: Any) -> Any:
+        count, number = carry
+        _copy_queries(call, item, number, place[1])
+        count = lax.fori_loop(
+            0, item.steps, lambda step, count: _copy_step(call, item, item.first + step, count), count
+        )
+        return count, number + 1
+
+    every_item(call, one, (I32(0), I32(0)), place)
+
+
+def _copy_queries(call: Call, item: Item, number: Any, tile: Any) -> None:
+    shared, query = call.shared, call.operands["query"]
+    # The first item's queries find their place free.
+    pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
+    rows = pl.ds(tile * WGMMA_M, WGMMA_M)
+    for chunk in range(2 * CHUNKS + 1):
+        source = query.at[item.row, rows, pl.ds(chunk * CHUNK, CHUNK)]
+        plgpu.copy_gmem_to_smem(source, shared.query.at[chunk], shared.q_full)
+
+
+def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
+    """Copies two blocks in halves, each as soon as its place is free."""
+    # Block 0 first: its values are multiplied first, so its buffers are free first. There is room for one step only:
+    # the copy of a half overlaps with products of the other halves.
+    for block in (0, 1):
+        # Before the waits: the page table's latency passes while the buffers are still read.
+        places, present = block_places(call, item, step * UNIT + block * BLOCK_KV, BLOCK_KV)
+        _copy_exclusive(call, places, count, block)
+        _copy_shared(call, places, present, count, block)
+    return count + 1
+
+
+def _copy_exclusive(call: Call, places: Places, count: Any, block: int) -> None:
+    """Copies the half of a block that only the warpgroup that scores it reads as values, which is free first."""
+    shared = call.shared
+    # The first step of the program finds all buffers free, without an arrival.
+    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.exclusive_free.at[block]))
+    target = (shared.left, shared.right)[block].at[block]
+    _copy_half(call, places, block, target, shared.exclusive_full, block)
+
+
+def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: int) -> None:
+    """Copies the half that both warpgroups read, and the rotary columns."""
+    shared = call.shared
+    pl.when(count > 0)(lambda: plgpu.barrier_wait(shared.shared_free.at[block]))
+    target = (shared.right, shared.left)[block].at[block]
+    _copy_half(call, places, 1 - block, target, shared.shared_full, block)
+    full = shared.rotary_full.at[block]
+    # Behind the wait: the block before is masked with its bits until then.
+    shared.present[block] = present
+    _copy(call, places, "rotary", pl.ds(call.spec.start, ROTARY), shared.rotary.at[block], full)
+    plgpu.barrier_arrive(full)  # after the bits
+
+
+def _copy_half(call: Call, places: Places, half: int, target: Any, full: Any, block: int) -> None:
+    """Copies the chunks of a half of a block, in the order in which the product with the queries takes them."""
+    for chunk in range(CHUNKS):
+        columns = pl.ds((half * CHUNKS + chunk) * CHUNK, CHUNK)
+        piece = block * PIECES + chunk * PIECES // CHUNKS
+        _copy(call, places, "latent", columns, target.at[chunk], full.at[piece])
+
+
+def _copy(call: Call, places: Places, name: str, columns: Any, target: Any, full: Any) -> None:
+    rows = call.spec.copied
+    for number, (page, slot) in enumerate(places):
+        # A copy a page, or a part of one: eight rows at least, since the swizzle repeats after eight.
+        source = call.operands[name].at[page, pl.ds(slot, rows), columns]
+        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)

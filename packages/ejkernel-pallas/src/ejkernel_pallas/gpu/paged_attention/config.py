@@ -1,0 +1,41 @@
+"""Configuration of the paged kernels: the rule for calls without a measured one, and the candidates."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HopperPaged:
+    """Configuration of the paged kernel.
+
+    Attributes:
+        num_programs: Persistent thread blocks that share the key blocks of a call.
+        stages: Blocks of 128 keys and their values in shared memory; as many as have room at most.
+        lazy_rescaling: Whether the accumulator is left alone in warps where no row's maximum moved.
+        prefill_tokens: Sequences with at least so many query tokens are flash attention's kernel's.
+    """
+
+    num_programs: int
+    stages: int = 4
+    lazy_rescaling: bool = True
+    prefill_tokens: int = 32
+
+
+PUBLIC_FIELDS = {"num_stages": "stages"}
+"""Fields of the public configurations and what they set here."""
+
+
+def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPaged:
+    """One program a multiprocessor."""
+    from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
+
+    return HopperPaged(num_programs=multiprocessors())
+
+
+def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperPaged, ...]:
+    """What is worth measuring: fewer stages, and rescaling always."""
+    rule = heuristic(record, device, direction)
+    return rule, dataclasses.replace(rule, stages=2), dataclasses.replace(rule, lazy_rescaling=False)

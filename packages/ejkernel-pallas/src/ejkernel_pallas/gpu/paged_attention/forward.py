@@ -1,0 +1,186 @@
+"""Forward pass of paged attention on Hopper."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.pages import COMBINED
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import Parts, combined
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT
+from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
+from ejkernel_pallas.gpu.paged_attention.kernels.call import Call, Shared
+from ejkernel_pallas.gpu.paged_attention.kernels.paged_decode import LOWEST, paged_kernel
+from ejkernel_pallas.gpu.paged_attention.kernels.paged_prefill import prefill
+from ejkernel_pallas.gpu.paged_attention.plan.decode import make_plan
+from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec, make_spec
+
+OPERANDS: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
+"""Operands of the kernel, in the order in which `attend` passes them."""
+
+
+def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Array, ...], None]:
+    """Attention over pages of keys and values.
+
+    Args:
+        record: The canonical arguments.
+        params: Programs and stages.
+
+    Raises:
+        ValueError: There is no program or no stage.
+
+    Returns:
+        Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
+        residuals.
+    """
+    record, pages = paged_cache.write(record)
+    output, lse = attend(record, params)
+    return (output, lse, *pages), None
+
+
+def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, Dv] and lse [T, H] of a record whose tokens are all in their pages.
+
+    Sequences with few query tokens are the decoding kernel's, all others `prefill`'s.
+    """
+    spec, cache, count = make_spec(record, params), _cache(record), record.query.shape[0]
+    if record.query_start is None or count < params.prefill_tokens:
+        tiles = paged_cache.query_tiles(record, spec.tokens)
+        spec = dataclasses.replace(spec, rows=len(tiles.sequence))
+        return _in_order(record, spec, tiles, *_items(record, spec, make_plan(record, tiles, spec.programs), cache))
+    many = paged_cache.RowLimits(params.prefill_tokens, count)
+    output, lse = prefill(record, spec, many, cache)
+    tokens, *few = _few(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
+    # The prefill's results of all tokens are in order, and are written over where a sequence has few.
+    made, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
+    return made, sums
+
+
+def _few(
+    record: PagedAttention,
+    spec: PagedSpec,
+    cache: tuple[jax.Array, jax.Array],
+    lengths: paged_cache.RowLimits,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query rows, output and lse of the sequences with so few, and behind-the-end rows for places without a token.
+
+    Their queries are gathered tile by tile, so that the work does not grow with the tokens of all other sequences.
+    """
+    tiles, heads = paged_cache.query_tiles(record, spec.tokens, lengths=lengths), record.query.shape[1] // spec.tiles
+    (count,), tokens = tiles.sequence.shape, spec.tokens
+    number = jnp.arange(tokens, dtype=jnp.int32)
+    row = (paged_cache.query_ranges(record)[0][tiles.sequence] + tiles.skipped)[:, None] + number
+    row = jnp.where(number < tiles.rows[:, None], row, record.query.shape[0]).reshape(-1)
+    queries = record.query.at[row].get(mode="fill", fill_value=0)
+    gathered = dataclasses.replace(record, query=queries)
+    spec = dataclasses.replace(spec, rows=count, query_rows=count * tokens * spec.group + WGMMA_M)
+    output, lse = _items(gathered, spec, make_plan(record, tiles, spec.programs, tokens), cache)
+
+    def by_token(x: jax.Array) -> jax.Array:
+        # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and rows that fill up.
+        x = x.reshape(count, spec.tiles, WGMMA_M, -1)[:, :, : tokens * spec.group]
+        x = x.reshape(count, spec.tiles, tokens, spec.group, -1)[:, :, :, :heads]
+        return x.swapaxes(1, 2).reshape(count * tokens, spec.tiles * heads, -1)
+
+    output, lse = by_token(output), by_token(lse)[..., 0]
+    attends = lse > LOWEST / 2
+    return row, jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
+
+
+def _items(
+    record: PagedAttention, spec: PagedSpec, plan: LatentSchedule, cache: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The decoding kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
+    tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
+
+    @sequential_vmap
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
+
+    output, lse = run(_query_rows(record, spec), *cache, tables, *plan)
+    return output, lse
+
+
+def _cache(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of three axes, which moves nothing: of a combined cache, pages, slots and all numbers of a slot.
+
+    Of others: pages, slots and all heads of a slot; or all heads of all pages, slots and a head.
+    """
+    caches = record.key_pages, record.key_pages if record.value_pages is None else record.value_pages
+    if record.kv_layout in (COMBINED, "pshd"):
+        keys, values = (pages.reshape(*pages.shape[:2], -1) for pages in caches)
+    else:
+        keys, values = (pages.reshape(-1, *pages.shape[2:]) for pages in caches)
+    return keys, values
+
+
+def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
+    """[Hk * query_rows, D]: of each KV head the rows of all tokens, and a tile of zeros behind them."""
+    tokens, _, size = record.query.shape
+    # Heads of a KV head together: 64 rows of it are then consecutive tokens, and one copy takes them. The zeros behind
+    # let a tile that begins at the last token read 64 rows, too.
+    rows = record.query.reshape(tokens, spec.tiles, -1, size).swapaxes(0, 1)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, spec.group - rows.shape[2]), (0, 0)))
+    rows = rows.reshape(spec.tiles, tokens * spec.group, size)
+    return jnp.pad(rows, ((0, 0), (0, WGMMA_M), (0, 0))).reshape(-1, size)
+
+
+def _in_order(
+    record: PagedAttention, spec: PagedSpec, tiles: paged_cache.QueryTiles, output: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse by query row, from those by item: [items, Hk * 64, Dv] and [items, Hk * 64]."""
+    sequence, _ = paged_cache.token_places(record)
+    owner, token = jnp.maximum(sequence, 0), jnp.arange(record.query.shape[0], dtype=jnp.int32)
+    offset = token - paged_cache.query_ranges(record)[0][owner]
+    item, row = tiles.first[owner] + offset // spec.tokens, offset % spec.tokens * spec.group
+    rows = row[:, None] + jnp.arange(record.query.shape[1] // spec.tiles, dtype=jnp.int32)  # [T, heads of a KV head]
+    # A gather by XLA: the kernel writes 64 rows an item whatever tokens it has, so no item overwrites another's rows.
+    place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * WGMMA_M
+    place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
+    output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
+    # What attended nothing has a maximum of about LOWEST, whatever its output is.
+    attends = (sequence >= 0)[:, None] & (lse > LOWEST / 2)
+    return jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
+
+
+def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Outputs of whole items, and parts of the others."""
+
+    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+        paged_kernel(Call(spec, given, made, Shared(**buffers)))
+
+    parts, tiles = 2 * spec.blocks, spec.rows * spec.tiles
+    outputs = [
+        jax.ShapeDtypeStruct((tiles * WGMMA_M, spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct((tiles, WGMMA_M), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M, spec.value_dim), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
+    ]
+    return launch(body, operands, outputs, _scratch(spec), spec.blocks, 1)
+
+
+def _scratch(spec: PagedSpec) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `Shared`."""
+    copies, stages, barrier = UNIT // spec.copied, spec.stages, plgpu.Barrier
+    return {
+        "q": matrix((WGMMA_M, spec.key_dim), spec.dtype),
+        "k": matrix((stages, UNIT, spec.key_dim), spec.dtype),
+        "v": matrix((stages, UNIT, spec.value_dim), spec.dtype),
+        "present": plgpu.SMEM((stages,), jnp.int32),
+        "q_full": barrier(num_arrivals=1),
+        "q_free": barrier(num_arrivals=1),
+        # A copy a page, and once more for the bits in `present`.
+        "k_full": barrier(num_arrivals=copies + 1, num_barriers=stages),
+        "k_free": barrier(num_arrivals=1, num_barriers=stages),
+        "v_full": barrier(num_arrivals=copies, num_barriers=stages),
+        "v_free": barrier(num_arrivals=1, num_barriers=stages),
+    }

@@ -1,0 +1,172 @@
+"""Sequences with many query tokens: flash attention's kernel, whose keys and values lie in pages.
+
+A work tile has 128 query rows of one head, as in flash attention, where the decoding kernel has all query heads of a
+KV head: with that many tokens keys are read often enough from L2, and two warpgroups overlap products with
+exponentials. Queries are read and outputs written where they are. Copies begin at multiples of eight rows, so that the
+first tile of a sequence may begin with rows of the one before, and its last one end with those of the next: they are
+computed, and not written.
+
+    rows     | sequence 0 ....... | 1 | sequence 2 ............. | none      1 has few tokens: the decoding kernel's
+    tiles    | 128 | 128 | 70     |  4 + 124 | 128 | 128 | 5     | 128      the rows of no sequence get zeros
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
+
+from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.launch import whole
+from ejkernel_pallas.gpu.hopper.registers import as_int32
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+from ejkernel_pallas.gpu.paged_attention.kernels.producer import cache_index
+from ejkernel_pallas.gpu.paged_attention.plan.prefill import FIELDS, LIVE, TILE, make_prefill
+from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
+from ejkernel_pallas.gpu.tiled_attention.config import HopperForward, forward_tile
+from ejkernel_pallas.gpu.tiled_attention.forward import run_plan
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import PagedTile
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+
+I32 = jnp.int32
+STAGES = 2
+"""Blocks of keys, and of values, in shared memory."""
+OPERANDS = ("q", "k", "v", "tables", "table")
+"""Operands of the kernel, in the order in which `prefill` passes them."""
+COLUMNS_OF_EIGHT = 2
+"""Columns that a thread has of eight of a tile of scores, and so the bits of eight keys in a word."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedKeys:
+    """`KeyPages` of a cache.
+
+    Attributes:
+        spec: How the cache lies.
+    """
+
+    spec: PagedSpec
+
+    @property
+    def copies(self) -> int:
+        """A copy a page, or a part of one."""
+        return UNIT // self.spec.copied
+
+    def live(self, operands: dict[str, Any]) -> Any:
+        """All heads' tiles that have query tokens."""
+        return operands["table"][0, 0, LIVE]
+
+    def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
+        """A tile of queries."""
+        return PagedTile(*(operands["table"][0, number, column] for column in range(FIELDS.start, FIELDS.stop)))
+
+    def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
+        """The page of every copy of a block.
+
+        That of an absent one is the number of pages: copies from beyond an array's end write zeros.
+        """
+        spec, key = self.spec, block * UNIT
+        if spec.columns == 0:
+            return (tile.sequence,)
+        pages: list[Any] = []
+        for first in range(0, UNIT, spec.copied):
+            column = lax.div(key + first, I32(spec.page_size))
+            # Behind the table's end its last entry is read; `there` is false for it.
+            page = operands["tables"][tile.sequence, jnp.minimum(column, spec.columns - 1)]
+            there = (key + first < tile.keys) & (page >= 0) & (page < spec.pages)
+            pages.append(jnp.where(there, page, spec.pages))
+        return tuple(pages)
+
+    def word(self, pages: tuple[Any, ...]) -> Any:
+        """The keys of a block that are there."""
+        if self.spec.columns == 0:
+            # All bits set: keys behind the last one are masked by their number.
+            return I32(-1)
+        word, bits = I32(0), COLUMNS_OF_EIGHT * (self.spec.copied // GROUP)
+        for number, page in enumerate(pages):
+            ones = as_int32(((1 << bits) - 1) << (bits * number))
+            word = word | jnp.where(page < self.spec.pages, I32(ones), I32(0))
+        return word
+
+    def copy(
+        self, operands: dict[str, Any], what: str, pages: tuple[Any, ...], block: Any, head: Any, target: Any, full: Any
+    ) -> None:
+        """Copies a block page by page."""
+        rows, component = self.spec.copied, ("k", "v").index(what)
+        for number, page in enumerate(pages):
+            slot = block * UNIT + number * rows
+            if self.spec.columns:
+                slot = lax.rem(slot, I32(self.spec.page_size))
+            index, column = cache_index(self.spec, page, head, component)
+            source = operands[what].at[index, pl.ds(slot, rows), pl.ds(column, target.shape[1])]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)
+
+
+def prefill(
+    record: PagedAttention, spec: PagedSpec, lengths: paged_cache.RowLimits, cache: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Output [T, H, Dv] and lse [T, H] of the sequences with so many query rows.
+
+    Rows of no sequence have 0 and -inf, those of other sequences anything.
+
+    Args:
+        record: The canonical arguments, without new tokens.
+        spec: How the cache lies.
+        lengths: Query rows of the sequences.
+        cache: Keys and values as three axes, as `PagedKeys` reads them.
+    """
+    plan, count = make_prefill(record, lengths), record.query.shape[0]
+    tables = jnp.zeros((1, 1), I32) if record.block_tables is None else record.block_tables.astype(I32)
+    run = sequential_vmap(functools.partial(_launch, _flash_spec(record, spec), spec))
+    output, lse = run(whole(record.query[None], WGMMA_M), *cache, tables, plan)
+    return output[0, :count], lse[0, :, :count].T
+
+
+def _flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
+    left, right = band(record)
+    return HopperSpec(
+        batch=1,
+        queries=0,
+        keys=paged_cache.capacity(record),
+        heads=record.query.shape[1],
+        kv_heads=spec.tiles,
+        head_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        dtype=spec.dtype,
+        scale=record.softmax_scale,
+        soft_cap=None,
+        left=left,
+        right=right,
+        segments=False,
+        pattern=False,
+        sinks=False,
+        threshold=0,
+        dropout_scale=record.value_scale,
+        pages=True,
+        key_starts=record.kv_starts is not None,
+    )
+
+
+def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Outputs [1, T, H, Dv] and lse [1, H, T], of whole groups of eight rows."""
+    operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+    tile = forward_tile(HopperForward(block_q=TILE, block_kv=UNIT, stages=STAGES), spec)
+    # All heads are one bundle, so that tiles are in order over all of them and the live ones come first.
+    plan = tile_scheduler.make_plan(
+        operands["table"].shape[1],
+        batch=1,
+        heads=spec.heads,
+        reverse=False,
+        head_bytes=1,
+        group=spec.group_size,
+        persistent=True,
+    )
+    return run_plan(spec, tile, plan, operands, 1, PagedKeys(layout))

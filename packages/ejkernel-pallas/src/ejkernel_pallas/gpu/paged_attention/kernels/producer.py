@@ -1,0 +1,88 @@
+"""The warpgroup of the paged kernel that copies queries, and keys and values page by page, to shared memory."""
+
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.paged_attention.pages import COMBINED
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, every_item, program_of
+from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import Places, block_places
+from ejkernel_pallas.gpu.latent_attention.spec import UNIT
+from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
+from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
+
+I32 = jnp.int32
+
+
+def produce(call: Call) -> None:
+    """Copies all that the program needs."""
+
+    def one(item: Item, carry: Any) -> Any:
+        count, number = carry
+        _copy_queries(call, item, number)
+
+        def step(n: Any, count: Any) -> Any:
+            _copy_block(call, item, (item.first + n) * UNIT, count)
+            return count + 1
+
+        return lax.fori_loop(0, item.steps, step, count), number + 1
+
+    every_item(call, one, (I32(0), I32(0)))
+
+
+def _copy_queries(call: Call, item: Item, number: Any) -> None:
+    """64 rows of the tile's KV head from its first token on: rows of later tokens are computed and dropped."""
+    spec, shared = call.spec, call.shared
+    _, head = program_of(call)
+    # The first item's queries find their place free.
+    pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
+    row = head * spec.query_rows + call.operands["items"][item.row, 6] * spec.group
+    plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, WGMMA_M), :], shared.q, shared.q_full)
+
+
+def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
+    """Keys, then values of a block, each as soon as its stage is free."""
+    spec, shared = call.spec, call.shared
+    slot = lax.rem(count, I32(spec.stages))
+    # Before the waits: the page table's latency passes while the stage is still read.
+    places, present = block_places(call, item, key, UNIT)
+    # The first blocks find their stages free, without an arrival.
+    pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
+    # Behind the wait: until then the block before is masked with its bits.
+    shared.present[slot] = present
+    _copy(call, places, 0, shared.k.at[slot], shared.k_full.at[slot])
+    plgpu.barrier_arrive(shared.k_full.at[slot])  # after the bits
+    pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
+    _copy(call, places, 1, shared.v.at[slot], shared.v_full.at[slot])
+
+
+def _copy(call: Call, places: Places, component: int, target: Any, full: Any) -> None:
+    """Keys (0) or values (1) of a block: a copy a page, or a part of one; copies beyond an array's end write zeros."""
+    rows, source = call.spec.copied, call.operands[("keys", "values")[component]]
+    _, head = program_of(call)
+    for number, (page, slot) in enumerate(places):
+        index, column = cache_index(call.spec, page, head, component)
+        columns = pl.ds(column, target.shape[1])
+        plgpu.copy_gmem_to_smem(
+            source.at[index, pl.ds(slot, rows), columns], target.at[pl.ds(number * rows, rows)], full
+        )
+
+
+def cache_index(spec: PagedSpec, page: Any, head: Any, component: int) -> tuple[Any, Any]:
+    """Where a head's keys (0) or values (1) of a page lie in the cache as three axes: first index and first column.
+
+    The second axis are the page's slots.
+    """
+    size = (spec.key_dim, spec.value_dim)[component]
+    if spec.layout == COMBINED:
+        return page, (head * 2 + component) * spec.lanes
+    if spec.layout == "pshd":
+        return page, head * size
+    if spec.layout == "phsd":
+        return page * spec.tiles + head, 0
+    # Heads outermost: an absent page lies beyond the pages of all heads, not at the next head's first one.
+    return jnp.where(page < spec.pages, head * spec.pages + page, spec.tiles * spec.pages), 0

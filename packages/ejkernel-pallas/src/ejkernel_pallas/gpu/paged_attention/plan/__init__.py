@@ -1,0 +1,1 @@
+"""The schedules: of decoding, and of prefill."""

@@ -1,0 +1,193 @@
+"""Forward pass of tiled softmax attention on Hopper."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
+from ejkernel.planning.batch_rows import in_rows
+from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
+from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile, HopperForward, forward_tile
+from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import numbers
+from ejkernel_pallas.gpu.tiled_attention.kernels.flash_forward import forward_kernel
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, KeyPages, Shared
+from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merged
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, padded_ids, tiles
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges
+from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_lists
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import extent
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec, make_spec
+
+MIN_BUNDLE = 16
+"""The least heads of a bundle where tiles have unequal numbers of key blocks.
+
+Blocks that run together then have tiles of equal index in their heads, and read the same keys at about the same
+time. On an H200, 16 packed sequences with head size 64 are 30% faster than with 4 heads. With a full mask it costs 6%,
+and with 32 heads, whose keys the cache does not hold, causal calls take up to 5% more time.
+"""
+
+
+def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Attention output and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        params: `block_q` queries of a block, 64 for each warpgroup that multiplies; `block_kv` keys a step;
+            `stages` tiles of keys in shared memory.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Output [B, T, H, D] in the query's dtype, and the residuals for the backward pass.
+    """
+    spec = make_spec(record)
+    tile = forward_tile(params, spec)
+    operands = _operands(record, spec, tile)
+    output, lse = in_rows(functools.partial(_run, spec, tile), operands, spec.batch)
+    return output[:, : spec.queries], SoftmaxResiduals(lse=lse[..., : spec.queries])
+
+
+def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
+    """Outputs in whole groups of rows, and lse in whole tiles."""
+    count, blocks = operands["table"].shape[-2], tile_scheduler.multiprocessors()
+    plan = tile_scheduler.make_plan(
+        count,
+        batch=batch,
+        heads=spec.heads,
+        reverse=spec.right is not None,
+        head_bytes=_head_bytes(spec),
+        group=spec.group_size,
+        persistent=True,
+        split=WHOLE if spec.masked else make_split(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
+    )
+
+    made = run_plan(spec, tile, plan, operands, batch)
+    return _with_split(plan, *made) if plan.split.tiles else made
+
+
+def run_plan(
+    spec: HopperSpec,
+    tile: ForwardTile,
+    plan: tile_scheduler.TileSchedule,
+    operands: dict[str, jax.Array],
+    batch: int,
+    pages: KeyPages | None = None,
+) -> tuple[jax.Array, ...]:
+    """What the kernel writes: outputs [batch, T, H, Dv], lse [batch, H, whole tiles], and those of parts of tiles."""
+
+    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+        shared = Shared(**_with_outputs(spec, buffers))
+        forward_kernel(Call(spec, tile, plan, given, made, shared, tile_scheduler.counter(), pages))
+
+    # Tiles of paged queries begin where sequences do; all others are whole, one after the other.
+    rows = operands["q"].shape[1] if spec.pages else plan.tiles * tile.queries
+    outputs = [
+        jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct((batch, spec.heads, rows), jnp.float32),
+    ]
+    if plan.split.tiles:
+        parts = plan.split.tiles * plan.split.parts
+        sizes = (parts, tile.queries, spec.value_dim), (parts, tile.queries)
+        outputs += [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    return launch(body, operands, outputs, _scratch(spec, tile, pages), plan.blocks, tile.warpgroups)
+
+
+def _with_split(
+    plan: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *parts: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Outputs and lse, with the tiles that were split made of their parts."""
+    outputs, sums = merged(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
+    batch, rows, head = tile_scheduler.split_rows(plan, sums.shape[1])
+    return (
+        # Rows of a partial tile that lie past the end are dropped.
+        output.at[batch, rows, head].set(outputs.astype(output.dtype), mode="drop", unique_indices=True),
+        lse.at[batch, head, rows].set(sums, unique_indices=True),
+    )
+
+
+def _head_bytes(spec: HopperSpec) -> int:
+    """Bytes of keys and values of a head, or what they may count for `MIN_BUNDLE` heads to be worked on together."""
+    size = spec.keys * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
+    return min(size, tile_scheduler.CACHE * spec.group_size // MIN_BUNDLE) if spec.masked else size
+
+
+def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
+    """What the kernel reads, for every row of the batch or once for all."""
+    operands, ids = {}, None
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
+        operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
+        operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
+        ids = operands["q_ids"], operands["k_ids"]
+        operands["padded"] = extent(operands["k_ids"], tile.keys).padded.astype(jnp.int32)
+        operands["ranges"] = key_ranges(spec, ids, tile.keys)
+    if record.softmax_aux is not None:
+        operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
+    if spec.pattern:
+        operands |= key_lists(padding_as_segments(record), tile.queries, tile.keys)
+    else:
+        operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.queries, tile.keys))
+    operands |= numbers(record, spec, tile.queries, tile.keys)
+    keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
+    return {"q": whole(record.query, WGMMA_M)} | keys | operands
+
+
+def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
+    """Shared memory and barriers, by the names of `Shared`."""
+    queries, copies = tile.buffers * tile.warpgroups, 1 if pages is None else pages.copies
+    made: dict[str, Any] = {
+        **_query_scratch(spec, queries),
+        "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
+        "v": matrix((tile.stages, tile.keys, spec.value_dim), spec.dtype),
+        "lse": plgpu.SMEM((queries, WGMMA_M), jnp.float32),
+        # One arrival a copy: TMA counts the bytes of each.
+        "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
+        "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
+        # A block of pages arrives once more, with its word in `present`.
+        "k_full": plgpu.Barrier(num_arrivals=copies + spec.has_dropout + spec.pages, num_barriers=tile.stages),
+        "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+        "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
+        "number": plgpu.SMEM((2,), jnp.int32),
+        "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        # The producer reads the number as well.
+        "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
+    }
+    if spec.has_dropout:
+        made["q_numbers"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
+        made["k_numbers"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
+    if spec.pages:
+        made["present"] = plgpu.SMEM((tile.stages,), jnp.int32)
+    if spec.segments or spec.pages:
+        made["v_raw"] = plgpu.Barrier(num_arrivals=copies)
+    if spec.segments:
+        made["ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
+    return made
+
+
+def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
+    """Tiles of queries, which outputs overwrite.
+
+    Outputs of another head dimension have a view of the same memory in which a tile of queries is a number of
+    [64, 64] tiles, so that those of one warpgroup overlap the queries of no other.
+    """
+    queries = matrix((tiles, WGMMA_M, spec.head_dim), spec.dtype)
+    if spec.value_dim == spec.head_dim:
+        return {"q": queries}
+    outputs = matrix((tiles * spec.head_dim // SWIZZLE_COLUMNS, WGMMA_M, SWIZZLE_COLUMNS), spec.dtype)
+    return {"q": plgpu.RefUnion(queries, outputs)}
+
+
+def _with_outputs(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
+    """Buffers in which queries and outputs that share memory have a name each."""
+    if spec.value_dim == spec.head_dim:
+        return buffers
+    queries, outputs = buffers["q"]
+    return buffers | {"q": queries, "output": outputs}

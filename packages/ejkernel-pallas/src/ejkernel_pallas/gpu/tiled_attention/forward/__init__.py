@@ -1,1 +1,0 @@
-"""The forward pass on Hopper."""

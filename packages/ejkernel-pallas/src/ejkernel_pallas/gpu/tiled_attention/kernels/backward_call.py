@@ -1,0 +1,193 @@
+"""What the warpgroups of the backward kernel have in common."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.config import BackwardTile
+from ejkernel_pallas.gpu.tiled_attention.kernels import tile_masks
+from ejkernel_pallas.gpu.tiled_attention.kernels.padding import clean_rows
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+
+I32 = jnp.int32
+Buffers = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the kernel is given.
+
+    Attributes:
+        spec: Constants.
+        tile: Tile sizes.
+        plan: Which key tile each block has.
+        by_head: Whether a block loops over all query blocks of a head before those of the group's next head.
+        operands: Arrays in device memory.
+        outputs: Arrays in device memory: gradients of keys, of values and, in float32 and without their scale, of
+            queries; where tiles are split, also the first two of their parts, in float32.
+        tile_counter: Counter of the tiles of keys that blocks took, or pairs of blocks.
+        blocks_added: Semaphores: how many key tiles have added their part of dq, for every query block.
+        buffers: Shared memory and barriers.
+        member: Rank of the block in its cluster, whose members share a key tile.
+    """
+
+    spec: HopperSpec
+    tile: BackwardTile
+    plan: tile_scheduler.TileSchedule
+    by_head: bool
+    operands: Buffers
+    outputs: Any
+    tile_counter: Any
+    blocks_added: Any
+    buffers: Buffers
+    member: Any = 0
+
+    def query_block(self, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
+        """The query block of a step: its place itself, or with a pattern what the list of the keys has there."""
+        return self.listed("blocks", item, head, place) if self.spec.pattern else place
+
+    def listed(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
+        """What an operand of a pattern has for the item's keys and a head."""
+        operand = self.operands[name]
+        return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
+
+    def positions(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
+        """Positions in the list of a head: its start, the start and end of its full blocks, and its end."""
+        return tuple(self.listed("table", item, head, n) for n in range(4))
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryRuns:
+    """The query blocks that a block loops over.
+
+    Attributes:
+        item: The key tile whose dk and dv it accumulates.
+        first: The first of the query heads that share the keys.
+        run: Where the tiles of queries start, where full ones start and end, and where they end; without a pattern.
+    """
+
+    item: tile_scheduler.WorkTile
+    first: Any
+    run: tuple[Any, ...]
+
+
+def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any], state: Any, cuts: bool) -> Any:
+    """Loops over query blocks, last one first, in runs: partial, full, partial; each of all heads, or head by head.
+
+    With a pattern, `body` gets places in the list of the item's keys and a head.
+    """
+    item, heads = runs_of.item, 1 if call.by_head else call.spec.group_size
+
+    def run(head: Any, low: Any, high: Any, masking: bool, state: Any) -> Any:
+        def step(n: Any, state: Any) -> Any:
+            return body(masking, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+
+        # From the last block to the first, as all thread blocks do: one that starts a step after its predecessor never
+        # waits to add to dq.
+        return lax.fori_loop(0, (high - low) * heads, step, state)
+
+    def runs(n: Any, state: Any) -> Any:
+        head = runs_of.first + n
+        start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else runs_of.run
+        if not cuts:
+            return run(head, start, stop, False, state)
+        # Loops of their own for full and partial blocks, since masks take registers and instructions in every step.
+        state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
+        return run(head, start, full_start, True, state)
+
+    return lax.fori_loop(0, call.spec.group_size, runs, state) if call.by_head else runs(I32(0), state)
+
+
+def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
+    """Waits for a step's tiles where there are segments, and cleans them if some of their rows may be padding.
+
+    Without segments, products wait for them.
+    """
+    # Segments alone have padding inside of a tile, which must be overwritten before a product reads it.
+    if not call.spec.segments:
+        return
+    buffers = call.buffers
+    slots = {name: lax.rem(count, I32(stages)) for name, stages in call.tile.stages.items()}
+    for name, slot in slots.items():
+        plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
+    if masking:
+        ids = buffers["q_ids"].at[slots["q"]]
+        clean(ids, *((buffers[name].at[slot], call.tile.line(name)) for name, slot in slots.items()))
+
+
+def adder(call: Call, count: Any, piece: int) -> Any:
+    """Which warp adds a piece of a step's part of dq."""
+    # In turn: a warp that waits for the key tiles before it holds up no other piece.
+    return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
+
+
+def dq_barrier(call: Call, count: Any, piece: int) -> Any:
+    """The barrier at which the warp that adds a piece of a step's part of dq waits for it.
+
+    Each warp has one for every piece: what the warpgroups make comes in no order.
+    """
+    return call.buffers["dq_full"].at[piece * call.tile.adders + adder(call, count, piece)]
+
+
+def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
+    """Writes what a part of a tile's steps adds to the gradient of 64 keys or values, the first of which is `row`."""
+    _, _, _, keys, values = call.outputs
+    parts = keys if name == "k" else values
+    # In float32: XLA adds up the parts, in a fixed order.
+    parts[item.part, pl.ds(row, WGMMA_M)] = gradient
+
+
+def of_keys(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
+    """What an operand has, in device memory, of 64 of a tile's keys."""
+    operand = call.operands[name]
+    return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * WGMMA_M, WGMMA_M)]
+
+
+def query_numbers(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
+    """Dropout's numbers of a step's queries in device memory, where shared memory has no room for them."""
+    numbers, queries = call.operands["q_numbers"], call.tile.queries
+    return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
+
+
+def clean(ids: Any, *parts: tuple[Any, int]) -> None:
+    """Zeros in the rows of padding, which may hold anything: a weight of zero times NaN is NaN.
+
+    A warpgroup cleans all that its products read: what the other one cleans, too, is the same zeros.
+    """
+    for part, line in parts:
+        clean_rows(part, ids, line)
+    plgpu.commit_smem()
+
+
+def masked_scores(
+    call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tuple[Any, ...], scores: Any
+) -> Any:
+    """Scores of 64 keys with a query block, minus infinity for masked pairs.
+
+    Args:
+        call: The kernel's arguments.
+        key: Index of the first key.
+        row_ids: Segment ids of the keys, or None.
+        slot: The stage that the queries are in.
+        index: The tile of queries.
+        words: Bits of the pattern, as `pattern_words` has them.
+        scores: Float32 [64, queries].
+    """
+    limits = tile_masks.query_range(call.spec, WGMMA_M, index * call.tile.queries, key)
+    ids = None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot])
+    return tile_masks.between(scores, *limits, ids, words)
+
+
+def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
+    """Bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a query block."""
+    if not call.spec.pattern:
+        return ()
+    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]
+    return tile_masks.load_words(words, part * WGMMA_M, call.tile.queries)

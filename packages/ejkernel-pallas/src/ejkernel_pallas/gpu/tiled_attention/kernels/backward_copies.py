@@ -1,0 +1,106 @@
+"""The warps of the backward kernel that copy to shared memory, and those that add dq to device memory.
+
+    producer warp    Q, dO, lse, delta of query block t + depth ─► stage free ─► TMA ─► full barrier
+    adder warps      dq(t-1) full ─► wait until `before` blocks have added ─► bulk reduce-add ─► dq free, semaphore + 1
+
+The semaphore of a query block makes its key tiles add in their order, so sums have the same bits in every run.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import I32, Call, adder, dq_barrier
+
+
+def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
+    """Copies the block's keys and values, and then query blocks as their stages become free."""
+    buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
+    for w in range(tile.owners):
+        rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * WGMMA_M, WGMMA_M)
+        for part in range(tile.parts):
+            source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
+            plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["kv_full"])
+        source = values.at[item.row(values), rows, item.head]
+        plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["kv_full"])
+        for extra in tile.extras(call.spec, "k"):
+            source = call.operands[extra]
+            plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["kv_full"])
+    # A member of a pair makes one half of dq's columns, for the keys of both: of the other member's keys it needs those
+    # columns.
+    for part in range(tile.shared_parts):
+        rows = pl.ds(item.tile * tile.keys + (1 - call.member) * WGMMA_M, WGMMA_M)
+        columns = pl.ds((call.member * tile.shared_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
+        source = keys.at[item.row(keys), rows, item.head, columns]
+        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["kv_full"])
+    for_each_block(functools.partial(_copy_block, call, item), I32(0), False)
+
+
+def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, place: Any, count: Any) -> Any:
+    index = call.query_block(item, head, place)
+    # The two blocks of a cluster loop over the same query blocks: each copies one half, by multicast, for both.
+    copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.AXIS if call.tile.wide else None)
+    for name, stages in call.tile.stages.items():
+        slot = lax.rem(count, I32(stages))
+        full, free = call.buffers[f"{name}_full"].at[slot], call.buffers[f"{name}_free"].at[slot]
+        # The first copies find their stages empty.
+        pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, free))
+        rows = pl.ds(index * call.tile.queries, call.tile.queries)
+        source = call.operands[name]
+        copy(source.at[item.row(source), rows, head], call.buffers[name].at[slot], full)
+        for extra in call.tile.extras(call.spec, name):
+            source = call.operands[extra]
+            row = item.row(source)
+            source = source.at[row, rows] if extra.endswith("ids") else source.at[row, head, rows]
+            copy(source, call.buffers[extra].at[slot], full)
+    return count + 1
+
+
+def add_parts(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, place: Any) -> None:
+    """Adds the pieces of dq that are warp `place`'s to device memory, once the key tiles before it have added."""
+    buffers, tile, first = call.buffers, call.tile, call.operands["first"]
+    tiles = first.shape[-1]
+
+    def add(_: bool, head: Any, place_of_block: Any, count: Any) -> Any:
+        for piece in range(tile.pieces):
+            mine = adder(call, count, piece) == place
+            pl.when(mine)(functools.partial(add_piece, piece, head, place_of_block, dq_barrier(call, count, piece)))
+        return count + 1
+
+    def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
+        for maker in range(piece * tile.makers, (piece + 1) * tile.makers):
+            row, column = tile.dq_start(call.member, maker, strip)
+            rows, columns = pl.ds(index * tile.queries + row, WGMMA_M), pl.ds(column, tile.dq_columns)
+            target = call.outputs[2].at[item.batch, rows, head, columns]
+            plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
+
+    def add_piece(piece: int, head: Any, place_of_block: Any, full: Any) -> None:
+        index = call.query_block(item, head, place_of_block)
+        # How many blocks add to these queries before this one.
+        if call.spec.pattern:
+            before = call.listed("ranks", item, head, place_of_block)
+        else:
+            before = item.tile - first[item.row(first), index]
+        place = (item.batch * call.spec.heads + head) * tiles + index
+        nth_tile = call.blocks_added.at[(place * tile.members + call.member) * tile.pieces + piece]
+        # A counter that only grows: the tile that `before` others precede waits for that number, adds, and counts one
+        # more.
+        plgpu.semaphore_wait(nth_tile, before, decrement=False, memory_scope="gpu")
+        for strip in range(tile.strips):
+            plgpu.barrier_wait(full)
+            # The first one stores, so dq needs no zeros to begin with.
+            pl.when(before == 0)(functools.partial(copy, None, piece, strip, head, index))
+            pl.when(before > 0)(functools.partial(copy, "add", piece, strip, head, index))
+            # Shared memory has been read, so the next strip may be written there; the addition may still be under way.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(buffers["dq_free"].at[piece])
+        plgpu.wait_smem_to_gmem(0)
+        # The additions are in device memory before the next key tile is told.
+        plgpu.semaphore_signal(nth_tile, 1, memory_scope="gpu")
+
+    for_each_block(add, I32(0), False)

@@ -1,0 +1,432 @@
+"""The backward kernel: a block accumulates dk and dv of a key tile, and adds its part of dq in a fixed order.
+
+    producer warp        TMA Q, dO of the next query blocks ─► stages in smem
+    consumer warpgroup   S^T(t), dk(t-1) │ exp2, mask ─► P^T │ dP^T(t), dv(t), dq(t-1) │ ds ─► smem │ next
+    adder warps          dq(t-1) from smem ─► red.add to HBM, in the order of key tiles
+
+A block has 128 keys, 64 of each of two consumer warpgroups, and loops over query blocks. Scores are transposed, keys by
+queries, so that P^T and ds^T are, in the registers that they are made in, the A operands of dv's and dk's products.
+ds also goes to shared memory: dq = ds K contracts over the keys of both warpgroups, and each makes one half of it.
+Overlap: exponentials of step t run under dk's product of step t-1, and ds under dv's product and dq's of step t-1.
+Ping-pong scheduling overlaps the products of one warpgroup with everything else of the other.
+
+With queries and keys of 192 and values of 128, dk and dv take 160 of a thread's 240 registers: a *register-bound* tile.
+There ds stays in shared memory, from where dk's product reads it, and dq of step t-1 is made after ds of step t, in the
+registers that the gradients of weights have left:
+
+    registers   dk dv 160 | scores 32, weights 16 | gradients of weights 32, of scores 16 | dq 48
+    products              | S(t), dk(t-1)         | dP(t), dv(t)                          | dq(t-1)
+
+Each warpgroup makes 96 columns of dq. Queries, keys and ds therefore use the 64-byte swizzle, whose rows of 32 columns
+divide 96; those of the 128-byte swizzle do not.
+
+Determinism: for every query block, key tiles add to dq in their order, counted in HBM, so two runs give the same bits.
+All loop from the last query block to the first. A block that starts a step after its predecessor did never waits, and
+no block waits for one that started later, so there is no deadlock.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
+from ejkernel_pallas.gpu.hopper.arrays import over_rows
+from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
+from ejkernel_pallas.gpu.hopper.powers_of_two import powers
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.config import WARPGROUPS, BackwardTile
+from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
+from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
+    I32,
+    Call,
+    QueryRuns,
+    clean,
+    dq_barrier,
+    for_each_query_block,
+    masked_scores,
+    of_keys,
+    pattern_words,
+    query_numbers,
+    wait_for_tiles,
+    write_part,
+)
+from ejkernel_pallas.gpu.tiled_attention.kernels.backward_copies import add_parts, fetch
+from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward_wide import consume_wide
+
+
+def backward_kernel(call: Call) -> None:
+    """Gradients of keys and values, and sums that are gradients of queries."""
+    warpgroup, tile = lax.axis_index("warpgroup"), call.tile
+    number = _number(call, warpgroup)
+    item = tile_scheduler.item(call.plan, number)
+    runs = tile_scheduler.block_range(call.plan, call.operands["table"], number)
+    query_runs = QueryRuns(item, item.head * call.spec.group_size, runs)
+    for_each_block = functools.partial(for_each_query_block, call, query_runs)
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _consume() -> None:
+        # Registers are the block's: what the last warpgroup gives up, which only copies, the consumers take.
+        plgpu.set_max_registers(tile.consumer_registers, action="increase")
+        (consume_wide if tile.wide else consume)(call, item, warpgroup, for_each_block)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _move() -> None:
+        plgpu.set_max_registers(tile.producer_registers, action="decrease")
+
+        # Copies in and additions to dq have warps of their own: waiting for its turn to add holds up no copy.
+        @plgpu.warp_map
+        def _(warp: Any) -> None:
+            pl.when(warp == 0)(functools.partial(fetch, call, item, for_each_block))
+            pl.when((warp > 0) & (warp <= tile.adders))(
+                functools.partial(add_parts, call, item, for_each_block, warp - 1)
+            )
+
+    if tile.wide:
+        clusters.end()
+
+
+def _number(call: Call, warpgroup: Any) -> Any:
+    """Number of the block's key tile: the number of blocks that started before it, the only ones it may wait for."""
+    if call.tile.wide:
+        clusters.begin(call.tile_counter, call.buffers["pair"])
+        return call.buffers["pair"][0]
+    number, full = call.buffers["number"], call.buffers["number_full"]
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _fetch_next() -> None:
+        tile_scheduler.fetch_next(call.plan, call.tile_counter, number.at[0])
+        plgpu.barrier_arrive(full)
+
+    plgpu.barrier_wait(full)
+    # `fetch_next` counts on from the blocks' first tiles; here the counter alone deals them. A block's index would
+    # not do: blocks are not promised to start in the order of their indices.
+    return number[0] - call.plan.blocks
+
+
+def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
+    # The main loop of a consumer warpgroup: dk and dv of its 64 keys, and one half of the block's part of dq.
+    spec, tile, buffers = call.spec, call.tile, call.buffers
+    plgpu.barrier_arrive(buffers["ds_full"])  # so that the first step waits for no ds
+    # The first turn at the tensor cores is warpgroup 0's, whose predecessor is the last one.
+    pl.when(w == WARPGROUPS - 1)(functools.partial(ping_pong_pass, WARPGROUPS))
+    plgpu.barrier_wait(buffers["kv_full"])
+    if spec.segments:
+        key_rows = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
+        clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *key_rows)
+
+    def step(mask: bool, head: Any, place: Any, state: Any) -> Any:
+        count, dk, dv, ds = state
+        index = call.query_block(item, head, place)
+        # Addresses in shared memory are computed again in every step: hoisted out of the loop, they hold registers.
+        w_local = lax.optimization_barrier(w)
+        slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
+        wait_for_tiles(call, count, mask)
+        key = item.tile * tile.keys + w_local * WGMMA_M
+        row_ids = arrays.load_rows(_key_ids(call, item, w_local)) if mask and spec.segments else None
+        words = pattern_words(call, item, head, place, w_local) if mask else ()
+        # Full blocks have a loop of their own, in which nothing is compared.
+        mask_scores = functools.partial(masked_scores, call, key, row_ids, slot, index, words) if mask else None
+        dropout_keys = functools.partial(_numbers, call, item, w_local, slot, head, index)
+        ds = _previous_ds(call, w_local, count) if tile.register_bound else ds
+        dk, *weights = _make_weights(call, w_local, slot, last, dk, ds, mask_scores, dropout_keys)
+        if spec.has_dropout:
+            ds = weights.pop()
+        else:
+            ds = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (WGMMA_M, tile.queries))
+        # dk's product, the last that reads the previous step's queries, ended with `_make_weights`.
+        pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
+        dv, dq, ds = _score_gradients(call, w_local, count, dv, ds, *weights)
+        # dv's product, the last that reads this step's do, ended with `_score_gradients`.
+        plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
+        if tile.register_bound:
+            dq, ds = _late_dq(call, w_local, count, ds), None
+        else:
+            _store_ds(call, w_local, count, ds)
+        # Its commit is that of ds as well: one fence for both.
+        _hand_over(call, w_local, count, dq)
+        plgpu.barrier_arrive(buffers["ds_full"])
+        return count + 1, dk, dv, ds
+
+    zeros = {size: arrays.full_tile((WGMMA_M, size)) for size in {spec.head_dim, spec.value_dim}}
+    begin = I32(0), zeros[spec.head_dim], zeros[spec.value_dim], _initial_ds(call, w)
+    count, dk, dv, ds = for_each_block(step, begin, tile.needs_masks(spec))
+    # No product reads the values any more, so dv takes their place while dk waits for its last part.
+    _write_values(call, item, w, dv * spec.dropout_scale)
+    last = lax.rem(count - 1, I32(tile.stages["q"]))
+    dk = _finish(call, w, count, last, dk, _previous_ds(call, w, count) if tile.register_bound else ds)
+    _write_keys(call, item, w, dk * (spec.scale * spec.dropout_scale))
+
+
+def _key_ids(call: Call, item: tile_scheduler.WorkTile, w: Any) -> Any:
+    """Segment ids of a warpgroup's keys."""
+    return of_keys(call, "k_ids", item, w) if call.tile.register_bound else call.buffers["k_ids"].at[w]
+
+
+def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
+    """Dropout's numbers of a warpgroup's keys and of a step's queries."""
+    if call.tile.register_bound:
+        return arrays.load_rows(of_keys(call, "k_numbers", item, w)), query_numbers(call, item, head, index)
+    rows, columns = call.buffers["k_numbers"].at[w], call.buffers["q_numbers"].at[slot]
+    return arrays.load_rows(rows), arrays.load_columns(columns)
+
+
+def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) -> None:
+    """Leaves a tile's dv in the place of the values, or writes that of a part."""
+
+    def leave() -> None:
+        call.buffers["v"].at[w][...] = dv.astype(call.spec.dtype)
+
+    tile_scheduler.whole_or_part(
+        call.plan, item, leave, functools.partial(write_part, call, item, "v", w * WGMMA_M, dv)
+    )
+
+
+def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
+    """Writes both gradients of a tile, once no product reads the keys any more, or dk of a part."""
+    # Either warpgroup's part of dq reads the keys of both.
+    plgpu.barrier_arrive(call.buffers["dq_done"])
+    plgpu.barrier_wait(call.buffers["dq_done"])
+    whole = functools.partial(_write_tile, call, item, w, dk)
+    tile_scheduler.whole_or_part(
+        call.plan, item, whole, functools.partial(write_part, call, item, "k", w * WGMMA_M, dk)
+    )
+
+
+def _write_tile(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
+    """Writes both gradients; dk leaves through the keys' place."""
+    tile, buffers = call.tile, call.buffers
+    for part in range(tile.parts):
+        columns = dk[:, part * tile.part : (part + 1) * tile.part]
+        buffers["k"].at[part * WARPGROUPS + w][...] = columns.astype(call.spec.dtype)
+    plgpu.commit_smem()
+    # Bulk copies leave out rows past the end, so a partial tile needs no mask.
+    rows = pl.ds(item.tile * tile.keys + w * WGMMA_M, WGMMA_M)
+    for part in range(tile.parts):
+        target = call.outputs[0].at[item.batch, rows, item.head, pl.ds(part * tile.part, tile.part)]
+        plgpu.copy_smem_to_gmem(buffers["k"].at[part * WARPGROUPS + w], target)
+    plgpu.copy_smem_to_gmem(buffers["v"].at[w], call.outputs[1].at[item.batch, rows, item.head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _make_weights(
+    call: Call,
+    w: Any,
+    slot: Any,
+    last: Any,
+    dk: Any,
+    ds: Any,
+    mask_scores: Any,
+    dropout_keys: Callable[[], tuple[Any, Any]],
+) -> tuple[Any, ...]:
+    """dk with the previous step's part, and, made under its product, this step's weights.
+
+    With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
+    would not stay in registers. With dropout also what gradients of weights are summed up on top of.
+    """
+    spec, tile, buffers = call.spec, call.tile, call.buffers
+    shape = (WGMMA_M, tile.queries)
+    caps = spec.soft_cap is not None
+
+    def products(refs: Any) -> None:
+        dk_ref, scores_ref, *made_refs = refs
+        if not spec.segments:
+            plgpu.barrier_wait(buffers["q_full"].at[slot])
+        if tile.ping_pongs_scores:
+            ping_pong_wait(WARPGROUPS)
+        for part in range(tile.parts):
+            queries = buffers["q"].at[slot, :, pl.ds(part * tile.part, tile.part)]
+            plgpu.wgmma(scores_ref, buffers["k"].at[part * WARPGROUPS + w], queries.transpose((1, 0)))
+        # Issued behind the scores, so that it runs under the exponentials.
+        plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
+        if tile.ping_pongs_scores:
+            ping_pong_pass(WARPGROUPS)
+        # Waits for the scores alone: dk's product stays in flight.
+        scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+        capped = jnp.tanh(scores * spec.inner_scale) if caps else None
+        scores = scores if capped is None else capped
+        scores = scores if mask_scores is None else mask_scores(scores)
+        shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
+        # tanh and powers of two share the special-function unit, so half of the powers go to the FMA units. Not with
+        # masks: polynomials do not give 0 for a masked score.
+        if caps and mask_scores is None:
+            weights = powers(scores, spec.log2_scale, shift)
+        else:
+            weights = jnp.exp2(scores * spec.log2_scale - shift)
+        made = (
+            _dropped(call, slot, dropout_keys, mask_scores is not None, *_factors(weights, capped))
+            if spec.has_dropout
+            else _factors(weights, capped)
+        )
+        for ref, value in zip(made_refs, made, strict=True):
+            # Narrow at once: dk's product is still using its registers.
+            ref[...] = value.astype(ref.dtype)
+
+    initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
+    outputs = [made.astype(spec.dtype)] * (1 + caps) + [made] * spec.has_dropout
+    dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *outputs))
+    return dk, *weights
+
+
+def _factors(weights: Any, capped: Any) -> Iterator[Any]:
+    """Weights, and with a soft cap these times its slope, made when weights are narrow: for both there is no room."""
+    yield weights
+    if capped is not None:
+        yield weights * (1 - capped * capped)
+
+
+def _dropped(
+    call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *given: Any
+) -> list[Any]:
+    """What `_make_weights` makes of a step's weights, and of these times the cap's slope where there is a cap.
+
+    A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
+    for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
+    their factor is tiny, instead of p: what <do, v> adds is lost, and so is the weight in dv.
+
+    Where pairs are masked, rows of other segments may hold any number: p times delta comes first, as 0 times an
+    infinite delta / tiny is NaN, and the factor is no larger than p, 0 of a masked pair, for which nothing is lost.
+    """
+    spec, buffers, (rows, columns) = call.spec, call.buffers, dropout_keys()
+    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *given
+    shape, tiny = factors.shape, dropout.TINY[spec.dtype.name]
+    if masked:
+        lost = factors * over_rows(delta, shape) * (1 / tiny)
+        tiny = jnp.minimum(factors, tiny)
+    else:
+        lost = factors * over_rows(delta * (1 / tiny), shape)
+    begun = over_rows(delta, shape), lost
+    return dropout.where_kept(spec, rows, columns, *((x, 0.0) for x in weights), (factors, tiny), begun)
+
+
+def _score_gradients(
+    call: Call, w: Any, count: Any, dv: Any, ds: Any, weights: Any, capped: Any = None
+) -> tuple[Any, Any, Any]:
+    """dv with this step's part, the previous step's part of dq, and the gradients of this step's scores.
+
+    Gradients of weights are summed up on top of `ds`: delta, negative. Of a register-bound tile dq is None: `_late_dq`
+    makes it in the registers that gradients of weights have left.
+    """
+    spec, tile, buffers = call.spec, call.tile, call.buffers
+    shape, slot = (WGMMA_M, tile.queries), lax.rem(count, I32(tile.stages["do"]))
+    one = 1 + lax.shift_right_logical(w, I32(8))
+    weights = _in_new_registers(weights, one)
+    ds = _in_new_registers(ds, one) if spec.has_dropout else ds
+
+    def products(refs: Any) -> None:
+        dv_ref, slopes_ref, *dq_refs, made_ref = refs
+        if not spec.segments:
+            plgpu.barrier_wait(buffers["do_full"].at[slot])
+        # The turn covers issuing alone; the products run on while the other warpgroup issues its own.
+        ping_pong_wait(WARPGROUPS)
+        plgpu.wgmma(slopes_ref, buffers["v"].at[w], buffers["do"].at[slot].transpose((1, 0)))
+        plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
+        for dq_ref in dq_refs:
+            _issue_dq(call, w, count, dq_ref)
+        ping_pong_pass(WARPGROUPS)
+        # Products issued after that of the gradients of weights: dv's, and dq's with the keys of each warpgroup.
+        later = 1 + WARPGROUPS * len(dq_refs)
+        factors = arrays.widened(weights if capped is None else capped)
+        made_ref[...] = (factors * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=later)).astype(spec.dtype)
+
+    initial = plgpu.WGMMAAccumulatorRef.init
+    made = arrays.full_tile(shape).astype(spec.dtype)
+    early = [] if tile.register_bound else [initial(_no_dq(tile))]
+    dv, _, *dq, ds = pl.run_state(products)((initial(dv), initial(ds), *early, made))
+    return dv, dq[0] if dq else None, _in_new_registers(ds, one)
+
+
+def _initial_ds(call: Call, w: Any) -> Any:
+    """Gradients of scores before the first step: zeros, which register-bound tiles keep in shared memory."""
+    nothing = arrays.full_tile((WGMMA_M, call.tile.queries)).astype(call.spec.dtype)
+    if not call.tile.register_bound:
+        return nothing
+    _previous_ds(call, w, I32(0))[...] = nothing
+    plgpu.commit_smem()
+    return None
+
+
+def _store_ds(call: Call, w: Any, count: Any, ds: Any) -> None:
+    """Leaves a step's gradients of a warpgroup's scores in shared memory."""
+    for half in range(call.tile.queries // WGMMA_M):
+        part = ds[:, half * WGMMA_M : (half + 1) * WGMMA_M]
+        call.buffers["ds"].at[_ds_place(call.tile, count, w, half)][...] = part
+
+
+def _previous_ds(call: Call, w: Any, count: Any) -> Any:
+    """Where the previous step's gradients of a warpgroup's scores are in shared memory."""
+    return call.buffers["ds"].at[_ds_place(call.tile, count + 1, w, 0)]
+
+
+def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
+    """The previous step's part of dq, by itself: the other warpgroup's products run meanwhile.
+
+    The step's gradients of scores leave their registers first. They take the place of those of the step before the
+    previous one, of which the other warpgroup has made its part of dq when it arrives at `ds_full` after the last one.
+    """
+    plgpu.barrier_wait(call.buffers["ds_full"])
+    _store_ds(call, w, count, ds)
+    plgpu.commit_smem()
+    product = functools.partial(_issue_dq, call, w, count)
+    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_no_dq(call.tile)))
+
+
+def _in_new_registers(tile: Any, one: Any) -> Any:
+    """A tile in new registers, written after what came before: times a one that the compiler cannot fold.
+
+    Narrow numbers are made while products are under way, where they take half the registers; but no register that is a
+    product's input may be written there.
+    """
+    return lax.optimization_barrier(lax.optimization_barrier(tile) * one.astype(tile.dtype))
+
+
+def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
+    """dk with the previous step's part, whose part of dq is handed over, too."""
+
+    def products(refs: Any) -> None:
+        dk_ref, dq_ref = refs
+        plgpu.wgmma(dk_ref, ds, call.buffers["q"].at[last])
+        if call.tile.register_bound:
+            plgpu.barrier_wait(call.buffers["ds_full"])
+        _issue_dq(call, w, count, dq_ref)
+
+    initial = plgpu.WGMMAAccumulatorRef.init
+    dk, dq = pl.run_state(products)((initial(dk), initial(_no_dq(call.tile))))
+    _hand_over(call, w, count, dq)
+    return dk
+
+
+def _no_dq(tile: BackwardTile) -> Any:
+    return arrays.full_tile((WGMMA_M, tile.dq_columns))
+
+
+def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
+    """Issues the products that are the previous step's part of dq."""
+    tile, buffers = call.tile, call.buffers
+    if not tile.register_bound:
+        plgpu.barrier_wait(buffers["ds_full"])
+    half, part = tile.dq_half(w)
+    for other in range(WARPGROUPS):
+        # ds is kept keys by queries, and dq = ds K wants queries by keys: the descriptor transposes, nothing moves.
+        left = buffers["ds"].at[_ds_place(tile, count + 1, other, half)]
+        plgpu.wgmma(dq_ref, left.transpose((1, 0)), buffers["k"].at[part * WARPGROUPS + other])
+
+
+def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
+    """Leaves the previous step's part of dq to the warps that add, and what else was written to shared memory."""
+    buffers = call.buffers
+    # Step 0 has no previous step: what it stores is not handed over, so step 1 finds the place free too.
+    pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
+    buffers["dq"].at[w][...] = dq
+    plgpu.commit_smem()
+    pl.when(count > 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count - 1, 0)))
+
+
+def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:
+    """Where a warpgroup's gradients of scores are, those of 64 queries."""
+    # Two steps' worth: dq's product reads the previous step's while this step's is written.
+    return (lax.rem(count, I32(2)) * WARPGROUPS + w) * (tile.queries // WGMMA_M) + half

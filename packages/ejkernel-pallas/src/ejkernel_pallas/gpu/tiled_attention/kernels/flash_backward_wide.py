@@ -1,0 +1,274 @@
+"""The backward kernel's consumer warpgroups for large heads, where one's registers hold one gradient.
+
+    warpgroup 0   S^T(t) | exp2, mask ─► P^T ─► smem     | dv(t), dq(t-1) left  | dq ─► smem
+    warpgroup 1   dk(t-1) | dP^T(t) | ds = P^T (dP - delta) ─► smem, other block | dq(t-1) right | dq ─► smem
+
+A block has 64 keys, and the two blocks of a cluster have 128 that are one after the other. The first warpgroup
+computes scores and weights and accumulates dv; the second computes ds from the weights, which go to it through
+shared memory and are replaced there, and accumulates dk. Both blocks loop over the same query blocks; each copies
+one half for both by multicast. They exchange ds through distributed shared memory, and each computes one half of the
+columns of what the cluster adds
+to dq: HBM takes half as many additions as if each block added for its 64 keys alone.
+
+A warpgroup computes a quarter of the previous step's part of dq, and hands it over in two strips half a step after each
+other: shared memory has room for one strip of each.
+"""
+
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
+from ejkernel_pallas.gpu.hopper.arrays import over_rows
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
+from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
+    I32,
+    Call,
+    clean,
+    dq_barrier,
+    masked_scores,
+    of_keys,
+    pattern_words,
+    query_numbers,
+    wait_for_tiles,
+    write_part,
+)
+
+INITIAL = plgpu.WGMMAAccumulatorRef.init
+
+
+def consume_wide(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
+    """The main loops of the two consumer warpgroups."""
+    plgpu.barrier_wait(call.buffers["kv_full"])
+    pl.when(w == 0)(functools.partial(_consume_values, call, item, for_each_block))
+    pl.when(w == 1)(functools.partial(_consume_keys, call, item, for_each_block))
+
+
+def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
+    spec, tile, buffers = call.spec, call.tile, call.buffers
+    first, row_ids = _first_key(call, item, call.member), None
+    row_numbers = arrays.load_rows(of_keys(call, "k_numbers", item, call.member)) if spec.has_dropout else None
+    if spec.segments:
+        ids, others = (of_keys(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
+        row_ids = arrays.load_rows(ids)
+        line = tile.line("k")
+        clean(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
+        clean(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_parts)))
+
+    def step(masking: bool, head: Any, place: Any, state: Any) -> Any:
+        (count, dv, rest), index = state, call.query_block(item, head, place)
+        slot, half = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
+        wait_for_tiles(call, count, masking)
+        words = pattern_words(call, item, head, place, call.member) if masking else ()
+        mask_scores = functools.partial(masked_scores, call, first, row_ids, slot, index, words) if masking else None
+        numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.has_dropout else None
+        weights, factors = _make_weights(call, count, slot, rest, mask_scores, numbers)
+        # Both members have made their parts of dq of what was here before.
+        pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
+        buffers["ds"].at[half][...] = factors.astype(spec.dtype)
+        plgpu.commit_smem()
+        # Warpgroup 1 makes gradients of scores of them, in their place.
+        plgpu.barrier_arrive(buffers["weights_full"])
+        # The scores' product has ended; dk's, which reads the same queries, is warpgroup 1's, which arrives itself.
+        plgpu.barrier_arrive(buffers["q_free"].at[slot])
+        # Narrow before a product is issued: no register of an operand may be written while one is under way.
+        weights = lax.optimization_barrier(weights.astype(spec.dtype))
+
+        def products(refs: Any) -> None:
+            dv_ref, dq_ref, rest_ref = refs
+            # dq first, so that waiting for all but one product gives it while dv's runs.
+            _issue_dq(call, count - 1, 0, dq_ref)
+            if not spec.segments:
+                plgpu.barrier_wait(buffers["do_full"].at[0])
+            plgpu.wgmma(dv_ref, weights, buffers["do"].at[_zero()])
+            rest_ref[...] = _hand_over_first(call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
+
+        dv, _, rest = pl.run_state(products)((INITIAL(dv), INITIAL(_no_dq()), rest))
+        plgpu.barrier_arrive(buffers["do_free"].at[0])
+        return count + 1, dv, rest
+
+    start = I32(0), arrays.full_tile((WGMMA_M, spec.value_dim)), _no_strip(call)
+    count, dv, rest = for_each_block(step, start, tile.needs_masks(spec))
+    # The pipeline drains: the last strip of the step before the last, then all of the last.
+    _hand_over(call, count - 2, 0, 1, rest)
+    _make_last(call, count - 1, 0)
+    # This warpgroup reads the keys no more; the other waits for that before it writes dk in their place.
+    plgpu.barrier_arrive(buffers["dq_done"])
+    dv = dv * spec.dropout_scale
+    part = functools.partial(write_part, call, item, "v", call.member * WGMMA_M, dv)
+    tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
+
+
+def _write_values(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
+    """Writes dv by way of the values' place."""
+    place = call.buffers["v"].at[0]
+    place[...] = dv.astype(call.spec.dtype)
+    plgpu.commit_smem()
+    rows = pl.ds(_first_key(call, item, call.member), WGMMA_M)
+    plgpu.copy_smem_to_gmem(place, call.outputs[1].at[item.batch, rows, item.head])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
+    return item.tile * call.tile.keys + member * WGMMA_M
+
+
+def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any, numbers: Any) -> tuple[Any, Any]:
+    """A step's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
+    spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.queries)
+
+    def product(scores_ref: Any) -> None:
+        if not spec.segments:
+            plgpu.barrier_wait(buffers["q_full"].at[slot])
+        for part in range(call.tile.parts):
+            queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
+            plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
+        # Under the scores' product: by now the adder has taken the first strip.
+        _hand_over(call, count - 2, 0, 1, rest)
+
+    scores: Any = pl.run_state(product)(INITIAL(arrays.full_tile(shape)))
+    cap_slope = None
+    if spec.soft_cap is not None:
+        scores = jnp.tanh(scores * spec.inner_scale)
+        cap_slope = 1 - scores * scores
+    if mask_scores is not None:
+        scores = mask_scores(scores)
+    weights = jnp.exp2(scores * spec.log2_scale - over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape))
+    factors = weights if cap_slope is None else weights * cap_slope
+    if numbers is not None:
+        weights, factors = dropout.where_kept(spec, *numbers, (weights, 0.0), (factors, -factors))
+    return weights, factors
+
+
+def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
+    """Issues the products that are a warpgroup's part of a step's dq, once both members' gradients are there."""
+    tile, buffers = call.tile, call.buffers
+    # Before the first step the product is of whatever lies there, and not handed over: so the step needs no branch
+    # around it.
+    pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
+    place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
+    # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other
+    # sent.
+    for source, keys in ((place, part), (place + 2, I32(tile.parts + w))):
+        keys = buffers["k"].at[_zero() + keys]
+        plgpu.wgmma(dq_ref, buffers["ds"].at[source].transpose((1, 0)), keys)
+
+
+def _zero() -> Any:
+    """Zero as an opaque offset: addresses in shared memory that the compiler can hoist would hold registers."""
+    return lax.optimization_barrier(I32(0))
+
+
+def _no_dq() -> Any:
+    return arrays.full_tile((WGMMA_M, SWIZZLE_COLUMNS))
+
+
+def _no_strip(call: Call) -> Any:
+    return arrays.full_tile((WGMMA_M, call.tile.dq_columns))
+
+
+def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
+    """Leaves a strip of a step's part of dq to a warp that adds; before the first step none takes it."""
+    buffers = call.buffers
+    # The first strip of step 0 finds its place empty.
+    pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
+    buffers["dq"].at[w][...] = dq
+    plgpu.commit_smem()
+    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count, w)))
+
+
+def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
+    """Hands over the first strip of a step's part of dq, for which gradients of scores have been read; the second."""
+    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(count, I32(2))]))
+    _hand_over(call, count, w, 0, dq[:, : call.tile.dq_columns])
+    # Copied to new registers: the accumulator's are read only after all products issued so far.
+    return dq[:, call.tile.dq_columns :] * (1 + _zero()).astype(jnp.float32)
+
+
+def _make_last(call: Call, count: Any, w: int) -> None:
+    """Makes the previous step's part of dq, and hands it over."""
+    dq: Any = pl.run_state(functools.partial(_issue_dq, call, count, w))(INITIAL(_no_dq()))
+    _hand_over(call, count, w, 1, _hand_over_first(call, count, w, dq))
+
+
+def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
+    spec, tile, buffers = call.spec, call.tile, call.buffers
+    if spec.segments:
+        clean(of_keys(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
+
+    def step(masking: bool, _head: Any, _index: Any, state: Any) -> Any:
+        count, dk, ds, rest = state
+        wait_for_tiles(call, count, masking)
+        dk, ds, rest = _score_gradients(call, count, dk, ds, rest)
+        return count + 1, dk, ds, rest
+
+    nothing = arrays.full_tile((WGMMA_M, tile.queries)).astype(spec.dtype)
+    start = I32(0), arrays.full_tile((WGMMA_M, spec.head_dim)), nothing, _no_strip(call)
+    count, dk, ds, rest = for_each_block(step, start, spec.segments)
+    _hand_over(call, count - 2, 1, 1, rest)
+    _make_last(call, count - 1, 1)
+    last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
+    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INITIAL(dk))
+    plgpu.barrier_wait(buffers["dq_done"])
+    dk = dk * (spec.scale * spec.dropout_scale)
+    part = functools.partial(write_part, call, item, "k", call.member * WGMMA_M, dk)
+    tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
+
+
+def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
+    """Writes dk by way of the keys' place."""
+    places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), WGMMA_M)
+    for part in range(call.tile.parts):
+        places.at[part][...] = dk[:, part * SWIZZLE_COLUMNS : (part + 1) * SWIZZLE_COLUMNS].astype(call.spec.dtype)
+    plgpu.commit_smem()
+    for part in range(call.tile.parts):
+        columns = pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
+        plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch, rows, item.head, columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tuple[Any, Any, Any]:
+    """dk with the previous step's part, the gradients of this step's scores, and the rest of the previous step's dq."""
+    spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (WGMMA_M, call.tile.queries)
+    slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
+    place = lax.rem(count, I32(2))
+    if not spec.segments:
+        plgpu.barrier_wait(buffers["q_full"].at[slot])
+    delta = over_rows(arrays.load_columns(buffers["delta"].at[slot]), shape)
+
+    def products(refs: Any) -> None:
+        dk_ref, slopes_ref, dq_ref, new_ref, rest_ref = refs
+        # dk of the previous step: its operand ds is in registers, and the product runs while strips are handed over.
+        plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
+        _hand_over(call, count - 2, 1, 1, rest)
+        if not spec.segments:
+            plgpu.barrier_wait(buffers["do_full"].at[0])
+        plgpu.wgmma(slopes_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
+        _issue_dq(call, count - 1, 1, dq_ref)
+        # Waits for all but dq's two products.
+        new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
+        plgpu.barrier_wait(buffers["weights_full"])
+        # Not before: `weights_full` says that warpgroup 0's writes are visible.
+        factors = arrays.widened(arrays.load_tile(buffers["ds"].at[place]))
+        if spec.has_dropout:
+            delta = arrays.load_columns(buffers["delta"].at[slot])
+            # A factor below zero is that of a dropped weight: <do, v> has no part in its gradient, delta has.
+            new, factors = dropout.where_positive(factors, new, delta), jnp.abs(factors)
+        new_ref[...] = (factors * new).astype(spec.dtype)
+        plgpu.commit_smem()  # all weights have been read
+        plgpu.barrier_arrive(buffers["do_free"].at[0])
+        pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
+        buffers["ds"].at[place][...] = new_ref[...]
+        plgpu.commit_smem()
+        # Committed, as a bulk copy reads shared memory through the async proxy.
+        clusters.send(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
+        rest_ref[...] = _hand_over_first(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
+
+    initial = INITIAL(dk), INITIAL(delta), INITIAL(_no_dq()), arrays.full_tile(shape).astype(spec.dtype), rest
+    dk, _, _, new, rest = pl.run_state(products)(initial)
+    return dk, new, rest

@@ -1,0 +1,331 @@
+"""The forward kernel: warp-specialised, persistent, with ping-pong scheduling (Shah et al. 2024, FlashAttention-3).
+
+    producer warpgroup    TMA K(j+1) | TMA V(j) | TMA K(j+2) | TMA V(j+1) | ...          stages of k, v in smem
+                              │ k_full, v_full ▲ k_free, v_free
+    consumer warpgroup 0  issue S(j), P(j-1)V │ exponentials of S(j) │ rescale acc │ issue S(j+1), P(j)V │ ...
+    consumer warpgroup 1       exponentials   │ issue S, PV          │ exponentials│ rescale             │ ...
+                                              └ ping_pong_pass / ping_pong_wait
+
+A thread block loops over query tiles from the tile scheduler; each consumer warpgroup has 64 rows of a tile. One step
+issues S(j) = Q K(j)^T and then acc += P(j-1) V(j-1), so the tensor cores work on the second product while the
+warpgroup exponentiates the first (intra-warpgroup overlap). With ping-pong scheduling another warpgroup issues its two
+products in that time (inter-warpgroup overlap).
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
+from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
+from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.kernels import forward_producer, online_softmax, paged_producer, tile_masks
+from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, next_tile, queries_of
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_outputs import release_queries, write_output
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import MIXED
+from ejkernel_pallas.gpu.tiled_attention.spec import LN2, LOG2E, LOWEST
+
+I32 = jnp.int32
+Masking = Literal["lower", "both"] | None
+"""The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
+bound alone; None for a full block."""
+
+
+class State(NamedTuple):
+    """What a consumer warpgroup carries from key block to key block, all in registers.
+
+    Attributes:
+        count: Key blocks since the kernel started; pipeline stage and barrier parity follow from it.
+        acc: Accumulator of P V, without the last key block's.
+        row_max: Running maximum of every row, as an exponent of two.
+        row_sum: Running sum of every row, over a thread's own columns.
+        weights: P of the last key block, not yet multiplied with its values.
+    """
+
+    count: Any
+    acc: Any
+    row_max: Any
+    row_sum: Any
+    weights: Any
+
+
+def forward_kernel(call: Call) -> None:
+    """Body of the kernel: the main loop of every warpgroup over the work tiles of its thread block."""
+    warpgroup, tile = lax.axis_index("warpgroup"), call.tile
+    of_consumers, of_producer = tile.registers(call.spec)
+    first = lax.axis_index("block")
+    # Carried from tile to tile: work tiles so far, key blocks so far, the tile's number and its key blocks.
+    start = I32(0), I32(0), first, tile_scheduler.block_range(call.plan, call.operands["table"], first)
+
+    # Read once: how many sequences there are, and so how many tiles, is known on the device alone.
+    items = call.plan.items if call.pages is None else call.pages.live(call.operands)
+
+    def for_each_tile(body: Any) -> None:
+        lax.while_loop(lambda carry: carry[2] < items, functools.partial(body, call), start)
+
+    @pl.when(warpgroup < tile.warpgroups)
+    def _consume() -> None:
+        # Registers move from the producer, which needs few, to the consumers: ptxas allots the same to all threads.
+        plgpu.set_max_registers(of_consumers, action="increase")
+        if call.spec.ping_pong:
+            # The last warpgroup passes first, so that warpgroup 0 finds its barrier open and all others wait.
+            pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(ping_pong_pass, tile.warpgroups))
+        for_each_tile(_query_tile)
+        # A block that ends gives its shared memory back, from which the last output may still be copied.
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == tile.warpgroups)
+    def _produce() -> None:
+        plgpu.set_max_registers(of_producer, action="decrease")
+        for_each_tile(forward_producer.produce if call.pages is None else paged_producer.produce)
+
+
+def _query_tile(call: Call, carry: Any) -> Any:
+    """One work tile of a consumer: prologue, main loop over partial and full blocks, last product, epilogue."""
+    nth_tile, step, number, (start, full_start, full_end, stop) = carry
+    spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
+    item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
+    after = next_tile(call, nth_tile)
+    plgpu.barrier_wait(shared.q_full.at[buffer])
+    query_tile = queries_of(call, item, buffer, warpgroup)
+    state = _prologue(call, query_tile, start, step)
+    if call.tile.buffers > 1:
+        # Outputs leave through the buffer of their queries. The last tile's buffer is free once TMA has read it, which
+        # it has by now, a whole prologue later: this does not stall.
+        pl.when(nth_tile > 0)(lambda: release_queries(call, call.buffer(nth_tile - 1, warpgroup)))
+    step_of = functools.partial(_step, call, query_tile)
+    end = _key_end(call, query_tile, start, stop)
+    if call.tile.needs_masks(spec):
+        # The prologue has taken the first key block, with all masks.
+        full_start, full_end = jnp.maximum(full_start, start + 1), jnp.maximum(full_end, start + 1)
+        if call.tile.has_idle_warpgroups(spec):
+            full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
+        if spec.masks_lower:
+            state = lax.fori_loop(start + 1, full_start, functools.partial(step_of, "lower"), state)
+        state = lax.fori_loop(full_start, full_end, functools.partial(step_of, None), state)
+        state = lax.fori_loop(full_end, end, functools.partial(step_of, "both"), state)
+    else:
+        state = lax.fori_loop(start + 1, stop, functools.partial(step_of, None), state)
+    _epilogue(call, query_tile, _last_product(call, state))
+    step = (
+        state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_skip_key_block, call), state.count)
+    )
+    if call.tile.buffers == 1:
+        release_queries(call, buffer)
+    return nth_tile + 1, step, *after
+
+
+def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
+    """The end of the key blocks that the rows of a warpgroup need; every warpgroup computes the first one."""
+    spec, end = call.spec, stop
+    if spec.right is not None and call.tile.has_uneven_ends(spec):
+        last = query_tile.row + (WGMMA_M - 1 + spec.right)
+        end = jnp.clip(lax.div(last, I32(call.tile.keys)) + 1, start + 1, stop)
+    return jnp.where(query_tile.row < spec.queries, end, start + 1) if call.tile.has_idle_warpgroups(spec) else end
+
+
+def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State:
+    """The first key block, before which there are no weights to multiply."""
+    slot = call.slot(step)
+    plgpu.barrier_wait(call.shared.k_full.at[slot])
+    scores = wgmma.wait(wgmma.issue(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
+    masking: Masking = "both" if call.tile.needs_masks(call.spec) else None
+    present = _present(call, masking, slot)
+    plgpu.barrier_arrive(call.shared.k_free.at[slot])
+    mask = _tile_mask(call, query_tile, start, masking).with_words(present)
+    scores = _masked(call, query_tile, mask, masking, scores)
+    # LOWEST is finite: in a row that attends to nothing yet, -inf - -inf would be NaN.
+    row_max, row_sum = arrays.full_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(WGMMA_M, 0.0)
+    row_max, row_sum, weights, _ = online_softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
+    weights = _apply_dropout(call, query_tile, step, weights)
+    return State(
+        step + 1, arrays.full_tile((WGMMA_M, call.spec.value_dim)), row_max, row_sum, _as_operand(call, weights)
+    )
+
+
+def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state: State) -> State:
+    """One key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
+    shared, warpgroups = call.shared, call.tile.warpgroups
+    slot, last = call.slot(state.count), call.slot(state.count - 1)
+
+    # A pattern's mask words come from HBM: issued here, their loads are in flight while the keys are waited for.
+    mask = _tile_mask(call, query_tile, index, masking)
+
+    def multiply(refs: Any) -> None:
+        acc_ref, *row_refs = refs
+        plgpu.barrier_wait(shared.k_full.at[slot])
+        if call.spec.ping_pong:
+            ping_pong_wait(warpgroups)
+        scores = wgmma.issue(shared.q.at[query_tile.buffer], shared.k.at[slot])
+        plgpu.barrier_wait(shared.v_full.at[last])
+        plgpu.wgmma(acc_ref, state.weights, shared.v.at[last])
+        # Both products are issued; the next warpgroup may issue its own, which queue up behind them.
+        if call.spec.ping_pong:
+            ping_pong_pass(warpgroups)
+        # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
+        scores = wgmma.wait(scores, in_flight=1)
+        present = _present(call, masking, slot)
+        plgpu.barrier_arrive(shared.k_free.at[slot])
+        scores = _masked(call, query_tile, mask.with_words(present), masking, scores)
+        row_max, row_sum, weights, alpha = online_softmax.exponentiate(
+            call.spec, scores, state.row_max, state.row_sum, masking is None
+        )
+        new = row_max, row_sum, _apply_dropout(call, query_tile, state.count, weights), alpha
+        for ref, value in zip(row_refs, new, strict=True):
+            ref[...] = value
+
+    zeros = arrays.full_tile((WGMMA_M, call.tile.keys))
+    refs = (plgpu.WGMMAAccumulatorRef.init(state.acc), state.row_max, state.row_sum, zeros, state.row_max)
+    made: Any = pl.run_state(multiply)(refs)
+    acc, row_max, row_sum, weights, alpha = made
+    plgpu.barrier_arrive(shared.v_free.at[last])
+    # Hazard: registers of an accumulator must not be touched while a WGMMA writes them. Leaving run_state waits for it.
+    acc = online_softmax.rescale(call.spec, acc, alpha)
+    return State(state.count + 1, acc, row_max, row_sum, _as_operand(call, weights))
+
+
+def _skip_key_block(call: Call, _: Any, count: Any) -> Any:
+    """A key block that only other warpgroups need: keeps barriers and ping-pong in step, nothing else."""
+    shared, warpgroups, slot = call.shared, call.tile.warpgroups, call.slot(count)
+    if call.spec.ping_pong:
+        ping_pong_wait(warpgroups)
+        ping_pong_pass(warpgroups)
+    for full, free in ((shared.k_full, shared.k_free), (shared.v_full, shared.v_free)):
+        plgpu.barrier_wait(full.at[slot])
+        plgpu.barrier_arrive(free.at[slot])
+    return count + 1
+
+
+class TileMask(NamedTuple):
+    """What masks the scores of a key block.
+
+    Attributes:
+        block: The key block.
+        words: Bits of the pattern, as `tile_masks.load_words` has them, or of the keys that are there; empty without.
+    """
+
+    block: Any
+    words: tuple[Any, ...] = ()
+
+    def with_words(self, words: tuple[Any, ...]) -> "TileMask":
+        """The mask with further words."""
+        return self._replace(words=(*self.words, *words))
+
+
+def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) -> TileMask:
+    """The mask of the key block at a place of the item's list, where it needs one."""
+    if masking is None or not call.spec.pattern:
+        return TileMask(place)
+    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", query_tile.item, place)]
+    row = query_tile.row - query_tile.item.tile * call.tile.queries
+    return TileMask(call.key_block(query_tile.item, place), tile_masks.load_words(words, row, call.tile.keys))
+
+
+def _present(call: Call, masking: Masking, slot: Any) -> tuple[Any, ...]:
+    """The word of a block that says which of its keys are there, where a block needs masks and keys lie in pages.
+
+    Read before the stage is free: the producer then writes the word of a later block.
+    """
+    if masking is None or call.pages is None:
+        return ()
+    return (plgpu.layout_cast(jnp.full((WGMMA_M,), call.shared.present[slot], I32), ROW_LAYOUT),)
+
+
+def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking, scores: Any) -> Any:
+    """Scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
+    spec, key = call.spec, mask.block * call.tile.keys
+    if spec.soft_cap is not None and not (masking is None and spec.fuses_soft_cap):
+        scores = jnp.tanh(scores * spec.inner_scale)
+    if masking is None:
+        return scores
+    if query_tile.paged is None:
+        first, last, mixed = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
+    else:
+        first, last, mixed = *tile_masks.paged_key_range(spec, WGMMA_M, query_tile.paged, key), None
+    if spec.segments:
+        first, last, mixed = _segment_range(call, query_tile, key)
+    last = None if masking == "lower" else last
+    return tile_masks.within(scores, first, last, mixed, mask.words)
+
+
+def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:
+    """First and last column of every row where there are segment ids, and the ids that must be compared."""
+    first, last = (arrays.load_rows(call.shared.ranges.at[query_tile.buffer, n]) for n in (0, 1))
+    # The host has added MIXED to rows whose segments are not one range of keys: there ids are compared.
+    mixed = last >= MIXED
+    # Addresses are computed again for every key block: hoisted out of the loop, they would hold registers.
+    batch, row = lax.optimization_barrier((query_tile.item.batch, query_tile.row))
+    item, q_ids, k_ids = (
+        dataclasses.replace(query_tile.item, batch=batch),
+        call.operands["q_ids"],
+        call.operands["k_ids"],
+    )
+    rows, columns = (
+        q_ids.at[item.row(q_ids), pl.ds(row, WGMMA_M)],
+        k_ids.at[item.row(k_ids), pl.ds(key, call.tile.keys)],
+    )
+    last = jnp.where(mixed, last - MIXED, last)
+    return first - key, last - key, tile_masks.Mixed(mixed.astype(jnp.int32), rows, columns)
+
+
+def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) -> Any:
+    """Weights with zeros where dropout drops."""
+    if not call.spec.has_dropout:
+        return weights
+    rows, columns = (
+        arrays.load_rows(call.shared.q_numbers.at[query_tile.buffer]),
+        arrays.load_columns(call.numbers(count)),
+    )
+    return zero_dropped(call.spec, rows, columns, weights)
+
+
+def _as_operand(call: Call, weights: Any) -> Any:
+    """Weights in the dtype of the next product, whose A operand they are, in registers.
+
+    Hazard: nothing may write registers that a WGMMA in flight reads. The barrier keeps LLVM from sinking the conversion
+    to the next step, where a product is in flight.
+    """
+    return lax.optimization_barrier(weights.astype(call.spec.dtype))
+
+
+def _last_product(call: Call, state: State) -> State:
+    """P V of the last key block, which no scores overlap."""
+    slot = call.slot(state.count - 1)
+
+    def product(acc_ref: Any) -> None:
+        plgpu.barrier_wait(call.shared.v_full.at[slot])
+        plgpu.wgmma(acc_ref, state.weights, call.shared.v.at[slot])
+
+    acc = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(state.acc))
+    plgpu.barrier_arrive(call.shared.v_free.at[slot])
+    return state._replace(acc=acc)
+
+
+def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
+    """Adds the sink to the denominator, normalises the accumulator, and writes output and lse."""
+    (_, acc, row_max, row_sum, _), spec = state, call.spec
+    row_sum = online_softmax.reduce_row_sum(row_sum)
+    if spec.sinks:
+        sinks = call.operands["sinks"]
+        sink = sinks[query_tile.item.row(sinks), query_tile.item.head] * LOG2E
+        if call.plan.split.tiles:  # of a split tile, the first part alone has the sink
+            sink = jnp.where(lax.rem(query_tile.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
+        # The sink may exceed every score. It has no value, so the accumulator is rescaled and nothing added.
+        top = jnp.maximum(row_max, sink)
+        alpha = jnp.exp2(row_max - top)
+        row_sum, row_max = row_sum * alpha + jnp.exp2(sink - top), top
+        acc = acc * over_columns(alpha, acc.shape)
+    # A row that attends to nothing gets output 0 and lse -inf.
+    some = row_sum > 0
+    inverse = spec.dropout_scale / jnp.where(some, row_sum, 1)
+    lse = jnp.where(some, row_max * LN2 + jnp.log(jnp.where(some, row_sum, 1)), -jnp.inf)
+    output = acc * over_columns(inverse, acc.shape)
+    write_output(call, query_tile, output, lse)

@@ -1,0 +1,90 @@
+"""How the forward kernel writes the output and lse of a tile, and gives back the buffer of its queries."""
+
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.row_ranges import store_row_numbers, store_rows
+from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, queries_of
+
+I32 = jnp.int32
+
+
+def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+    """Writes the rows of a tile, of a part of one, or those that are its sequence's."""
+    if call.pages is not None:
+        _write_paged(call, query_tile, output, lse)
+        return
+    made = call, query_tile, output, lse
+    whole, part = (functools.partial(write, *made) for write in (_write_tile, _write_part))
+    tile_scheduler.whole_or_part(call.plan, query_tile.item, whole, part)
+
+
+def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+    """Writes a tile of a sequence in pages."""
+    # Loaded again: the places of rows would hold registers in the main loop.
+    query_tile = queries_of(call, query_tile.item, query_tile.buffer, lax.axis_index("warpgroup"))
+    assert query_tile.paged is not None
+    whole = (query_tile.paged.first <= 0) & (query_tile.paged.end >= WGMMA_M)
+    pl.when(whole)(lambda: _write_tile(call, query_tile, output, lse))
+    pl.when(~whole)(lambda: _write_rows(call, query_tile, output, lse))
+
+
+def _write_rows(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+    """Writes the rows of a tile that are its sequence's, straight from registers: the others are another tile's."""
+    assert query_tile.paged is not None
+    item, (*_, row, first, end) = query_tile.item, query_tile.paged
+    # `end` may be negative where a warpgroup has no rows of the sequence, and stores take that for a large number.
+    target, end = call.outputs[0].at[item.batch, :, item.head], jnp.maximum(end, 0)
+    store_rows(target, output.astype(call.spec.dtype), row, I32(0), end, first)
+    store_row_numbers(call.outputs[1].at[item.batch, item.head], lse, row, first, end)
+
+
+def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+    """Writes the rows of a whole tile: to shared memory, and from there by TMA, which skips rows out of bounds."""
+    sums, output = call.shared.lse.at[query_tile.buffer], output.astype(call.spec.dtype)
+    places = _output_places(call, query_tile)
+    for columns, place in places:
+        place[...] = output if columns is None else output[:, columns.start : columns.start + columns.size]
+    sums[...] = lse
+    # TMA reads shared memory through the async proxy, to which the commit makes these writes visible.
+    plgpu.commit_smem()
+    item, rows = query_tile.item, pl.ds(query_tile.row, WGMMA_M)
+    for columns, place in places:
+        target = call.outputs[0].at[item.batch, rows, item.head]
+        plgpu.copy_smem_to_gmem(place, target if columns is None else target.at[:, columns])
+    plgpu.copy_smem_to_gmem(sums, call.outputs[1].at[item.batch, item.head, rows])
+
+
+def _output_places(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
+    """Columns of a warpgroup's output, None for all, and their shared memory: that of its queries."""
+    spec = call.spec
+    if spec.value_dim == spec.head_dim:
+        return [(None, call.shared.q.at[query_tile.buffer])]
+    # Outputs narrower than queries leave a part of the buffer unused; the other warpgroup's is not touched.
+    first = query_tile.buffer * (spec.head_dim // SWIZZLE_COLUMNS)
+    return [
+        (pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), call.shared.output.at[first + n])
+        for n in range(spec.value_dim // SWIZZLE_COLUMNS)
+    ]
+
+
+def _write_part(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+    """Writes the rows of one part of a split tile, in float32, for the combine step."""
+    _, _, outputs, sums = call.outputs
+    rows = pl.ds(query_tile.row - query_tile.item.tile * call.tile.queries, WGMMA_M)
+    outputs[query_tile.item.part, rows] = output
+    sums[query_tile.item.part, rows] = lse
+
+
+def release_queries(call: Call, buffer: Any) -> None:
+    """Releases a buffer of queries once TMA has read the output in it."""
+    # Read, not written: HBM need not have the output yet for the buffer to be free.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(call.shared.q_free.at[buffer])

@@ -1,0 +1,105 @@
+"""The online softmax of the forward kernel, in registers (Milakov & Gimelshein 2018).
+
+    row_max' = max(row_max, scores)           alpha = exp2(row_max - row_max')
+    weights  = exp2(scores - row_max')        row_sum' = alpha row_sum + sum(weights)
+
+Four threads share a row of a WGMMA accumulator. Each step reduces only the maximum over them; every thread sums its own
+columns, and `reduce_row_sum` adds the four sums once, in the epilogue.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
+from ejkernel_pallas.gpu.hopper.registers import of_rows, pair, row_like, scalar
+from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import capped_weights
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+
+RESCALE_THRESHOLD = 8.0
+"""Lazy rescaling: how far, as an exponent of two, a row's largest score may exceed `row_max` before a rescale.
+
+Weights are then at most 2**8 = 256: float16 does not overflow, and they keep all their significant digits.
+"""
+
+
+def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full: bool) -> tuple[Any, ...]:
+    """Exponentiates the scores of a key block and updates the rows' maximum and sum.
+
+    Args:
+        spec: The kernel's constants.
+        scores: Float32 [rows, columns], with the soft cap, and -inf where nothing attends; raw products of a full block
+            if the spec `fuses_soft_cap`.
+        row_max: Running maximum of every row, as an exponent of two.
+        row_sum: Running sum of every row, of a thread's own columns.
+        full: Whether all pairs of the block attend.
+
+    Returns:
+        The new `row_max` and `row_sum`, the weights, and alpha, the factor of `row_sum` and the accumulator.
+    """
+    if spec.fixed_max:
+        if full and spec.fuses_soft_cap:
+            weights, sums = capped_weights(spec, scores)
+        else:
+            weights = jnp.exp2(scores * spec.log2_scale)
+            sums = _thread_row_sum(weights)
+        # No alpha: `rescale` does nothing with a fixed maximum, so any value does.
+        return row_max, row_sum + sums, weights, row_max
+    new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.log2_scale)
+    if spec.rescales_lazily:
+        # A maximum that rose by less is kept: alpha is exactly 1, and the warp may skip the accumulator.
+        new_max = jnp.where(new_max - row_max > RESCALE_THRESHOLD, new_max, row_max)
+    weights = jnp.exp2(scores * spec.log2_scale - over_columns(new_max, scores.shape))
+    alpha = jnp.exp2(row_max - new_max)
+    return new_max, row_sum * alpha + _thread_row_sum(weights), weights, alpha
+
+
+def rescale(spec: HopperSpec, acc: Any, alpha: jax.Array) -> jax.Array:
+    """Rescales the accumulator by alpha; with lazy rescaling only in warps where some alpha is below one."""
+    if spec.fixed_max:
+        return acc
+    if not spec.rescales_lazily:
+        return acc * over_columns(alpha, acc.shape)
+    return rescale_lazily(acc, alpha)
+
+
+def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
+    """Adds the partial sums that four threads have of each row."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW_LAYOUT,), return_type=plgpu.ShapeDtypeStruct(row_sum.shape, jnp.float32, layout=ROW_LAYOUT)
+    )
+    def add(_: Any, rows: Any) -> Any:
+        sums = [scalar(register) for register in rows.registers.flat]
+        # The four threads of a row are neighbours.
+        for distance in (1, 2):
+            sums = [arith.addf(part, mgpu.utils.shfl_bfly(part, distance)) for part in sums]
+        return of_rows(rows, sums)
+
+    return add(row_sum)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _thread_row_sum(weights: jax.Array) -> jax.Array:
+    """Sums each row over a thread's own columns, without a shuffle; `reduce_row_sum` adds the threads at the end."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape[:1], jnp.float32, layout=ROW_LAYOUT),
+    )
+    def add(_: Any, tile: Any) -> Any:
+        f32 = ir.F32Type.get()
+        sums = [arith.constant(f32, ir.FloatAttr.get(f32, 0.0))] * 2
+        # Registers alternate between the two rows of a thread.
+        for place, register in enumerate(tile.registers.flat):
+            for weight in pair(register):
+                sums[place % 2] = arith.addf(sums[place % 2], weight)
+        return of_rows(row_like(tile, sums[0]), sums)
+
+    return add(weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -1,0 +1,109 @@
+"""The producer warpgroup of the forward kernel where keys and values lie in pages: a bulk copy for every page.
+
+    per work tile   K(0) | Q | K(1) | V(0) | K(2) | V(1) | ... | K(n-1) | V(n-2) | V(n-1)
+    page table      0, 1     | 2           | 3           | ...      a block ahead of its keys, two ahead of its values
+
+Entries of the page table come from L2: they are loaded a block ahead, so that their latency passes while stages are
+waited for, and are kept for the values of their block.
+"""
+
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, PagedTile, next_tile
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_producer import fetch_next
+
+I32 = jnp.int32
+MAX_PREFETCHED = 4
+"""Copies of a block up to which its pages are kept in registers: more of them would not fit beside the next block's."""
+
+
+def produce(call: Call, carry: Any) -> Any:
+    """Copies what one work tile needs, keys one block ahead of values."""
+    assert call.pages is not None
+    nth_tile, step, number, (start, _, _, stop) = carry
+    item = tile_scheduler.item(call.plan, number)
+    # Read once a tile: a load in the loop would be one more that its copies wait for.
+    tile = call.pages.tile(call.operands, item.tile)
+    find = functools.partial(call.pages.find, call.operands, tile)
+    keys, values = (functools.partial(copy, call, item, tile) for copy in (_copy_keys, _copy_values))
+    # A whole tile ahead: the latency of the atomic addition is hidden behind the copies.
+    fetch_next(call, nth_tile)
+    first, last = find(start), stop - 1
+    keys(first, start, step)
+    for warpgroup in range(call.tile.warpgroups):
+        _copy_queries(call, item, tile, nth_tile, warpgroup)
+    after = next_tile(call, nth_tile)
+
+    def pair(index: Any, carry: Any) -> Any:
+        count, *known = carry
+        following = [find(jnp.minimum(index + 2, last))] if known else []
+        keys(known[1] if known else find(index + 1), index + 1, count + 1)
+        values(known[0] if known else find(index), index, count)
+        return count + 1, *known[1:], *following
+
+    known = [first, find(jnp.minimum(start + 1, last))] if call.pages.copies <= MAX_PREFETCHED else []
+    count, *known = lax.fori_loop(start, last, pair, (step, *known))
+    values(known[0] if known else find(last), last, count)
+    return nth_tile + 1, count + 1, *after
+
+
+def _copy_keys(
+    call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, count: Any
+) -> None:
+    """Copies a block of keys as soon as its stage is free; the first `stages` are free from the start."""
+    assert call.pages is not None
+    shared, slot = call.shared, call.slot(count)
+    full = shared.k_full.at[slot]
+    pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
+    # Behind the wait: until then the block before is masked with its word.
+    shared.present[slot] = call.pages.word(pages)
+    call.pages.copy(call.operands, "k", pages, block, _kv_head(call, item), shared.k.at[slot], full)
+    plgpu.barrier_arrive(full)  # after the word
+
+
+def _copy_values(
+    call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, count: Any
+) -> None:
+    """Copies a block of values, and zeroes those of slots that belong to no key of the tile and may hold NaN."""
+    assert call.pages is not None
+    pages_of, shared, slot = call.pages, call.shared, call.slot(count)
+    pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
+
+    def fetch(full: Any) -> None:
+        pages_of.copy(call.operands, "v", pages, block, _kv_head(call, item), shared.v.at[slot], full)
+
+    full, key = shared.v_full.at[slot], block * call.tile.keys
+    first, end = tile.low - key, tile.keys - key
+    inside = (first <= 0) & (end >= call.tile.keys)
+    pl.when(inside)(lambda: fetch(full))
+
+    @pl.when(~inside)
+    def _clean() -> None:
+        fetch(shared.v_raw)
+        plgpu.barrier_wait(shared.v_raw)
+        zero_rows(shared.v.at[slot], first, end)
+        plgpu.commit_smem()
+        # As many arrivals as copies would be.
+        for _ in range(pages_of.copies):
+            plgpu.barrier_arrive(full)
+
+
+def _copy_queries(call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, nth_tile: Any, warpgroup: int) -> None:
+    """Copies the queries of a warpgroup as soon as their buffer is free."""
+    shared, buffer = call.shared, call.buffer(nth_tile, warpgroup)
+    pl.when(nth_tile >= call.tile.buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
+    source, rows = call.operands["q"], pl.ds(tile.row + warpgroup * WGMMA_M, WGMMA_M)
+    plgpu.copy_gmem_to_smem(source.at[item.batch, rows, item.head], shared.q.at[buffer], shared.q_full.at[buffer])
+
+
+def _kv_head(call: Call, item: tile_scheduler.WorkTile) -> Any:
+    return lax.div(item.head, I32(call.spec.group_size))

@@ -1,1 +1,0 @@
-"""Which pairs attend: block maps, masks of a tile, padding and dropout."""

@@ -1,0 +1,121 @@
+"""Which blocks a tile loops over and which of them are full, as small tables that the kernels read.
+
+For every tile the extremes of its indices and segment ids decide: a pair of tiles is *empty* when no query of it can
+see any key, and *full* when every query sees every key. Without segment ids the tables are constants.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MAXIMUM, MINIMUM, SUM, Extent, extent, reduced
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+
+Ids = tuple[jax.Array, jax.Array] | None
+
+
+def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
+    """For every query tile the range of its key blocks: int32 [B|1, query tiles, 4], as `_table` gives them.
+
+    A tile without work gets block 0, fully masked, so that one code path writes every output.
+    """
+    some, every = _pairs(spec, ids, q_block, kv_block)
+    (first, last), full = _spans(some, every)
+    return _table(_where(last == 0, 0, first), _where(last == 0, 1, last), full)
+
+
+def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
+    """For every key tile the range of its query blocks: int32 [B|1, key tiles, 4].
+
+    A later key tile neither begins nor ends before an earlier one, so that the key tiles of a query block come
+    one after the other. Bands and ids in ascending order have it so; for ids in another order, ranges are widened.
+    """
+    some, every = (pairs.swapaxes(1, 2) for pairs in _pairs(spec, ids, q_block, kv_block))
+    return _in_step(*_spans(some, every), some.shape[-1])
+
+
+def tiles(length: int, block: int) -> int:
+    """Tiles that cover a length."""
+    return -(-length // block)
+
+
+def padded_ids(values: jax.Array, block: int, padding: int) -> jax.Array:
+    """Segment ids [B, length] up to whole tiles, with one id below zero for everything that attends to nothing."""
+    values = jnp.where(values < 0, padding, values.astype(jnp.int32))
+    return jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), constant_values=padding)
+
+
+def without_padding(x: jax.Array, ids: jax.Array) -> jax.Array:
+    """An array [B, length, heads, size] with zeros where ids [B, length] are below zero.
+
+    Padding may hold anything, and a weight of zero times NaN is NaN.
+    """
+    return jnp.where((ids >= 0)[:, :, None, None], x, 0)
+
+
+def _pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]:
+    """Whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
+    (q_low, q_high), (k_low, k_high) = _indices(spec.queries, q_block), _indices(spec.keys, kv_block)
+    some = np.ones((1, len(q_low), len(k_low)), bool)
+    every = some & (k_low + kv_block <= spec.keys)
+    if spec.left is not None:
+        some = some & (k_high >= q_low[:, None] - spec.left)
+        every = every & (k_low >= q_high[:, None] - spec.left)
+    if spec.right is not None:
+        some = some & (k_low <= q_high[:, None] + spec.right)
+        every = every & (k_high <= q_low[:, None] + spec.right)
+    if ids is None:
+        return some, every
+    q, k = extent(ids[0], q_block), extent(ids[1], kv_block)
+    q, k = Extent(*(x[:, :, None] for x in q)), Extent(*(x[:, None] for x in k))
+    same = jnp.maximum(q.low, k.low) <= jnp.minimum(q.high, k.high)
+    all_same = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & ~(q.padded | k.padded)
+    return some & same, every & all_same
+
+
+def _indices(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and last index of every tile."""
+    low = np.arange(tiles(length, block)) * block
+    return low, np.minimum(low + block, length) - 1
+
+
+def _spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """The span of tiles that have work, as its first tile and the one after its last, and a run of full tiles in it.
+
+    Each int [B|1, tiles]. Where there is none, the first is the number of all and the last is 0. Of full tiles with
+    others between them, the run is the first one.
+    """
+    count = some.shape[-1]
+    index = np.arange(count, dtype=np.int32)
+    given = [_where(pairs, n, other) for pairs in (some, every) for n, other in ((index, count), (index + 1, 0))]
+    ways = (MINIMUM, MAXIMUM, MINIMUM, MAXIMUM, SUM)
+    first, last, full_start, full_end, full = reduced([*given, every.astype(np.int32)], ways)
+    return (first, last), (full_start, _where((full > 0) & (full_end - full_start != full), full_start + 1, full_end))
+
+
+def _table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
+    """Int32 [B|1, tiles, 4]: first, full_start, full_end, last. Without full tiles, their run is empty and first."""
+    full_start, full_end = (_where(full[1] == 0, first, x) for x in full)
+    stack = jnp.stack if isinstance(first, jax.Array) else np.stack
+    return stack([first, full_start, full_end, last], axis=-1).astype(np.int32)
+
+
+def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
+    """A table of spans of which neither the first nor the last is before that of an earlier tile.
+
+    Tiles without work have the shortest span that lets them be so.
+    """
+    place = np.arange(span[0].shape[-1])
+    later = place >= place[:, None]
+    first, last = _where(span[1] == 0, count - 1, span[0])[:, None], span[1][:, None]
+    given = [_where(later, first, count - 1), _where(later.T, last, 0)]
+    first, last = reduced(given, (MINIMUM, MAXIMUM))
+    return _table(first, _where(last > first, last, first + 1), full)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    """As `where` of JAX, if there is an array of its own among them, and of NumPy otherwise."""
+    traced = any(isinstance(given, jax.Array) for given in (condition, x, y))
+    return (jnp if traced else np).where(condition, x, y)

@@ -1,0 +1,57 @@
+"""The keys that every query may attend to where there are segment ids."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import extent
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+
+MIXED = 2**30
+"""Added to the last key of queries whose keys are not one after the other."""
+
+
+def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int) -> jax.Array:
+    """The keys that queries may attend to where there are segment ids.
+
+    Where the ids of a row's keys are in order, with padding before or after them, the keys of a segment are one after
+    the other, and every query has a first and a last key. Elsewhere these are what the band leaves, and ids have to be
+    compared.
+
+    Args:
+        spec: The kernel's constants.
+        ids: Of queries [B, T] and keys [B, S], as `padded_ids` gives them.
+        kv_block: Keys of a tile.
+
+    Returns:
+        The first and the last key of every query, int32 [B, 2, T]. Where ids have to be compared, `MIXED` is added to
+        the last.
+    """
+    queries, keys = ids
+    of_keys = extent(keys, kv_block)
+    is_last = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
+    wanted = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
+    found = jax.vmap(_place, in_axes=(0, 0, None, 0))(keys, wanted, is_last, of_keys.end.max(axis=1))
+    mixed = of_keys.mixed[:, :, None]
+    # Keys counted before the range's first key and through its last one: the last index is one less than its count.
+    limit = jnp.where(mixed, jnp.where(is_last, spec.keys, 0), found) - jnp.where(is_last, 1, 0)
+    row = jnp.arange(queries.shape[1], dtype=jnp.int32)
+    if spec.left is not None:
+        limit = jnp.where(is_last, limit, jnp.maximum(limit, row - spec.left))
+    if spec.right is not None:
+        limit = jnp.where(is_last, jnp.minimum(limit, row + spec.right), limit)
+    return jnp.where(mixed & is_last, limit + MIXED, limit)
+
+
+def _place(ids: jax.Array, wanted: jax.Array, or_equal: jax.Array, end: jax.Array) -> jax.Array:
+    """How many of the first `end` ids, in ascending order, are less than each wanted one, or equal to it.
+
+    Unrolled, a search is few kernels on a GPU.
+    """
+    low, high = jnp.zeros_like(wanted), jnp.broadcast_to(end, wanted.shape)
+    for _ in range(ids.shape[0].bit_length()):
+        middle = (low + high) // 2
+        # A search that is over goes on without effect, as `low < high` no longer holds.
+        found = ids.at[middle].get(mode="clip")
+        before = (low < high) & ((found < wanted) | (or_equal & (found == wanted)))
+        low, high = jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
+    return low

@@ -1,0 +1,134 @@
+"""Patterns: lists of full and partial blocks, and the masks of partial blocks as the bits that threads test.
+
+Without a pattern, the blocks that a tile loops over are neighbours, and four numbers a tile say which of them are full.
+With one, every tile has a list, and the same four numbers are positions in it:
+
+    forward     first block | full blocks | partial blocks      a query tile's key blocks
+    backward    full blocks | partial blocks                    a key tile's query blocks, last one first
+
+A tile without work has one block in its list with the empty mask, so that what it writes is written by the same
+code. In the accumulator of a product a thread has, of a row, two of every eight columns; so the mask of 128 columns is
+a word of 32 bits for each row and each of four threads:
+
+    tile_masks int8 [n, rows, columns]  -->  words int32 [1, n, rows * (columns / 128) * 4]
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.tiled_attention.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
+from ejkernel_pallas.gpu.tiled_attention.kernels.tile_masks import SPAN
+
+QUAD = 4
+"""Threads that share a row."""
+
+
+def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, jax.Array]:
+    """What the forward kernel reads of a pattern.
+
+    Args:
+        record: With a pattern.
+        q_block: Queries a tile.
+        kv_block: Keys a block.
+
+    Returns:
+        `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
+        these, and `mask_words` as above.
+    """
+    found = _with_work(block_map(record, q_block, kv_block))
+    lists = block_lists(found)
+    return _arrays(
+        table=_table(lists), blocks=lists.blocks, mask_ids=lists.mask_ids, mask_words=_words(_tile_masks(found))
+    )
+
+
+def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[dict[str, jax.Array], Any]:
+    """What the backward kernel reads of a pattern, and the table by itself, of NumPy where it is known when traced.
+
+    Args:
+        record: With a pattern.
+        q_block: Queries a block.
+        kv_block: Keys a tile.
+
+    Returns:
+        As `key_lists` with keys for queries; also the `ranks` of the blocks, how many key tiles add to them before
+        this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles where none adds.
+
+    Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys that all queries
+    see, at the start: were they the first to add, all others would wait for the longest list.
+    """
+    found = _with_work(block_map(record, q_block, kv_block).by_keys())
+    lists = block_lists(_reversed(found))
+    some, blocks = found.some, found.some.shape[-1] - 1 - lists.blocks
+    xp = _module(some)
+    later = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
+    later = xp.broadcast_to(later, (*blocks.shape[:-1], some.shape[-1]))
+    table = _table(lists)
+    arrays = _arrays(
+        table=table,
+        blocks=blocks,
+        mask_ids=lists.mask_ids,
+        ranks=xp.take_along_axis(later, blocks, axis=-1),
+        mask_words=_words(_tile_masks(found).swapaxes(1, 2)),
+        first=xp.where(some.any(axis=2), 0, some.shape[2]),
+    )
+    return arrays, table
+
+
+def _module(x: Any) -> Any:
+    return np if isinstance(x, np.ndarray) else jnp
+
+
+def _table(lists: BlockLists) -> Any:
+    """Int32 [B|1, H|1, tiles, 4]: full blocks are the first of a list."""
+    xp = _module(lists.count)
+    none = xp.zeros_like(lists.count)
+    return xp.stack([none, none, lists.full, lists.count], axis=-1)
+
+
+def _reversed(found: BlockMap) -> BlockMap:
+    """The map with its last axis reversed: loops take its lists from their end, so the first block comes first."""
+    return dataclasses.replace(
+        found,
+        some=found.some[..., ::-1],
+        every=found.every[..., ::-1],
+        mask_ids=found.mask_ids[..., ::-1],
+        reachable=found.reachable[..., ::-1],
+    )
+
+
+def _arrays(**given: Any) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x, jnp.int32) for name, x in given.items()}
+
+
+def _with_work(found: BlockMap) -> BlockMap:
+    """The map in which every tile has a block: the first one, fully masked, if there is no other."""
+    first = np.arange(found.some.shape[-1]) == 0
+    forced = ~found.some.any(axis=-1, keepdims=True) & first
+    xp = _module(forced)
+    return dataclasses.replace(
+        found,
+        some=found.some | forced,
+        every=found.every & ~forced,
+        mask_ids=xp.where(forced, EMPTY, found.mask_ids),
+        reachable=found.reachable | first,
+    )
+
+
+def _tile_masks(found: BlockMap) -> np.ndarray:
+    assert found.tile_masks is not None  # the record has a pattern
+    return found.tile_masks
+
+
+def _words(masks: np.ndarray) -> np.ndarray:
+    """Tile masks [n, rows, columns] as words."""
+    count, rows, columns = masks.shape
+    masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN)))
+    bits = masks.reshape(count, rows, -1, SPAN // 8, QUAD, 2).transpose(0, 1, 2, 4, 3, 5)
+    packed = np.packbits(bits.reshape(count, rows, -1, QUAD, SPAN // QUAD).astype(bool), axis=-1, bitorder="little")
+    return np.ascontiguousarray(packed).view("<i4").reshape(1, count, -1)

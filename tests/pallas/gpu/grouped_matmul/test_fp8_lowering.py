@@ -1,0 +1,114 @@
+"""Grouped matmul of 8 bits with scales in Mosaic GPU, lowered for CUDA without a GPU; and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel_pallas.gpu.grouped_matmul import config, spec
+from ejkernel_pallas.gpu.grouped_matmul.forward import forward_fp8
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+
+SHAPE = jax.ShapeDtypeStruct
+EIGHT = jnp.float8_e4m3fn
+DEFAULT = jax.lax.Precision.DEFAULT
+
+
+def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=EIGHT, precision=None):
+    return GroupedMatmul(
+        lhs=SHAPE((rows, depth), EIGHT),
+        rhs=SHAPE((5, width, depth), dtype),
+        group_sizes=SHAPE((5,), jnp.int32),
+        out_dtype=jnp.dtype(out),
+        lhs_scale=SHAPE((rows, blocks[0]), jnp.float32),
+        rhs_scale=SHAPE((5, blocks[1], 1, width), jnp.bfloat16),
+        transpose_rhs=True,
+        precision=precision,
+    )
+
+
+CANDIDATES = config.scaled_candidates(make(width=256), None, "forward")
+BY_COLUMNS, BY_ROWS = config.BY_COLUMNS, config.BY_ROWS
+
+
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        (BY_ROWS, {"blocks": (1, 2)}),
+        (dataclasses.replace(BY_ROWS, block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
+        (BY_ROWS, {"blocks": (1, 1), "precision": DEFAULT}),
+        (BY_COLUMNS, {}),
+        (BY_COLUMNS, {"blocks": (4, 4), "depth": 512}),
+        (dataclasses.replace(BY_COLUMNS, dynamic=False), {"blocks": (1, 1)}),
+        (dataclasses.replace(BY_ROWS, dynamic=True), {"blocks": (1, 1), "precision": DEFAULT}),
+        (BY_COLUMNS, {"blocks": (1, 1), "precision": DEFAULT}),
+        (dataclasses.replace(BY_COLUMNS, block_n=128, product_n=64), {}),
+    ],
+    ids=str,
+)
+def test_a_call_lowers(params, fields):
+    record = make(**fields)
+    traced = jax.jit(lambda record: forward_fp8(record, params)[0]).trace(record)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+    assert (traced.out_info.shape, traced.out_info.dtype) == ((520, 320), record.out_dtype)
+
+
+def test_columns_share_scales_in_blocks_of_a_product():
+    blocks = jnp.repeat(jax.random.uniform(jax.random.key(0), (3, 2, 3), jnp.float32), 128, axis=2)[..., :320]
+    assert spec.share_scales(blocks, 128) == 1
+    assert spec.share_scales(blocks, 64) == 1
+    assert spec.share_scales(blocks.at[1, 1, 300].add(1), 128) == 0
+    assert spec.share_scales(blocks[..., 64:], 128) == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "by_columns", "quick"),
+    [
+        (BY_COLUMNS, True, False),
+        (BY_ROWS, False, True),
+        # The public field alone sets the columns of a tile.
+        (dataclasses.replace(BY_COLUMNS, block_n=128), False, True),
+        (dataclasses.replace(BY_COLUMNS, block_n=128, product_n=64), True, False),
+    ],
+    ids=str,
+)
+def test_columns_are_divided_where_they_are_two_products(params, by_columns, quick):
+    scaling = spec.make_scaled_spec(make(blocks=(1, 1), precision=DEFAULT), params).scaling
+    assert (scaling.by_columns, scaling.quick) == (by_columns, quick)
+
+
+@pytest.mark.parametrize("params", [*CANDIDATES, *config.QUICK], ids=str)
+def test_candidates_are_ones_that_the_kernel_can_have(params):
+    assert spec.scaled_shared_bytes(params) <= SHARED_MEMORY - spec.RESERVE
+    spec.make_scaled_spec(make(), params)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_n", 100), ("product_n", 96), ("product_n", 32), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0)],
+)
+def test_tiles_that_are_none_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        spec.make_scaled_spec(make(), dataclasses.replace(BY_ROWS, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (make(), []),
+        (make(rows=65), []),
+        (make(rows=63), ["63 rows"]),
+        (make(width=100), ["100 columns"]),
+        (make(blocks=(2, 4)), ["64 contracted elements a scale of matrices"]),
+        (make(depth=192, blocks=(1, 1)), ["192 contracted", "192 contracted"]),
+        (make(dtype=jnp.float8_e5m2), ["float8_e5m2"]),
+        (dataclasses.replace(make(), lhs_scale=None), ["lhs_scale"]),
+        (dataclasses.replace(make(width=256), transpose_rhs=False), ["transpose_rhs"]),
+    ],
+)
+def test_what_it_does_not_multiply_is_refused_with_a_sentence(record, words):
+    found = spec.scaled_reasons(record)
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))

@@ -1,0 +1,110 @@
+"""The gated grouped matmul in Mosaic GPU, lowered for CUDA without a GPU; and what it refuses."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
+from ejkernel_pallas.gpu.grouped_matmul import config, spec
+from ejkernel_pallas.gpu.grouped_matmul.forward import gated_forward
+from ejkernel_pallas.gpu.grouped_matmul.kernels import panels
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+
+SHAPE = jax.ShapeDtypeStruct
+TILES, ALONE = config.GATED_TILES, config.GATED_ALONE
+
+
+def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, activation="silu"):
+    return GatedGroupedMatmul(
+        lhs=SHAPE((tokens, depth), dtype),
+        rhs=SHAPE((5, depth, 2 * width), dtype),
+        group_sizes=SHAPE((5,), jnp.int32),
+        indices=None if rows is None else SHAPE((rows,), jnp.int32),
+        activation=activation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({}, TILES[0]),  # gathered rows, tiles that may be split
+        ({"tokens": 520, "rows": None, "width": 192, "activation": "gelu"}, TILES[0]),  # a last tile of 64 columns
+        ({"dtype": jnp.float16}, ALONE[0]),
+        ({"width": 64}, next(params for params in TILES if params.block_n == 64)),
+    ],
+    ids=str,
+)
+def test_a_call_lowers_to_one_kernel(fields, params):
+    record = make(**fields)
+    assert not spec.gated_reasons(record)
+    traced = jax.jit(lambda record: gated_forward(record, params)[0]).trace(record)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
+    output = traced.out_info
+    assert (output.shape, output.dtype) == ((520, record.rhs.shape[2] // 2), record.lhs.dtype)
+
+
+@pytest.mark.parametrize("params", [*TILES, *ALONE], ids=str)
+def test_candidates_fit_into_shared_memory_and_registers(params):
+    made = spec.make_gated_spec(make(), params)
+    assert spec.shared_bytes(dataclasses.replace(made.tile, block_n=2 * params.block_n)) <= SHARED_MEMORY - spec.RESERVE
+    multiplying, fetching = made.registers
+    assert 128 * (spec.WARPGROUPS * multiplying + fetching) <= 65536
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_n", 256), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0)])
+def test_tiles_that_are_none_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        spec.make_gated_spec(make(), dataclasses.replace(TILES[0], **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (make(), []),
+        (make(rows=513), ["513 rows"]),
+        (make(rows=120), ["24 rows a group"]),
+        (make(depth=100), ["100 contracted elements"]),
+        (make(width=96), ["96 columns of the output"]),
+        (make(tokens=2**26, depth=512), ["gathered rows"]),
+    ],
+)
+def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
+    found = spec.gated_reasons(record)
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "alone"), [(520, False), (320, True)])
+def test_one_warpgroup_has_a_few_rows_alone_where_groups_are_small(rows, alone):
+    found = config.gated_candidates(make(rows=rows), None, "forward")
+    assert found[0].alone is alone
+    assert config.gated_heuristic(make(rows=rows), None, "forward") == found[0]
+
+
+@pytest.mark.parametrize("half", [-1, 0, 1])
+def test_panels_of_the_gate_and_of_the_others_lie_side_by_side(half, monkeypatch):
+    """Every block of 64 columns has both; half a tile has its own, and arrives for the others."""
+    copied, arrived = [], []
+    monkeypatch.setattr(panels.plgpu, "copy_gmem_to_smem", lambda source, target, full: copied.append((source, target)))
+    monkeypatch.setattr(panels.plgpu, "barrier_arrive", lambda full: arrived.append(full))
+    monkeypatch.setattr(panels.pl, "when", lambda there: lambda run: run() if bool(there) else None)
+    made = spec.make_gated_spec(make(), TILES[0])
+    assert made.splits
+
+    class Recorded:
+        def __getitem__(self, place):
+            return place
+
+    ref = types.SimpleNamespace(at=Recorded())
+    shared = types.SimpleNamespace(full=ref, b=ref)
+    call = types.SimpleNamespace(spec=made, shared=shared, operands={"rhs": ref})
+    tile = types.SimpleNamespace(column=128, half=jnp.int32(half), matrix=3)
+    panels.fetch_panels(call, tile, "inner", 1)
+    begins = [int(source[2].start) for source, _ in copied]
+    first = 128 + 64 * max(half, 0)
+    assert begins == [first, first + 256, first + 64, first + 256 + 64][: 4 if half < 0 else 2]
+    assert [target for _, target in copied] == [(1, n) for n in range(len(begins))]
+    assert len(copied) + len(arrived) == made.panels

@@ -1,0 +1,95 @@
+"""Grouped matmul in Mosaic GPU, lowered for CUDA without a GPU; and what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.gpu.grouped_matmul import config, spec
+from ejkernel_pallas.gpu.grouped_matmul.backward import backward
+from ejkernel_pallas.gpu.grouped_matmul.forward import forward
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+
+SHAPE = jax.ShapeDtypeStruct
+
+
+def make(rows=520, depth=128, width=320, transposed=False, out=jnp.bfloat16, dtype=jnp.bfloat16):
+    matrices = (5, width, depth) if transposed else (5, depth, width)
+    return GroupedMatmul(
+        lhs=SHAPE((rows, depth), dtype),
+        rhs=SHAPE(matrices, dtype),
+        group_sizes=SHAPE((5,), jnp.int32),
+        out_dtype=jnp.dtype(out),
+        transpose_rhs=transposed,
+    )
+
+
+def lowered(record, of_rows, of_matrices):
+    """A call and its gradients."""
+    width = record.rhs.shape[1 if record.transpose_rhs else 2]
+
+    def run(record, cotangent):
+        output, _ = forward(record, of_rows)
+        wanted = frozenset({"lhs", "rhs"})
+        saved = Pullback(record=record, residuals=(), output=output, cotangent=cotangent, wanted=wanted)
+        return output, backward(saved, of_matrices)
+
+    cotangent = SHAPE((record.lhs.shape[0], width), record.out_dtype)
+    traced = jax.jit(run).trace(record, cotangent)
+    return traced.lower(lowering_platforms=("cuda",)).as_text(), traced.out_info
+
+
+FORWARD, BACKWARD = (config.candidates(make(), None, direction) for direction in ("forward", "backward"))
+HALVED = {"halves": True, "overlap": False, "block_n": 256, "stages": 4, "slots": 2}
+CLUSTERS = [
+    (
+        dataclasses.replace(FORWARD[0], **fields),
+        dataclasses.replace(BACKWARD[0], **fields, **{f"rhs_{name}": value for name, value in fields.items()}),
+    )
+    for fields in ({"cluster_m": 2, "cluster_n": 1}, {"cluster_m": 1, "cluster_n": 2})
+]
+HALVES = [(dataclasses.replace(FORWARD[0], **HALVED), dataclasses.replace(BACKWARD[0], **HALVED))]
+
+
+@pytest.mark.parametrize("params", [(FORWARD[0], BACKWARD[0]), *CLUSTERS, *HALVES], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"transposed": True, "dtype": jnp.float16}, {"out": jnp.float32}], ids=str)
+def test_a_call_and_its_gradients_lower(fields, params):
+    record = make(**fields)
+    text, (output, gradients) = lowered(record, *params)
+    assert text.count("@mosaic_gpu") == 3
+    assert (output.shape, output.dtype) == ((520, 320), record.out_dtype)
+    for name in ("lhs", "rhs"):
+        assert (gradients[name].shape, gradients[name].dtype) == (getattr(record, name).shape, record.lhs.dtype)
+
+
+@pytest.mark.parametrize("params", [*FORWARD, *(params.rhs for params in BACKWARD)], ids=str)
+def test_candidates_fit_into_shared_memory(params):
+    assert spec.shared_bytes(params) <= SHARED_MEMORY - spec.RESERVE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("block_n", 100), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0), ("cluster_m", 3)]
+)
+def test_tiles_that_are_none_are_refused(name, value):
+    params = dataclasses.replace(FORWARD[0], **{name: value})
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        spec.make_spec(make(), params, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (make(), []),
+        (make(rows=513), ["513 rows"]),
+        (make(depth=100), ["100 contracted elements"]),
+        (make(width=100), ["100 columns"]),
+        (dataclasses.replace(make(), rhs=SHAPE((5, 128, 320), jnp.int8)), ["int8"]),
+    ],
+)
+def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
+    found = spec.reasons(record)
+    assert len(found) == len(words)
+    assert all(word in sentence for word, sentence in zip(words, found, strict=True))

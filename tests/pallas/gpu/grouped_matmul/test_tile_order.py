@@ -1,0 +1,60 @@
+"""The order in which blocks of the grouped-matmul kernels take tiles."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_pallas.gpu.grouped_matmul import config, plan, spec
+from ejkernel_pallas.gpu.grouped_matmul.kernels import matrix_gradients, row_tiles
+
+BLOCKS = 12
+
+
+def make_call(columns, *, matrices=5, contracted=640):
+    tile = config.HopperGrouped(**config.ROW_TILES[0].fields)
+    sizes = {"rows": 4096, "contracted": contracted, "columns": columns, "matrices": matrices}
+    kinds = {"transposed": False, "dtype": jnp.dtype(jnp.bfloat16), "out": jnp.dtype(jnp.bfloat16)}
+    made = spec.GroupedSpec(**sizes, **kinds, tile=dataclasses.replace(tile, band=3))
+    return types.SimpleNamespace(spec=made, blocks=BLOCKS, beside=0, below=0)
+
+
+def test_matrices_of_many_rows_come_first():
+    sizes = np.array([3, 0, 7, 7, 1, 0, 9])
+    end = np.cumsum(sizes)
+    table = plan.longest_first(*(jnp.asarray(x, jnp.int32) for x in (end - sizes, end)))
+    assert table[:, 2].tolist() == [6, 2, 3, 0, 4, 1, 5]
+    np.testing.assert_array_equal(table[:, 1] - table[:, 0], sizes[table[:, 2]])
+    np.testing.assert_array_equal(table[:, 1], end[table[:, 2]])
+
+
+@pytest.mark.parametrize("columns", [256, 1280])
+def test_every_second_round_begins_at_its_end(columns):
+    call = make_call(columns)
+    count = call.spec.matrices * call.spec.down * call.spec.across
+    numbers = jax.vmap(lambda n: matrix_gradients._folded(call, n))(jnp.arange(count))
+    assert sorted(numbers.tolist()) == list(range(count))
+    whole = count // BLOCKS
+    rounds = np.asarray(numbers)[: whole * BLOCKS].reshape(whole, BLOCKS)
+    assert (np.diff(rounds[::2]) == 1).all()
+    assert (np.diff(rounds[1::2]) == -1).all()
+
+
+@pytest.mark.parametrize(("tiles", "columns", "split"), [(8, 1280, 4), (6, 768, 6), (7, 1280, 0), (12, 1280, 0)])
+def test_tiles_of_a_short_last_round_are_split(tiles, columns, split):
+    call = make_call(columns)
+    across = call.spec.across
+    assert row_tiles.split(call, jnp.int32(tiles)) == split
+    items = tiles * across + split
+    place = jax.vmap(lambda n: row_tiles.tile_index(call, jnp.int32(tiles), n))(jnp.arange(items))
+    found = [tuple(x) for x in np.stack(place, axis=1).tolist()]
+    # Every tile once: all of its columns, or one half and the other.
+    halves = [(row, column) for row, column, half in found if half >= 0]
+    assert len(set(found)) == len(found)
+    assert all(halves.count(x) == 2 for x in halves)
+    whole = {(row, column) for row, column, half in found if half < 0}
+    assert len(whole) + len(halves) // 2 == tiles * across
+    assert whole.isdisjoint(halves)

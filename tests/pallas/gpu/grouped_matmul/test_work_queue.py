@@ -1,0 +1,122 @@
+"""The counter that gives blocks of a grouped matmul their tiles: warpgroups as threads, in any order of their steps."""
+
+import collections
+import random
+import threading
+import time
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel_pallas.gpu.grouped_matmul.kernels import work_queue
+from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
+
+STEPS, BLOCKS, TILES, PATIENCE = 3, 4, 21, 30.0
+
+
+class Barrier:
+    """A barrier in shared memory, of which every thread sees each phase."""
+
+    def __init__(self, arrivals):
+        self.arrivals, self.missing, self.phase = arrivals, arrivals, 0
+        self.changed, self.seen = threading.Condition(), collections.Counter()
+
+    def arrive(self):
+        with self.changed:
+            self.missing -= 1
+            if not self.missing:
+                self.missing, self.phase = self.arrivals, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self):
+        thread = threading.get_ident()
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phase > self.seen[thread], PATIENCE), "a barrier is never full"
+            self.seen[thread] += 1
+            # The chip has a bit for the phase: a thread that is two phases late waits for ever.
+            assert self.phase == self.seen[thread]
+
+
+class Places(list):
+    """Numbers or barriers in shared memory, whose views `at` gives."""
+
+    @property
+    def at(self):
+        return self
+
+    def __getitem__(self, place):
+        found = super().__getitem__(int(place))
+        return found if isinstance(found, Barrier) else (self, int(place))
+
+
+@pytest.fixture
+def numbers(monkeypatch):
+    """What the chip does, for threads: the numbers that a counter has given."""
+    given, lock = [], threading.Lock()
+
+    def fetch(counter):
+        with lock:
+            given.append(counter)
+            return jnp.int32(len(given) - 1)
+
+    def store(view, number):
+        places, place = view
+        places[place] = int(number)
+
+    def load(view):
+        places, place = view
+        return jnp.int32(list(places)[place])
+
+    for name, function in (("fetch_number", fetch), ("store_number", store), ("load_number", load)):
+        monkeypatch.setattr(work_queue.tile_scheduler, name, function)
+    waits = {"barrier_wait": Barrier.wait, "barrier_arrive": Barrier.arrive}
+    monkeypatch.setattr(work_queue, "plgpu", types.SimpleNamespace(**waits))
+    when = lambda condition: lambda run: run() if condition else None  # noqa: E731
+    monkeypatch.setattr(work_queue, "pl", types.SimpleNamespace(when=when))
+    return given
+
+
+def make_call(dynamic):
+    shared = types.SimpleNamespace(
+        number=Places([None] * work_queue.SLOTS),
+        number_full=Places(Barrier(1) for _ in range(work_queue.SLOTS)),
+        number_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.SLOTS)),
+    )
+    spec = types.SimpleNamespace(dynamic=dynamic, steps=STEPS)
+    return types.SimpleNamespace(spec=spec, shared=shared, blocks=BLOCKS, tile_counter="counter")
+
+
+def produce(call, block, taken):
+    number, done = jnp.int32(block), jnp.int32(0)
+    while number < TILES:
+        taken.append(int(number))
+        requested = work_queue.request(call, number)
+        number, done = work_queue.publish(call, requested, done), done + STEPS
+
+
+def consume(call, block, taken):
+    number, done = jnp.int32(block), jnp.int32(0)
+    while number < TILES:
+        taken.append(int(number))
+        # Products take longer than copies, and not equally long: the producer is ahead as far as barriers let it.
+        time.sleep(random.random() / 50)
+        number, done = work_queue.next_number(call, number, done), done + STEPS
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_tile_is_one_block_s(numbers, dynamic):
+    blocks = [[[] for _ in range(1 + WARPGROUPS)] for _ in range(BLOCKS)]
+    threads = []
+    for block, warpgroups in enumerate(blocks):
+        call = make_call(dynamic)
+        for work, taken in zip((produce, *[consume] * WARPGROUPS), warpgroups, strict=True):
+            threads.append(threading.Thread(target=work, args=(call, block, taken), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert all(taken == warpgroups[0] for warpgroups in blocks for taken in warpgroups)
+    assert sorted(number for warpgroups in blocks for number in warpgroups[0]) == list(range(TILES))
+    # A block asks once for each of its tiles, and is told of the end by the last number.
+    assert len(numbers) == (TILES if dynamic else 0)

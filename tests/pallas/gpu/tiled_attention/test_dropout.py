@@ -1,0 +1,43 @@
+"""Dropout's numbers as the Mosaic GPU kernels read them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning import dropout
+from ejkernel_pallas.gpu.tiled_attention.kernels import dropout as tile_dropout
+from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
+
+
+def make(prob, queries=70, keys=130):
+    q, k = (jnp.zeros((2, n, 4, 64), jnp.bfloat16) for n in (queries, keys))
+    seed = jnp.uint32(5)
+    return TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, dropout_prob=prob, dropout_seed=seed)
+
+
+def test_products_of_numbers_decide_as_everywhere():
+    record = make(0.3)
+    spec = make_spec(record)
+    made = tile_dropout.numbers(record, spec, 64, 128)
+    assert {name: (x.shape, x.dtype.name) for name, x in made.items()} == {
+        "q_numbers": ((2, 4, 128), "uint32"),
+        "k_numbers": ((1, 256), "uint32"),
+    }
+    kept = made["q_numbers"][..., :70, None] * made["k_numbers"][:, None, None, :130] >= jnp.uint32(spec.threshold)
+    index = jnp.arange(2)[:, None, None], jnp.arange(4)[:, None], jnp.arange(70)
+    rows = dropout.row_keys(record.dropout_seed, *index)
+    np.testing.assert_array_equal(kept, dropout.keep(rows[..., None], jnp.arange(130), 0.3))
+
+
+@pytest.mark.parametrize("prob", [0.0, 2.0**-40])
+def test_what_drops_nothing_needs_no_numbers(prob):
+    record = make(prob)
+    assert tile_dropout.numbers(record, make_spec(record), 64, 128) == {}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_number_instead_of_zero_is_one_of_the_dtype(dtype):
+    tiny = tile_dropout.TINY[dtype]
+    assert float(np.asarray(tiny, dtype)) == tiny
+    assert float(np.float32(1 / tiny)) == 1 / tiny

@@ -1,0 +1,96 @@
+"""First and last keys of queries of segments, and of warpgroups, against every pair looked at one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import padded_ids
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import MIXED, key_ranges
+from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
+
+LARGEST = 2**31 - 1
+PADDED = {"nowhere": (0, 0), "before": (3, 0), "after": (0, 3), "around": (2, 2)}
+
+
+def ranges(q_ids, k_ids, **mask):
+    """The first and last keys of a row's queries, and whether ids have to be compared."""
+    q, k = (jax.ShapeDtypeStruct((1, len(ids), 1, 64), jnp.bfloat16) for ids in (q_ids, k_ids))
+    q_ids, k_ids = (jnp.asarray(ids, jnp.int32)[None] for ids in (q_ids, k_ids))
+    record = TiledAttention(
+        query=q, key=k, value=k, softmax_scale=1.0, q_segment_ids=q_ids, kv_segment_ids=k_ids, **mask
+    )
+    made = key_ranges(make_spec(record), (padded_ids(q_ids, 16, -1), padded_ids(k_ids, 8, -2)), 8)
+    assert made.shape == (1, 2, -(-q.shape[1] // 16) * 16)
+    first, last = np.asarray(made)[0]
+    mixed = last >= MIXED
+    assert mixed.all() == mixed.any()
+    return first, np.where(mixed, last - MIXED, last), mixed.any()
+
+
+def attended(q_ids, k_ids, causal, window):
+    """Which pairs attend, told pair by pair."""
+    left, right = window or (None, None)
+    pairs = np.zeros((len(q_ids), len(k_ids)), bool)
+    for i, j in np.ndindex(pairs.shape):
+        near = (left is None or j >= i - left) and (right is None or j <= i + right) and (not causal or j <= i)
+        pairs[i, j] = near and q_ids[i] == k_ids[j] >= 0
+    return pairs
+
+
+def random_ids(seed, length, in_order, padded, largest):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 4, length)
+    ids = np.sort(ids) if in_order else ids
+    before, after = PADDED[padded]
+    ids[:before], ids[max(0, length - after) :] = -1, -1
+    return np.where(ids == 3, largest, ids)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    lengths=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    in_order=st.booleans(),
+    padded=st.sampled_from(sorted(PADDED)),
+    largest=st.sampled_from([3, LARGEST]),
+    causal=st.booleans(),
+    window=st.none() | st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
+)
+def test_ranges_and_ids_together_leave_the_pairs_that_attend(seed, lengths, in_order, padded, largest, causal, window):
+    q_ids = random_ids(seed, lengths[0], False, "around", largest)
+    k_ids = random_ids(seed + 1, lengths[1], in_order, padded, largest)
+    first, last, mixed = ranges(q_ids, k_ids, causal=causal, sliding_window=window)
+    assert not (mixed and in_order)
+    keys, queries = np.arange(len(k_ids)), slice(len(q_ids))
+    seen = (keys >= first[queries, None]) & (keys <= last[queries, None])
+    if mixed:
+        seen &= (q_ids[:, None] == k_ids) & (q_ids[:, None] >= 0)
+    else:
+        assert (last[len(q_ids) :] < first[len(q_ids) :]).all()  # of queries beyond the end
+    np.testing.assert_array_equal(seen, attended(q_ids, k_ids, causal, window))
+
+
+def test_padding_between_keys_of_a_segment_is_told_by_ids():
+    first, last, mixed = ranges([0, 0, 0], [0, -1, 0])
+    assert mixed
+    assert first[:3].tolist() == [0, 0, 0]
+    assert last[:3].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("right", [None, 0, 1, 30, 64])
+@pytest.mark.parametrize("queries", [64, 128, 192])
+@pytest.mark.parametrize("keys", [64, 128, 192])
+def test_warpgroups_end_together_or_are_said_not_to(queries, keys, right):
+    q = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.bfloat16)
+    window = None if right is None else (None, right)
+    spec = make_spec(TiledAttention(query=q, key=q, value=q, softmax_scale=1.0, sliding_window=window))
+    rows = np.arange(64 * 192).reshape(-1, queries // WGMMA_M, WGMMA_M).max(axis=-1)  # the last of every warpgroup
+    ends = (rows + (right or 0)) // keys
+    uneven = right is not None and bool((ends[:, :1] != ends).any())
+    assert ForwardTile(queries // WGMMA_M, keys, 2, 2).has_uneven_ends(spec) == uneven

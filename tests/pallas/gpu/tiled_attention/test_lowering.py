@@ -1,0 +1,120 @@
+"""The Mosaic GPU kernels lowered for CUDA without a GPU: layouts, shared memory and shapes are checked by lowering."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.types.pullback import Pullback
+from ejkernel.types.sparse_masks import NumpyMask
+from ejkernel_pallas.gpu.tiled_attention import config
+from ejkernel_pallas.gpu.tiled_attention.backward import backward
+from ejkernel_pallas.gpu.tiled_attention.forward import forward
+from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+HEADS = 4
+DROPOUT = {"dropout_prob": 0.1, "dropout_seed": jax.ShapeDtypeStruct((), jnp.uint32)}
+FEATURES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"sliding_window": (100, 30)},
+    "segments": {"causal": True},
+    "soft cap": {"logits_soft_cap": 30.0},
+    "sinks": {"causal": True, "softmax_aux": jax.ShapeDtypeStruct((HEADS,), jnp.float32)},
+    "dropout": {"causal": True} | DROPOUT,
+    "dropout, soft cap": {"logits_soft_cap": 30.0} | DROPOUT,
+    "dropout, segments": DROPOUT,
+    "pattern": {"causal": True, "pattern": NumpyMask(np.random.RandomState(0).rand(512, 512) < 0.3)},
+}
+
+
+def make(size, feature, queries=512, keys=512, dtype=jnp.bfloat16):
+    shapes = ((2, queries, HEADS, size), (2, keys, 2, size), (2, keys, 2, 128 if size == 192 else size))
+    q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    fields = dict(FEATURES[feature])
+    if feature.endswith("segments"):
+        fields |= {
+            "q_segment_ids": jax.ShapeDtypeStruct((2, queries), jnp.int32),
+            "kv_segment_ids": jax.ShapeDtypeStruct((2, keys), jnp.int32),
+        }
+    return TiledAttention(query=q, key=k, value=v, softmax_scale=0.1, **fields)
+
+
+def lowered(record, forward_config, backward_config=None):
+    """A call, and its gradients where there is a configuration for them."""
+    wanted = frozenset(x for x in ("query", "key", "value", "softmax_aux") if getattr(record, x) is not None)
+
+    def run(record):
+        output, residuals = forward(record, forward_config)
+        if backward_config is None:
+            return output, residuals.lse
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        return output, backward(saved, backward_config)
+
+    traced = jax.jit(run).trace(record)
+    return traced.lower(lowering_platforms=("cuda",)).as_text(), traced.out_info
+
+
+def tiles_of(record, direction):
+    return config.heuristic(record, H200, direction)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_a_call_and_its_gradients_lower(size, feature):
+    record = make(size, feature)
+    text, (output, gradients) = lowered(record, tiles_of(record, "forward"), tiles_of(record, "backward"))
+    assert text.count("@mosaic_gpu") == 2
+    assert output.shape == (*record.query.shape[:3], record.value.shape[3])
+    assert {name: x.shape for name, x in gradients.items()} == {name: getattr(record, name).shape for name in gradients}
+
+
+@pytest.mark.parametrize("size", [128, 192, 256])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 63), (700, 333)])
+def test_lengths_that_are_no_whole_tiles_lower(queries, keys, size):
+    record = make(size, "causal", queries, keys, jnp.float16)
+    _, (output, gradients) = lowered(record, tiles_of(record, "forward"), tiles_of(record, "backward"))
+    assert output.shape[1] == queries
+    assert gradients["key"].shape[1] == keys
+
+
+@pytest.mark.parametrize("size", [64, 128, 192, 256])
+def test_candidates_fit_shared_memory(size):
+    record = make(size, "dropout, segments")
+    spec = make_spec(record)
+    for params in config.candidates(record, H200, "forward"):
+        assert config.forward_bytes(config.forward_tile(params, spec), spec) <= config.SHARED_MEMORY
+    for params in config.candidates(record, H200, "backward"):
+        assert config.backward_bytes(config.backward_tile(params, spec), spec) <= config.SHARED_MEMORY
+
+
+@pytest.mark.parametrize("name", ["block_q", "block_kv", "stages"])
+def test_tiles_that_are_none_are_refused_by_name(name):
+    import dataclasses
+
+    record = make(128, "full")
+    params = dataclasses.replace(tiles_of(record, "forward"), **{name: 1})
+    with pytest.raises(ValueError, match=f"cfg: got {name}=1"):
+        forward(record, params)
+
+
+def test_tiles_beyond_shared_memory_are_refused():
+    import dataclasses
+
+    record = make(256, "full")
+    params = dataclasses.replace(tiles_of(record, "forward"), stages=8)
+    with pytest.raises(ValueError, match="shared memory"):
+        forward(record, params)
+
+
+@pytest.mark.parametrize(("name", "value", "word"), [("block_kv", 64, "128 keys"), ("stages", 9, "shared memory")])
+def test_backward_tiles_that_are_none_are_refused(name, value, word):
+    import dataclasses
+
+    record = make(128, "full")
+    params = dataclasses.replace(tiles_of(record, "backward"), **{name: value})
+    with pytest.raises(ValueError, match=word):
+        config.backward_tile(params, make_spec(record))
