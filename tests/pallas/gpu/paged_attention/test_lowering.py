@@ -113,8 +113,8 @@ def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, mo
         return _simulated(constants, {name: np.asarray(x) for name, x in operands.items()})
 
     monkeypatch.setattr(forward, "_launch", simulated)
-    monkeypatch.setattr(prefill, "_launch", _simulated_prefill)
-    monkeypatch.setattr(prefill, "sequential_vmap", lambda function: function)
+    monkeypatch.setattr(paged_prefill, "_launch", _simulated_prefill)
+    monkeypatch.setattr(paged_prefill, "sequential_vmap", lambda function: function)
     monkeypatch.setattr(forward, "combined", lambda constants, schedule, made: (made.output, made.lse))
     monkeypatch.setattr(forward, "sequential_vmap", lambda function: function)
     output, lse = forward.attend(record, PARAMS)
@@ -213,8 +213,8 @@ def _copied(layout, operands, what, place, head):
 
 def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
     record = make(lens=(300, 0, 364, 1, 700), q_lens=(140, 0, 300, 1, 170), first=5, page=64)
-    table = np.asarray(paged_prefill.make_prefill(record, paged_cache.RowLimits(32, 999)))[0]
-    tiles = [paged_prefill.PagedTile(*row) for row in table[: table[0, paged_prefill.LIVE] // 8, paged_prefill.FIELDS]]
+    table = np.asarray(prefill.make_prefill(record, paged_cache.RowLimits(32, 999)))[0]
+    tiles = [paged_prefill.PagedTile(*row) for row in table[: table[0, prefill.LIVE] // 8, prefill.FIELDS]]
     # The last two are of rows that belong to no sequence, and have no keys.
     assert [tile.sequence for tile in tiles[:-2]] == [4, 4, 2, 2, 2, 0, 0]
     assert [tile.keys for tile in tiles] == [700, 652, 364, 319, 191, 300, 283, 0, 0]
