@@ -12,24 +12,18 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import ChunkedPrefillPagedDecodeConfig
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
     as_count,
     as_newest,
     as_scale,
-    check_caches,
-    check_packed,
-    check_per_head,
-    check_query,
-    per_head,
     settle,
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -139,52 +133,20 @@ class ChunkedPrefillPagedDecodeArguments(ArgumentRecord, of=chunked_prefill_page
 
 def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    sizes: dict[str, int] = {}
-    check_query("queries", args.queries, "T H D", sizes)
-    check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
+    sizes = check_batch(args)
     check_shape("keys", args.keys, "T Hk D", sizes)
     check_shape("values", args.values, "T Hk Dv", sizes)
     check_same_dtype({"key_cache": args.key_cache, "keys": args.keys, "values": args.values})
-    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
-    check_per_head("alibi_slopes", args.alibi_slopes, sizes)
-    check_sinks(args.softmax_aux, sizes["H"])
 
 
 def conditions(args: ChunkedPrefillPagedDecodeArguments) -> Iterable[Condition]:
     """Lengths, starts and tables fit each other."""
-    if not has_rank(args, queries=3, key_cache=4, block_tables=2):
-        return
-    yield from packed(
-        Packed(
-            lengths=("kv_lens", args.kv_lens),
-            starts=("query_start_loc", args.query_start_loc),
-            tables=("block_tables", args.block_tables),
-            rows=args.queries.shape[0],
-            page_size=args.key_cache.shape[1],
-        )
-    )
+    yield from batch_conditions(args)
 
 
 def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
     """Returns the paged-attention record of a call."""
-    return PagedAttention(
-        query=args.queries,
-        key_pages=args.key_cache,
-        value_pages=args.value_cache,
-        block_tables=args.block_tables,
-        kv_lens=args.kv_lens,
-        query_start=args.query_start_loc,
-        softmax_scale=args.queries.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
-        kv_layout="pshd",
-        kv_heads=None,
-        new_keys=args.keys,
-        new_values=args.values,
-        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
-        alibi_slopes=per_head(args.alibi_slopes, args.queries),
-        causal=args.causal,
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.logits_soft_cap,
-    )
+    return batch_record(args, new_keys=args.keys, new_values=args.values)
 
 
 def finish(args: ChunkedPrefillPagedDecodeArguments, output: tuple[jax.Array, ...]) -> Any:

@@ -14,24 +14,19 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed, shared_prefix
+from ejkernel.modules.operations.shared.conditions import shared_prefix
 from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch, has_ranks
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
     as_count,
     as_newest,
     as_scale,
-    check_caches,
-    check_packed,
-    check_per_head,
-    check_query,
-    per_head,
     settle,
     tuned,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -144,12 +139,7 @@ class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
 
 def validate(args: UnifiedAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    sizes: dict[str, int] = {}
-    check_query("queries", args.queries, "T H D", sizes)
-    check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
-    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
-    check_per_head("alibi_slopes", args.alibi_slopes, sizes)
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_batch(args)
     if args.shared_prefix is not None:
         check_shape("shared_prefix", args.shared_prefix, "", {})
         check_dtype("shared_prefix", args.shared_prefix, jnp.integer, "an integer dtype")
@@ -160,18 +150,8 @@ def validate(args: UnifiedAttentionArguments) -> None:
 
 def conditions(args: UnifiedAttentionArguments) -> Iterable[Condition]:
     """Lengths, starts and tables fit each other."""
-    if not has_rank(args, queries=3, key_cache=4, block_tables=2):
-        return
-    yield from packed(
-        Packed(
-            lengths=("kv_lens", args.kv_lens),
-            starts=("query_start_loc", args.query_start_loc),
-            tables=("block_tables", args.block_tables),
-            rows=args.queries.shape[0],
-            page_size=args.key_cache.shape[1],
-        )
-    )
-    if args.shared_prefix is not None:
+    yield from batch_conditions(args)
+    if args.shared_prefix is not None and has_ranks(args):
         capacity = args.block_tables.shape[1] * args.key_cache.shape[1]
         lengths, starts = ("kv_lens", args.kv_lens), ("query_start_loc", args.query_start_loc)
         yield from shared_prefix(args.shared_prefix, lengths, starts, capacity)
@@ -179,24 +159,8 @@ def conditions(args: UnifiedAttentionArguments) -> Iterable[Condition]:
 
 def lower(args: UnifiedAttentionArguments) -> PagedAttention:
     """Returns the paged-attention record of a call."""
-    return PagedAttention(
-        query=args.queries,
-        key_pages=args.key_cache,
-        value_pages=args.value_cache,
-        block_tables=args.block_tables,
-        kv_lens=args.kv_lens,
-        query_start=args.query_start_loc,
-        softmax_scale=args.queries.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
-        kv_layout="pshd",
-        kv_heads=None,
-        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
-        alibi_slopes=per_head(args.alibi_slopes, args.queries),
-        qq_bias=args.qq_bias,
-        shared_prefix=None if args.shared_prefix is None else jnp.asarray(args.shared_prefix, jnp.int32),
-        causal=args.causal,
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.logits_soft_cap,
-    )
+    prefix = None if args.shared_prefix is None else jnp.asarray(args.shared_prefix, jnp.int32)
+    return batch_record(args, qq_bias=args.qq_bias, shared_prefix=prefix)
 
 
 def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:

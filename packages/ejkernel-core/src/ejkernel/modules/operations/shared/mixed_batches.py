@@ -1,0 +1,72 @@
+"""What operations on batches of prefills and decodes over separate caches share: checks, conditions, the record."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
+from ejkernel.modules.operations.shared.paged_arguments import (
+    as_newest,
+    check_caches,
+    check_packed,
+    check_per_head,
+    check_query,
+    per_head,
+)
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.values import Condition
+
+
+def check_batch(args: Any) -> dict[str, int]:
+    """Checks the arrays of a call, and returns its sizes by letter.
+
+    Raises:
+        ValueError: One of them is wrong on every backend.
+    """
+    sizes: dict[str, int] = {}
+    check_query("queries", args.queries, "T H D", sizes)
+    check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
+    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
+    check_per_head("alibi_slopes", args.alibi_slopes, sizes)
+    check_sinks(args.softmax_aux, sizes["H"])
+    return sizes
+
+
+def has_ranks(args: Any) -> bool:
+    """Returns whether the arrays that conditions read the sizes of have their axes."""
+    return has_rank(args, queries=3, key_cache=4, block_tables=2)
+
+
+def batch_conditions(args: Any) -> Iterable[Condition]:
+    """Lengths, starts and tables fit each other."""
+    if has_ranks(args):
+        yield from packed(
+            Packed(
+                lengths=("kv_lens", args.kv_lens),
+                starts=("query_start_loc", args.query_start_loc),
+                tables=("block_tables", args.block_tables),
+                rows=args.queries.shape[0],
+                page_size=args.key_cache.shape[1],
+            )
+        )
+
+
+def batch_record(args: Any, **fields: Any) -> PagedAttention:
+    """Returns the paged-attention record of a call, with the fields that one operation has alone."""
+    return PagedAttention(
+        query=args.queries,
+        key_pages=args.key_cache,
+        value_pages=args.value_cache,
+        block_tables=args.block_tables,
+        kv_lens=args.kv_lens,
+        query_start=args.query_start_loc,
+        softmax_scale=args.queries.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        kv_layout="pshd",
+        kv_heads=None,
+        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
+        alibi_slopes=per_head(args.alibi_slopes, args.queries),
+        causal=args.causal,
+        sliding_window=as_newest("sliding_window", args.sliding_window),
+        logits_soft_cap=args.logits_soft_cap,
+        **fields,
+    )
