@@ -10,7 +10,7 @@ import pytest
 from ejkernel.families import tiled_attention
 from ejkernel.modules.operations.flash_attention import OP, lower
 from ejkernel.types.pullback import Pullback
-from ejkernel_cuda.tiled_attention import cudnn
+from ejkernel_cuda.tiled_attention import backward, forward
 
 FIELDS = ("query", "key", "value", "bias")
 
@@ -47,13 +47,14 @@ def _paired(x):
 
 @pytest.fixture(name="record")
 def case(monkeypatch):
-    monkeypatch.setattr(cudnn, "_call", stand_in)
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "call", stand_in)
     [found] = [case for case in OP.cases if case.name == "bfloat16, causal and bias of -inf, lse"]
     return lower(found.make(jax.random.key(0)))
 
 
 def test_rows_that_a_bias_masks_are_zero(record):
-    output, residuals = cudnn.forward(record, None)
+    output, residuals = forward.forward(record, None)
     wants, reference = tiled_attention.reference(record)
     masked = np.isneginf(reference.lse)
     assert masked.any()
@@ -64,11 +65,11 @@ def test_rows_that_a_bias_masks_are_zero(record):
 
 def test_their_gradients_are_zero(record):
     cotangent = jax.random.normal(jax.random.key(1), record.query.shape).astype(record.query.dtype)
-    output, residuals = cudnn.forward(record, None)
+    output, residuals = forward.forward(record, None)
     pullback = Pullback(
         record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=frozenset(FIELDS)
     )
-    got = cudnn.backward(pullback, None)
+    got = backward.backward(pullback, None)
 
     def loss(fields):
         value, _ = tiled_attention.reference(dataclasses.replace(record, **fields))

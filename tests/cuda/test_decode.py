@@ -15,7 +15,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules import ragged_decode_attention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_cuda import dense_decode, library
-from ejkernel_cuda.dense_decode import splits
+from ejkernel_cuda.dense_decode import config
 from ejkernel_cuda.dense_decode.forward import forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
@@ -104,7 +104,7 @@ def test_a_paged_cache_is_refused():
     ids=str,
 )
 def test_splits_fill_the_chip(shape, expected):
-    assert splits.heuristic(record(**shape), H200, "forward") == splits.DecodeSplits(num_splits=expected)
+    assert config.heuristic(record(**shape), H200, "forward") == config.DecodeSplits(num_splits=expected)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 33, 132, 300])
@@ -112,10 +112,10 @@ def test_splits_fill_the_chip(shape, expected):
 def test_splits_stay_within_reason(rows, capability):
     device = dataclasses.replace(H200, compute_capability=capability)
     for keys in (1, 255, 4096, 100_000):
-        chosen = splits.heuristic(record(rows=rows, keys=keys), device, "forward").num_splits
-        assert 1 <= chosen <= max(1, min(splits.MAX_SPLITS, keys // splits.MIN_SPLIT_KEYS))
+        chosen = config.heuristic(record(rows=rows, keys=keys), device, "forward").num_splits
+        assert 1 <= chosen <= max(1, min(config.MAX_SPLITS, keys // config.MIN_SPLIT_KEYS))
         assert all(
-            1 <= c.num_splits <= splits.MAX_SPLITS for c in splits.candidates(record(keys=keys), device, "forward")
+            1 <= c.num_splits <= config.MAX_SPLITS for c in config.candidates(record(keys=keys), device, "forward")
         )
 
 
@@ -129,7 +129,7 @@ def test_sources_compile_and_the_call_lowers(compiled, monkeypatch):
     library.registered.cache_clear()
 
     given = record(rows=4, keys=1024, softmax_aux=jax.ShapeDtypeStruct((32,), jnp.float32), sliding_window=(99, -2))
-    call = functools.partial(forward, config=splits.DecodeSplits(num_splits=3))
+    call = functools.partial(forward, config=config.DecodeSplits(num_splits=3))
     text = jax.jit(call).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert "@ejkernel_split_decode" in text
     assert "left = 99 : i32, right = -2 : i32" in text

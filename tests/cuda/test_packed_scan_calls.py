@@ -8,8 +8,8 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.selective_scan import backward as backward_pass
+from ejkernel_cuda.selective_scan import config
 from ejkernel_cuda.selective_scan import forward as forward_pass
-from ejkernel_cuda.selective_scan import tiles
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 SEQUENCES, TOKENS, CHANNELS, SIZE = 5, 130, 200, 13
@@ -35,9 +35,9 @@ def record(slots=None):
 
 def both(given):
     """Output, final states and all gradients of a record."""
-    output, residuals = forward_pass.forward(given, tiles.heuristic(given, H200, "forward"))
+    output, residuals = forward_pass.forward(given, config.heuristic(given, H200, "forward"))
     pullback = Pullback(record=given, residuals=residuals, output=None, cotangent=output, wanted=GRADIENTS)
-    return output, backward_pass.backward(pullback, tiles.heuristic(given, H200, "backward"))
+    return output, backward_pass.backward(pullback, config.heuristic(given, H200, "backward"))
 
 
 @pytest.mark.parametrize("slots", [None, 9])
@@ -59,4 +59,4 @@ def test_packed_calls_lower(slots, monkeypatch):
 
 
 def test_sequences_fill_a_chip_as_rows_do():
-    assert tiles.warpgroups(record()) == SEQUENCES * 2
+    assert config.warpgroups(record()) == SEQUENCES * 2

@@ -14,7 +14,7 @@ from ejkernel.modules import chunked_prefill_paged_decode, ragged_page_attention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.plugins import registry
 from ejkernel_cuda import library
-from ejkernel_cuda.paged_decode import IMPLEMENTATIONS, blocks
+from ejkernel_cuda.paged_decode import IMPLEMENTATIONS, config
 from ejkernel_cuda.paged_decode import forward as call
 from ejkernel_cuda.paged_decode.forward import forward, strides
 
@@ -114,22 +114,22 @@ def test_it_refuses_records_by_name(changes, sentence):
 )
 def test_blocks_fill_the_chip(shape, device, expected):
     given = record(**shape)
-    rule = blocks.heuristic(given, device, "forward")
+    rule = config.heuristic(given, device, "forward")
     assert (rule.num_blocks, rule.num_lines) == expected
-    count, lines = blocks.launched(given, rule)
+    count, lines = config.launched(given, rule)
     assert lines == rule.num_lines
     assert count % lines == 0
-    assert count >= blocks.ENOUGH_BLOCKS * rule.num_blocks
+    assert count >= config.ENOUGH_BLOCKS * rule.num_blocks
 
 
 def test_configurations_fit_the_record():
     given = record(kv_heads=8)
-    assert blocks.launched(given, blocks.PagedBlocks(num_blocks=30, num_lines=5)) == (28, 4)
-    assert blocks.launched(given, blocks.PagedBlocks(num_blocks=1, num_lines=8)) == (8, 8)
+    assert config.launched(given, config.PagedBlocks(num_blocks=30, num_lines=5)) == (28, 4)
+    assert config.launched(given, config.PagedBlocks(num_blocks=1, num_lines=8)) == (8, 8)
     with pytest.raises(ValueError, match="want at least 1"):
-        blocks.launched(given, blocks.PagedBlocks(num_blocks=0, num_lines=1))
-    rule = blocks.heuristic(given, H200, "forward")
-    assert blocks.candidates(given, H200, "forward")[0] == rule
+        config.launched(given, config.PagedBlocks(num_blocks=0, num_lines=1))
+    rule = config.heuristic(given, H200, "forward")
+    assert config.candidates(given, H200, "forward")[0] == rule
 
 
 def test_calls_that_write_are_served_before_triton():
@@ -187,7 +187,7 @@ def test_new_tokens_are_written_by_the_call_into_the_cache_that_it_is_given(op, 
         args = operation.arguments(**dict(zip(operation.axes, arguments, strict=False)))
         record = operation.lower(args)
         assert list(IMPLEMENTATIONS[0].requires.extra(record)) == []
-        return operation.finish(args, forward(record, blocks.PagedBlocks(num_blocks=16, num_lines=2))[0])
+        return operation.finish(args, forward(record, config.PagedBlocks(num_blocks=16, num_lines=2))[0])
 
     traced = jax.jit(step, donate_argnums=WRITING[op]).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -251,7 +251,7 @@ def test_the_call_lowers(compiled, monkeypatch):
     monkeypatch.setattr(ejkernel_cuda, "__path__", [str(compiled)])
     library.registered.cache_clear()
     given = record(softmax_aux=array(32, dtype=jnp.float32), sliding_window=(99, None))
-    call = functools.partial(forward, config=blocks.PagedBlocks(num_blocks=264, num_lines=8))
+    call = functools.partial(forward, config=config.PagedBlocks(num_blocks=264, num_lines=8))
     text = jax.jit(call).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert "@ejkernel_paged_decode" in text
     assert "left = 99 : i32, lines = 8 : i32" in text

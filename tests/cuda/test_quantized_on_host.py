@@ -23,9 +23,10 @@ from ejkernel.ops.plugins import registry
 from ejkernel.planning import quantized_formats
 from ejkernel_cuda import library
 from ejkernel_cuda import quantized_matmul as cuda
-from ejkernel_cuda.quantized_matmul import cases, splits
+from ejkernel_cuda.quantized_matmul import cases
+from ejkernel_cuda.quantized_matmul import config as splits
+from ejkernel_cuda.quantized_matmul.config import QuantizedSplits
 from ejkernel_cuda.quantized_matmul.forward import forward
-from ejkernel_cuda.quantized_matmul.splits import QuantizedSplits
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 SOURCES = Path(__file__).parents[2] / "packages" / "ejkernel-cuda" / "csrc"

@@ -13,7 +13,7 @@ from ejkernel.modules.operations.state_space_v1 import OP
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda import library
-from ejkernel_cuda.selective_scan import IMPLEMENTATIONS, cases, tiles
+from ejkernel_cuda.selective_scan import IMPLEMENTATIONS, cases, config
 from ejkernel_cuda.selective_scan import backward as backward_pass
 from ejkernel_cuda.selective_scan import forward as forward_pass
 
@@ -111,10 +111,10 @@ def test_gradients_of_few_rows_and_small_states_are_left_to_others(changes, firs
     ids=str,
 )
 def test_tiles_fill_the_chip(shape, expected):
-    rule = tiles.heuristic(record(**shape), H200, "forward")
+    rule = config.heuristic(record(**shape), H200, "forward")
     assert (rule.channels, rule.lanes) == expected
-    assert rule in tiles.candidates(record(**shape), H200, "forward")
-    pairs = tiles.heuristic(record(**shape), H200, "backward").warpgroups
+    assert rule in config.candidates(record(**shape), H200, "forward")
+    pairs = config.heuristic(record(**shape), H200, "backward").warpgroups
     assert pairs == (2 if shape["rows"] == 8 else 1)
 
 
@@ -136,10 +136,10 @@ def lowered(monkeypatch):
 
 def both(given):
     """Output and all gradients of a record."""
-    (output, final), residuals = forward_pass.forward(given, tiles.heuristic(given, H200, "forward"))
+    (output, final), residuals = forward_pass.forward(given, config.heuristic(given, H200, "forward"))
     wanted = frozenset(FIELDS) | ({"initial_state"} if given.initial_state is not None else frozenset())
     pullback = Pullback(record=given, residuals=residuals, output=None, cotangent=(output, final), wanted=wanted)
-    return output, backward_pass.backward(pullback, tiles.heuristic(given, H200, "backward"))
+    return output, backward_pass.backward(pullback, config.heuristic(given, H200, "backward"))
 
 
 def test_calls_lower(lowered):
@@ -165,7 +165,7 @@ def test_mapped_calls_are_one(lowered):
 
 def test_a_tile_that_does_not_fit_is_an_error(lowered):
     with pytest.raises(ValueError, match="got 20 channels, wants a multiple of 8"):
-        jax.eval_shape(lambda given: forward_pass.forward(given, tiles.WIDE), record(channels=20))
+        jax.eval_shape(lambda given: forward_pass.forward(given, config.WIDE), record(channels=20))
 
 
 def test_dt_of_another_dtype_is_float32(lowered):

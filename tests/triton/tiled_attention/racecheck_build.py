@@ -31,7 +31,7 @@ from ejkernel_triton import ahead, launch
 from ejkernel_triton.tiled_attention import backward, config, forward
 from ejkernel_xla.tiled_attention import backward as xla_backward
 from ejkernel_xla.tiled_attention import forward as xla_forward
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 
 DEVICES = {
     "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),

@@ -13,9 +13,9 @@ import pytest
 from tiled_attention_cases import abstract, attend
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel_xla.tiled_attention.blocks import TILE_ELEMENTS, make_plan
-from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax, candidates, heuristic
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax, candidates, heuristic
+from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.plan import TILE_ELEMENTS, make_plan
 
 CPU = SimpleNamespace(platform="cpu")
 

@@ -17,9 +17,9 @@ from ejkernel.types.sparse_masks import (
     MultiHeadMask,
     NumpyMask,
 )
-from ejkernel_xla.tiled_attention import patterns
-from ejkernel_xla.tiled_attention.blocks import make_plan
-from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.kernels import patterns
+from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.plan import make_plan
 
 LENGTH, BLOCK = 128, 16
 SHAPE = (LENGTH, LENGTH)

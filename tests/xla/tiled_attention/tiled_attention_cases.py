@@ -12,8 +12,8 @@ import numpy as np
 from ejkernel.families.tiled_attention import TiledAttention, reference
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention.backward import backward
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.forward import forward
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ejkernel import explain
 from ejkernel.modules import NativeSparseAttention, NativeSparseAttentionConfig, native_sparse_attention
-from ejkernel_xla.selected_attention import tiles
 
 POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens")
 GATES = ("g_cmp", "g_slc", "g_swa")

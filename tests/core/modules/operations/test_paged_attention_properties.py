@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paged_calls import QUICK, Paged
 
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel_xla.paged_attention.config import PagedTiles
 from ejkernel_xla.paged_attention.forward import forward
-from ejkernel_xla.paged_attention.tiles import PagedTiles
 
 SEQUENCES, ROWS, SLOTS, ENTRIES, PAGES = 3, 16, 4, 6, 20
 

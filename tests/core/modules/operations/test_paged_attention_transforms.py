@@ -10,7 +10,7 @@ from jax import export
 from paged_calls import DECODING, OPS, QUICK, Paged
 
 import ejkernel.modules as ej
-from ejkernel_xla.paged_attention.tiles import GATHERED_ELEMENTS
+from ejkernel_xla.paged_attention.config import GATHERED_ELEMENTS
 
 MIXED = paged_loop.make((17, 9, 0, 1), (5, 9, 0, 1))
 OTHER = paged_loop.make((12, 11, 3, 0), (4, 8, 3, 0), seed=1)

@@ -13,7 +13,7 @@ from recurrent_network_calls import BIASES, CALLS, EVERYTHING, FUNCTIONS, STATES
 import ejkernel
 from ejkernel.modules import GRU, LSTM, RNN, GRUConfig, LSTMConfig, RNNConfig, gru, lstm, rnn
 from ejkernel.modules.operations.rnn import RNNArguments, reference
-from ejkernel_xla.recurrent_network.tiles import TokenBlocks
+from ejkernel_xla.recurrent_network.config import TokenBlocks
 
 CONFIGS = {"tanh": RNNConfig, "relu": RNNConfig, "gru": GRUConfig, "lstm": LSTMConfig}
 

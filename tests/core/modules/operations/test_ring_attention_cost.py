@@ -14,8 +14,8 @@ from ring_calls import on, ring
 from ejkernel.families.ring_attention import RingAttention
 from ejkernel.families.ring_attention.schedule import load_of, local_part, ring_of, step_record
 from ejkernel.modules import ring_attention
-from ejkernel_xla.tiled_attention.blocks import make_plan
-from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.plan import make_plan
 
 LENGTH = 16384
 

@@ -19,7 +19,7 @@ from ejkernel.families.ring_attention.steps import abstract_steps, kind_of, ring
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import forward as tiled_forward
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 
 T, H = ring_calls.T, ring_calls.H
 CONFIGS = (ChunkedSoftmax(block_q=8, block_kv=8),) * 2

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_cuda.dense_decode import splits
+from ejkernel_cuda.dense_decode import config
 from ejkernel_cuda.requirements import decoding_requires
 
 
@@ -32,10 +32,10 @@ IMPLEMENTATIONS = (
             handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_reasons
         ),
         config=ConfigSpace(
-            heuristic=splits.heuristic,
-            candidates=splits.candidates,
-            forward=splits.DecodeSplits,
-            faces=splits.FACES,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.DecodeSplits,
+            faces=config.FACES,
         ),
         priority=30,
     ),

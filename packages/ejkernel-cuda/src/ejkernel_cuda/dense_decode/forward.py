@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
-from ejkernel_cuda.dense_decode.splits import MAX_SPLITS, DecodeSplits
+from ejkernel_cuda.dense_decode.config import MAX_SPLITS, DecodeSplits
 from ejkernel_cuda.library import registered
 
 # As good as no limit, and sums with a position stay within int32.

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_cuda.paged_decode import blocks
+from ejkernel_cuda.paged_decode import config
 from ejkernel_cuda.requirements import decoding_requires
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -51,7 +51,7 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.paged_decode.forward:forward",
         requires=decoding_requires(handles=HANDLES, extra=_reasons),
-        config=ConfigSpace(heuristic=blocks.heuristic, candidates=blocks.candidates, forward=blocks.PagedBlocks),
+        config=ConfigSpace(heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedBlocks),
         priority=25,
         cases="ejkernel_cuda.paged_decode.cases:cases",
     ),

@@ -11,10 +11,10 @@ import numpy as np
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.planning.in_place import unfused
+from ejkernel_cuda.dense_decode.config import HEADS_PER_BLOCK
 from ejkernel_cuda.dense_decode.forward import FAR
-from ejkernel_cuda.dense_decode.splits import HEADS_PER_BLOCK
 from ejkernel_cuda.library import registered
-from ejkernel_cuda.paged_decode.blocks import PagedBlocks, launched
+from ejkernel_cuda.paged_decode.config import PagedBlocks, launched
 
 
 def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Array, ...], None]:

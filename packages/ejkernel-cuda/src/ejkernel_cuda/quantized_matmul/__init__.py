@@ -8,7 +8,7 @@ from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
-from ejkernel_cuda.quantized_matmul import splits
+from ejkernel_cuda.quantized_matmul import config
 
 MOST_ROWS = 64
 """Rows of x up to which the weights take the time, not the products."""
@@ -78,10 +78,10 @@ IMPLEMENTATIONS = (
             extra=_reasons,
         ),
         config=ConfigSpace(
-            heuristic=splits.heuristic,
-            candidates=splits.candidates,
-            forward=splits.QuantizedSplits,
-            faces=splits.FACES,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.QuantizedSplits,
+            faces=config.FACES,
         ),
         priority=_priority,
         cases="ejkernel_cuda.quantized_matmul.cases:cases",

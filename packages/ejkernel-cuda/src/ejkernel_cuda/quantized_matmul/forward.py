@@ -6,7 +6,7 @@ import numpy as np
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, columns
 from ejkernel_cuda.library import registered
-from ejkernel_cuda.quantized_matmul.splits import (
+from ejkernel_cuda.quantized_matmul.config import (
     MAX_SPLITS,
     WARPGROUP_UNIT,
     QuantizedSplits,

@@ -1,10 +1,9 @@
 """The decode step of linear recurrences in CUDA C++: eight tokens at a time by the tensor cores, states in place."""
 
-import dataclasses
 from collections.abc import Iterable
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import Implementation, Requires
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
@@ -27,21 +26,6 @@ KEYS = (64, 128)
 
 WARP_VALUES, BLOCK_VALUES = 32, 128
 """Value channels of a warp and of a block."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OneStep:
-    """The configuration of the kernel, which leaves nothing to choose."""
-
-
-def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> OneStep:
-    """The configuration."""
-    return OneStep()
-
-
-def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[OneStep, ...]:
-    """The same."""
-    return (OneStep(),)
 
 
 def _reasons(record: LinearRecurrence) -> Iterable[str]:
@@ -101,7 +85,6 @@ IMPLEMENTATIONS = (
             handles=HANDLES | {"transposed_states", "precision"},
             extra=_reasons,
         ),
-        config=ConfigSpace(heuristic=heuristic, candidates=candidates, forward=OneStep),
         priority=_priority,
         cases="ejkernel_cuda.recurrent_step.cases:cases",
     ),

@@ -1,6 +1,7 @@
 """The call of the decode step of linear recurrences (csrc/recurrent_step.cu)."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,9 @@ from jax import custom_batching
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.planning.in_place import unfused
 from ejkernel_cuda.library import registered
-from ejkernel_cuda.recurrent_step import OneStep
 
 
-def forward(record: LinearRecurrence, config: OneStep) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Output and final states of a record.
 
     States in float32 are updated in their own memory: XLA copies them before only if they are used elsewhere, as those

@@ -8,7 +8,7 @@ from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
-from ejkernel_cuda.selective_scan import tiles
+from ejkernel_cuda.selective_scan import config
 
 SMALL = 8
 """Numbers of a state up to which Triton's backward pass is faster: 3.13 ms with this forward pass instead of 3.72."""
@@ -32,8 +32,8 @@ def _gradient_reasons(record: Any) -> Iterable[str]:
     """What the backward kernel has against a record beside that."""
     yield from _reasons(record)
     channels = record.x.shape[2]
-    if channels % tiles.PIECE_CHANNELS:
-        yield f"{channels} channels are no multiple of {tiles.PIECE_CHANNELS}"
+    if channels % config.PIECE_CHANNELS:
+        yield f"{channels} channels are no multiple of {config.PIECE_CHANNELS}"
     capability = current_device().compute_capability
     if capability is not None and capability >= 12.0:
         yield f"compute capability {capability}: the kernel takes more shared memory than there is"
@@ -44,7 +44,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
 
     Triton's backward pass is faster with small states and few rows, with which no chip has run the backward kernel.
     """
-    if direction == "backward" and (record.decay.shape[1] <= SMALL or tiles.warpgroups(record) < FEWEST):
+    if direction == "backward" and (record.decay.shape[1] <= SMALL or config.warpgroups(record) < FEWEST):
         return -1
     return 20
 
@@ -55,7 +55,7 @@ def _requires(capability: float, extra: Callable[[Any], Iterable[str]]) -> Requi
         modules=(library.MODULE,),
         min_compute_capability=capability,
         dtypes=frozenset(DTYPES),
-        head_dims=range(1, tiles.LARGEST + 1),
+        head_dims=range(1, config.LARGEST + 1),
         handles=scan_sequences.HANDLES | {"initial_state"},
         extra=extra,
     )
@@ -72,10 +72,10 @@ IMPLEMENTATIONS = (
         requires=_requires(8.0, _reasons),
         backward_requires=_requires(9.0, _gradient_reasons),
         config=ConfigSpace(
-            heuristic=tiles.heuristic,
-            candidates=tiles.candidates,
-            forward=tiles.ScanTile,
-            backward=tiles.GradientTile,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.ScanTile,
+            backward=config.GradientTile,
         ),
         cases="ejkernel_cuda.selective_scan.cases:cases",
         priority=_priority,

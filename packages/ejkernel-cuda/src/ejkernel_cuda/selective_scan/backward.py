@@ -8,8 +8,8 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import sequences, with_state_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.library import registered
+from ejkernel_cuda.selective_scan.config import LARGEST, WARPGROUP_CHANNELS, GradientTile
 from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
-from ejkernel_cuda.selective_scan.tiles import LARGEST, WARPGROUP_CHANNELS, GradientTile
 
 
 @with_state_gradients

@@ -7,7 +7,7 @@ import numpy as np
 from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import sequences, with_states
 from ejkernel_cuda.library import registered
-from ejkernel_cuda.selective_scan.tiles import PIECE_CHANNELS, ScanTile, padded
+from ejkernel_cuda.selective_scan.config import PIECE_CHANNELS, ScanTile, padded
 
 
 @with_states

@@ -6,15 +6,13 @@ The backward pass is registered only then; otherwise gradients are left to the o
 of this forward pass.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import band
-from ejkernel.ops import ConfigSpace, Implementation, Requires
-from ejkernel.ops.device import DeviceInfo, current_device
-from ejkernel.ops.params import Direction
+from ejkernel.ops import Implementation, Requires
+from ejkernel.ops.device import current_device
 
 
 def deterministic() -> bool:
@@ -22,20 +20,6 @@ def deterministic() -> bool:
     names = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_deterministic_ops")
     given = os.environ.get("XLA_FLAGS", "").split()
     return any(flag.partition("=")[0] in names and flag.partition("=")[2] in ("", "true", "1") for flag in given)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CudnnChoice:
-    """The configuration of cuDNN's kernels, which has no fields: cuDNN chooses its tiles itself."""
-
-
-def _no_choice(record: Any, device: DeviceInfo, direction: Direction) -> CudnnChoice:
-    """cuDNN chooses its tiles itself."""
-    return CudnnChoice()
-
-
-def _no_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[CudnnChoice, ...]:
-    return ()
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -84,11 +68,10 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             name="cudnn",
             platform="cuda",
-            forward="ejkernel_cuda.tiled_attention.cudnn:forward",
-            backward="ejkernel_cuda.tiled_attention.cudnn:backward" if backward else None,
+            forward="ejkernel_cuda.tiled_attention.forward:forward",
+            backward="ejkernel_cuda.tiled_attention.backward:backward" if backward else None,
             gradients=frozenset({"query", "key", "value", "bias"}) if backward else frozenset(),
             requires=_REQUIRES,
-            config=ConfigSpace(heuristic=_no_choice, candidates=_no_candidates, forward=CudnnChoice),
             priority=15,
         ),
     )

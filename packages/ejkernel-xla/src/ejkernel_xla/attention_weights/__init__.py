@@ -2,7 +2,7 @@
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace
-from ejkernel_xla.attention_weights import tiles
+from ejkernel_xla.attention_weights import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
@@ -11,7 +11,7 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.WeightRows, faces=tiles.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.WeightRows, faces=config.FACES
         ),
     ),
 )

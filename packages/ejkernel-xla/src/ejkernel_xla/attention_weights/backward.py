@@ -20,11 +20,10 @@ from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
+from ejkernel_xla.attention_weights.config import WeightRows, plan_rows
 from ejkernel_xla.attention_weights.forward import ALL_KEYS, head_sinks, row_scores
-from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
-from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, add
 from ejkernel_xla.tiled_attention.forward import finite
-from ejkernel_xla.tiled_attention.scores import (
+from ejkernel_xla.tiled_attention.kernels.scores import (
     accumulator,
     dot,
     drop,
@@ -36,6 +35,7 @@ from ejkernel_xla.tiled_attention.scores import (
     load_query,
     load_rows,
 )
+from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, add
 
 Gradients = dict[str, jax.Array]
 

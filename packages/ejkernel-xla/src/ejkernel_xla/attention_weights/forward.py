@@ -16,10 +16,9 @@ from jax import lax
 
 from ejkernel.families.attention_weights import Output
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel_xla.attention_weights.tiles import WeightRows, plan_rows
-from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, put
+from ejkernel_xla.attention_weights.config import WeightRows, plan_rows
 from ejkernel_xla.tiled_attention.forward import finite
-from ejkernel_xla.tiled_attention.scores import (
+from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
     allow,
@@ -31,6 +30,7 @@ from ejkernel_xla.tiled_attention.scores import (
     mask,
     score,
 )
+from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, put
 
 ALL_KEYS: Any = 0
 """The one tile of keys."""

@@ -7,8 +7,6 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         "causal_convolution",
-        forward="passes:forward",
-        backward="passes:backward",
         gradients=FAMILY.differentiable,
         handles={"bias", "initial_state", "cu_seqlens", "sequence_state", "activation"},
         config=NO_CHOICE,

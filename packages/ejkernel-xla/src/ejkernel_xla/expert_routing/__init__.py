@@ -3,6 +3,4 @@
 from ejkernel.ops import NO_CHOICE
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (
-    xla_implementation("expert_routing", forward="passes:forward", backward=None, handles=(), config=NO_CHOICE),
-)
+IMPLEMENTATIONS = (xla_implementation("expert_routing", backward=None, handles=(), config=NO_CHOICE),)

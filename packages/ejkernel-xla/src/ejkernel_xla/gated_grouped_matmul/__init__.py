@@ -6,8 +6,6 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         "gated_grouped_matmul",
-        forward="passes:forward",
-        backward="passes:backward",
         gradients=("lhs", "rhs", "rhs_bias"),
         handles=(
             *("indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated", "alpha", "beta", "limit"),

@@ -7,8 +7,6 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         "gather_reduce",
-        forward="passes:forward",
-        backward="passes:backward",
         gradients=FAMILY.differentiable,
         handles={"weights"},
         config=NO_CHOICE,

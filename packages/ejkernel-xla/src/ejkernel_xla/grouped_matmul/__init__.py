@@ -1,7 +1,7 @@
 """Grouped matmul in XLA: group after group, in tiles of rows, so that no product is computed and thrown away."""
 
 from ejkernel.ops import ConfigSpace
-from ejkernel_xla.grouped_matmul import tiles
+from ejkernel_xla.grouped_matmul import config
 from ejkernel_xla.registration import FLOATS, xla_implementation
 
 OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
@@ -13,7 +13,7 @@ IMPLEMENTATIONS = (
         dtypes=FLOATS | {"float8_e4m3fn", "float8_e5m2"},
         handles=OPTIONAL,
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.RowTiles, faces=tiles.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.RowTiles, faces=config.FACES
         ),
     ),
 )

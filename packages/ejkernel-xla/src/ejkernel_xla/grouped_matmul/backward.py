@@ -15,8 +15,8 @@ from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, gradients_of_rows, group_rows, spread
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.grouped_matmul.groups import RowTile, dot, load, over_groups, over_tiles
-from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
+from ejkernel_xla.grouped_matmul.config import RowTiles, sizes
+from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, load, over_groups, over_tiles
 
 Gradients = dict[str, jax.Array]
 ROW_FIELDS = ("lhs", "lhs_scale")

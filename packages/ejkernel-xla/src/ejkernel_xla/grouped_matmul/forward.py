@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows
-from ejkernel_xla.grouped_matmul.groups import RowTile, dot, load, over_groups, over_tiles
-from ejkernel_xla.grouped_matmul.tiles import RowTiles, sizes
+from ejkernel_xla.grouped_matmul.config import RowTiles, sizes
+from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, load, over_groups, over_tiles
 
 
 def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[()]]:

@@ -3,7 +3,7 @@
 from ejkernel.families.linear_recurrence import FAMILY
 from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
-from ejkernel_xla.linear_recurrence import tiles
+from ejkernel_xla.linear_recurrence import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
@@ -12,7 +12,7 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=optional_fields(FAMILY.record),
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.RecurrenceChunk, faces=tiles.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.RecurrenceChunk, faces=config.FACES
         ),
     ),
 )

@@ -15,12 +15,12 @@ from jax import lax
 from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.linear_recurrence.chunk import next_state, precision
-from ejkernel_xla.linear_recurrence.chunking import Chunking, assemble, cut, loop, make_chunking, paste, slices
+from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
-from ejkernel_xla.linear_recurrence.segment_runs import next_state_of_segments
-from ejkernel_xla.linear_recurrence.single_tokens import read_single_tokens
-from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
+from ejkernel_xla.linear_recurrence.kernels.chunk import next_state, precision
+from ejkernel_xla.linear_recurrence.kernels.segment_runs import next_state_of_segments
+from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
+from ejkernel_xla.linear_recurrence.plan import Chunking, assemble, cut, loop, make_chunking, paste, slices
 
 Gradients = dict[str, jax.Array]
 

@@ -11,8 +11,11 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, states
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
-from ejkernel_xla.linear_recurrence.chunk import advance, precision
-from ejkernel_xla.linear_recurrence.chunking import (
+from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
+from ejkernel_xla.linear_recurrence.kernels.chunk import advance, precision
+from ejkernel_xla.linear_recurrence.kernels.segment_runs import segment_step
+from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
+from ejkernel_xla.linear_recurrence.plan import (
     Chunking,
     ChunkSlice,
     assemble,
@@ -24,9 +27,6 @@ from ejkernel_xla.linear_recurrence.chunking import (
     split_heads,
     valid_tokens,
 )
-from ejkernel_xla.linear_recurrence.segment_runs import segment_step
-from ejkernel_xla.linear_recurrence.single_tokens import read_single_tokens
-from ejkernel_xla.linear_recurrence.tiles import RecurrenceChunk
 
 
 @with_plain_states

@@ -3,7 +3,7 @@
 from ejkernel.families.paged_attention import FAMILY
 from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
-from ejkernel_xla.paged_attention import tiles
+from ejkernel_xla.paged_attention import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
@@ -12,7 +12,7 @@ IMPLEMENTATIONS = (
         backward=None,
         handles=optional_fields(FAMILY.record),
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.PagedTiles, faces=tiles.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedTiles, faces=config.FACES
         ),
     ),
 )

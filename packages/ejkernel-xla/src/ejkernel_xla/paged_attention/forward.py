@@ -26,7 +26,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.work import Work, find_work, longest_first, take
 from ejkernel.families.tiled_attention import soft_capped
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.paged_attention.tiles import PagedTiles, PagedTiling, tiles
+from ejkernel_xla.paged_attention.config import PagedTiles, PagedTiling, tiles
 
 _BATCHES = ((0, 1), (0, 1))
 

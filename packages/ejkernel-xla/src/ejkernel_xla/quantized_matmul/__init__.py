@@ -7,8 +7,6 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         "quantized_matmul",
-        forward="passes:forward",
-        backward="passes:backward",
         gradients=FAMILY.differentiable,
         symbolic=False,
         handles={"zeros", "tensor_scale", "transpose", "precision"},

@@ -3,7 +3,7 @@
 from ejkernel.families.recurrent_network import FAMILY
 from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
-from ejkernel_xla.recurrent_network import tiles
+from ejkernel_xla.recurrent_network import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
@@ -12,7 +12,7 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=optional_fields(FAMILY.record),
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.TokenBlocks, faces=tiles.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.TokenBlocks, faces=config.FACES
         ),
     ),
 )

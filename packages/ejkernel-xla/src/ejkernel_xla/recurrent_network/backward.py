@@ -24,8 +24,9 @@ from ejkernel.families.recurrent_network import (
     shape,
 )
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.recurrent_network.blocks import Blocks
-from ejkernel_xla.recurrent_network.layer import (
+from ejkernel_xla.recurrent_network.config import TokenBlocks
+from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
+from ejkernel_xla.recurrent_network.kernels.layer import (
     Direction,
     concatenated,
     precision,
@@ -34,7 +35,6 @@ from ejkernel_xla.recurrent_network.layer import (
     time_major,
     valid_tokens,
 )
-from ejkernel_xla.recurrent_network.tiles import TokenBlocks
 
 Gradients = dict[str, Any]
 

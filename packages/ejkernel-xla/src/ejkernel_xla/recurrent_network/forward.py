@@ -13,9 +13,9 @@ from ejkernel.families.recurrent_network import (
     shape,
     stacked,
 )
-from ejkernel_xla.recurrent_network.blocks import Blocks
-from ejkernel_xla.recurrent_network.layer import Direction, concatenated, select_state, time_major, valid_tokens
-from ejkernel_xla.recurrent_network.tiles import TokenBlocks
+from ejkernel_xla.recurrent_network.config import TokenBlocks
+from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
+from ejkernel_xla.recurrent_network.kernels.layer import Direction, concatenated, select_state, time_major, valid_tokens
 
 
 def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:

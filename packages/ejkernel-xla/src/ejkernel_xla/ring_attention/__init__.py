@@ -2,8 +2,8 @@
 
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.registration import xla_implementation
-from ejkernel_xla.ring_attention import tiles
-from ejkernel_xla.tiled_attention.tiles import FACES, ChunkedSoftmax
+from ejkernel_xla.ring_attention import config
+from ejkernel_xla.tiled_attention.config import FACES, ChunkedSoftmax
 
 IMPLEMENTATIONS = (
     xla_implementation(
@@ -25,8 +25,8 @@ IMPLEMENTATIONS = (
             }
         ),
         config=ConfigSpace(
-            heuristic=tiles.heuristic,
-            candidates=tiles.candidates,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
             forward=ChunkedSoftmax,
             faces=FACES,
         ),

@@ -27,8 +27,8 @@ from ejkernel.families.ring_attention.schedule import (
 from ejkernel.families.tiled_attention import SoftmaxResiduals, less_lse_cotangent
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiles
-from ejkernel_xla.tiled_attention.scores import accumulator
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.kernels.scores import accumulator
 
 Gradients = dict[str, jax.Array]
 

@@ -9,8 +9,8 @@ from ejkernel.families.ring_attention.schedule import Load, load_of, local_part,
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_xla.tiled_attention import forward as tiles
-from ejkernel_xla.tiled_attention.scores import accumulator
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.kernels.scores import accumulator
 
 
 def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, SoftmaxResiduals]:

@@ -2,7 +2,7 @@
 
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.registration import xla_implementation
-from ejkernel_xla.segment_pooling import tiles
+from ejkernel_xla.segment_pooling import config
 
 IMPLEMENTATIONS = (
     xla_implementation(
@@ -10,7 +10,7 @@ IMPLEMENTATIONS = (
         gradients={"values"},
         handles={"lengths", "ranges"},
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.TokenTiles, faces=tiles.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.TokenTiles, faces=config.FACES
         ),
     ),
 )

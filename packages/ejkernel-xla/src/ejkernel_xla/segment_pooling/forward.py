@@ -6,7 +6,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, spans
-from ejkernel_xla.segment_pooling.tiles import TokenTiles, block_size, rows_at_once
+from ejkernel_xla.segment_pooling.config import TokenTiles, block_size, rows_at_once
 
 
 def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tuple[()]]:

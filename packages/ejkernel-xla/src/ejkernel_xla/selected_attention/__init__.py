@@ -2,7 +2,7 @@
 
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.registration import xla_implementation
-from ejkernel_xla.selected_attention import tiles
+from ejkernel_xla.selected_attention import config
 
 GATES = frozenset({"g_slc", "g_cmp", "g_swa"})
 COMPRESSED = frozenset({"compressed_key", "compressed_value"})
@@ -23,7 +23,7 @@ IMPLEMENTATIONS = (
             "window_size",
         },
         config=ConfigSpace(
-            heuristic=tiles.heuristic, candidates=tiles.candidates, forward=tiles.SelectedTiles, faces=tiles.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.SelectedTiles, faces=config.FACES
         ),
     ),
 )

@@ -17,8 +17,9 @@ from jax import lax
 from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
+from ejkernel_xla.selected_attention.config import SelectedTiles
 from ejkernel_xla.selected_attention.forward import DENSE
-from ejkernel_xla.selected_attention.lists import (
+from ejkernel_xla.selected_attention.kernels.lists import (
     Operands,
     SelectedPlan,
     add,
@@ -30,9 +31,8 @@ from ejkernel_xla.selected_attention.lists import (
     make_plan,
     take,
 )
-from ejkernel_xla.selected_attention.scores import PlanStep, accumulator, block_of, dot, score, tile_of
-from ejkernel_xla.selected_attention.tiles import SelectedTiles
-from ejkernel_xla.tiled_attention import blocks
+from ejkernel_xla.selected_attention.kernels.scores import PlanStep, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.tiled_attention import plan as blocks
 from ejkernel_xla.tiled_attention.forward import finite
 
 Gradients = dict[str, jax.Array]

@@ -11,13 +11,13 @@ from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.selected_attention.lists import arrange, by_token, find_readers, fold, make_plan, put, take
-from ejkernel_xla.selected_attention.scores import PlanStep, accumulator, block_of, dot, score, tile_of
-from ejkernel_xla.selected_attention.tiles import SelectedTiles
+from ejkernel_xla.selected_attention.config import SelectedTiles
+from ejkernel_xla.selected_attention.kernels.lists import arrange, by_token, find_readers, fold, make_plan, put, take
+from ejkernel_xla.selected_attention.kernels.scores import PlanStep, accumulator, block_of, dot, score, tile_of
 from ejkernel_xla.tiled_attention import backward as tiled_backward
-from ejkernel_xla.tiled_attention import blocks
+from ejkernel_xla.tiled_attention import config as tiled_tiles
 from ejkernel_xla.tiled_attention import forward as tiled_forward
-from ejkernel_xla.tiled_attention import tiles as tiled_tiles
+from ejkernel_xla.tiled_attention import plan as blocks
 from ejkernel_xla.tiled_attention.forward import finite
 
 

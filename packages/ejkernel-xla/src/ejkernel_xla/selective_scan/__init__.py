@@ -3,7 +3,7 @@
 from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.registration import xla_implementation
-from ejkernel_xla.selective_scan import tiles
+from ejkernel_xla.selective_scan import config
 
 IMPLEMENTATIONS = (
     xla_implementation(
@@ -11,9 +11,9 @@ IMPLEMENTATIONS = (
         gradients={"x", "step", "decay", "write", "read", "skip", "initial_state"},
         handles=scan_sequences.HANDLES | {"initial_state"},
         config=ConfigSpace(
-            heuristic=tiles.heuristic,
-            candidates=tiles.candidates,
-            forward=tiles.ScanSteps,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.ScanSteps,
             faces={"associative": "associative"},
         ),
     ),

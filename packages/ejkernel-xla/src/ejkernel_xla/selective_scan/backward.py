@@ -15,9 +15,9 @@ from jax import lax
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.selective_scan.chunk import pull
-from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, enter, intervals, leave, load, paste
-from ejkernel_xla.selective_scan.tiles import ScanSteps
+from ejkernel_xla.selective_scan.config import ScanSteps
+from ejkernel_xla.selective_scan.kernels.chunk import pull
+from ejkernel_xla.selective_scan.plan import chunk_at, chunks, cut, enter, intervals, leave, load, paste
 
 Gradients = dict[str, jax.Array]
 

@@ -6,9 +6,9 @@ from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
 from ejkernel.families.selective_scan.scan_sequences import with_states
-from ejkernel_xla.selective_scan.chunk import advance
-from ejkernel_xla.selective_scan.chunking import chunk_at, chunks, cut, enter, intervals, leave, load, paste
-from ejkernel_xla.selective_scan.tiles import ScanSteps
+from ejkernel_xla.selective_scan.config import ScanSteps
+from ejkernel_xla.selective_scan.kernels.chunk import advance
+from ejkernel_xla.selective_scan.plan import chunk_at, chunks, cut, enter, intervals, leave, load, paste
 
 
 @with_states

@@ -4,7 +4,7 @@ from ejkernel.families.tiled_attention import FAMILY
 from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.registration import xla_implementation
-from ejkernel_xla.tiled_attention import tiles
+from ejkernel_xla.tiled_attention import config
 
 IMPLEMENTATIONS = (
     xla_implementation(
@@ -12,10 +12,10 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=frozenset(optional_fields(FAMILY.record)) | {"lse_cotangent"},
         config=ConfigSpace(
-            heuristic=tiles.heuristic,
-            candidates=tiles.candidates,
-            forward=tiles.ChunkedSoftmax,
-            faces=tiles.FACES,
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.ChunkedSoftmax,
+            faces=config.FACES,
         ),
     ),
 )

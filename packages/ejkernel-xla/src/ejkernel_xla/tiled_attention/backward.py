@@ -23,10 +23,10 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import TiledAttention, added_up
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, add, make_plan
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.forward import finite
-from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
-from ejkernel_xla.tiled_attention.scores import (
+from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
     allow,
@@ -40,7 +40,7 @@ from ejkernel_xla.tiled_attention.scores import (
     load_rows,
     score,
 )
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, add, make_plan
 
 Gradients = dict[str, jax.Array]
 

@@ -26,9 +26,9 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel_xla.tiled_attention.blocks import Cursor, TilePlan, make_plan, put
-from ejkernel_xla.tiled_attention.key_tiles import find_key_tiles
-from ejkernel_xla.tiled_attention.scores import (
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
     allow,
@@ -40,7 +40,7 @@ from ejkernel_xla.tiled_attention.scores import (
     mask,
     score,
 )
-from ejkernel_xla.tiled_attention.tiles import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, make_plan, put
 
 
 class OnlineSoftmax(NamedTuple):

@@ -1,0 +1,54 @@
+"""Tiled attention by cuDNN."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, band
+from ejkernel.planning.batch_rows import in_rows
+from ejkernel_cuda.tiled_attention.kernels.cudnn import call, finite, inputs_of, present
+
+# The products of attention by name: contracted and batch axes of both operands, as arrays lie in memory.
+FORWARD_PRODUCTS = {"bmm1": ((3, 3), ((0, 2), (0, 2))), "bmm2": ((3, 1), ((0, 1), (0, 2)))}
+
+
+def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Output [B, T, H, Dv] and lse [B, H, T]."""
+    if record.bias is None:
+        return _run(record)
+    attends = _rows_that_attend(record)
+    output, residuals = _run(finite(record))
+    lse = jnp.where(attends, residuals.lse, -jnp.inf)
+    return jnp.where(attends.swapaxes(1, 2)[..., None], output, 0), SoftmaxResiduals(lse=lse)
+
+
+def _rows_that_attend(record: TiledAttention) -> jax.Array:
+    """Whether a query attends to any key, bool [B|1, H|1, T], of a record with a bias: -inf masks."""
+    assert record.bias is not None  # the caller looked
+    left, right = band(record)
+    steps = jnp.arange(record.key.shape[1]) - jnp.arange(record.query.shape[1])[:, None]
+    seen = record.bias > -jnp.inf
+    seen = seen if left is None else seen & (steps >= -left)
+    return jnp.any(seen if right is None else seen & (steps <= right), axis=-1)
+
+
+def _run(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
+    inputs = {"query": record.query, "key": record.key, "value": record.value}
+    given = inputs if record.bias is None else {**inputs, "bias": record.bias}
+
+    def run(given: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
+        # `in_rows` leaves an operand that all rows share with one row. cuDNN takes that of a bias alone.
+        broadcast = {name: jnp.broadcast_to(given[name], (rows, *given[name].shape[1:])) for name in inputs}
+        return _forward(dataclasses.replace(record, **{**given, **broadcast}))
+
+    output, lse = in_rows(run, given, record.query.shape[0])
+    return output, SoftmaxResiduals(lse=lse)
+
+
+def _forward(record: TiledAttention) -> tuple[jax.Array, ...]:
+    b, t, h, _ = record.query.shape
+    output = jax.ShapeDtypeStruct((b, t, h, record.value.shape[-1]), record.query.dtype)
+    lse = jax.ShapeDtypeStruct((b, h, t), jnp.float32)
+    return call(record, "", FORWARD_PRODUCTS, present(*inputs_of(record), record.bias), (output,), (lse,))

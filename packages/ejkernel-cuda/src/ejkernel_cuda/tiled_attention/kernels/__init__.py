@@ -1,0 +1,1 @@
+"""The custom calls of cuDNN's attention."""

@@ -1,0 +1,45 @@
+"""Rows of the weights a step: the heuristic, and the candidates that are worth measuring."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.params import Direction
+from ejkernel_xla.sizes import check_positive
+from ejkernel_xla.tiled_attention.plan import TILE_ELEMENTS, TilePlan, make_plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightRows:
+    """The configuration of either pass.
+
+    Attributes:
+        block_q: Queries whose weights, of all keys, are computed at once.
+    """
+
+    block_q: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+FACES = {"weights_block_q": "block_q"}
+"""Public configuration field -> field of this."""
+
+
+def plan_rows(record: TiledAttention, config: WeightRows) -> TilePlan:
+    """Cuts the queries of a record alone: a tile of weights has all keys."""
+    return make_plan(record, config.block_q, record.key.shape[1])
+
+
+def heuristic(record: TiledAttention, device: Any, direction: Direction) -> WeightRows:
+    """As many queries as fit a tile, not measured."""
+    (_, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
+    room = TILE_ELEMENTS * kv_heads // max(1, heads * keys)
+    return WeightRows(block_q=max(1, min(length, room)))
+
+
+def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[WeightRows, ...]:
+    """Numbers of queries worth measuring."""
+    length = max(1, record.query.shape[1])
+    return tuple(WeightRows(block_q=n) for n in sorted({min(n, length) for n in (64, 256, 1024)}))

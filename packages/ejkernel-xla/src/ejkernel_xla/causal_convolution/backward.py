@@ -1,0 +1,37 @@
+"""The gradients of the causal convolution in XLA."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ejkernel.families.causal_convolution import CausalConvolution, states
+from ejkernel.families.causal_convolution.final_states import add_state_gradients
+from ejkernel.types.pullback import Pullback
+from ejkernel_xla.causal_convolution.forward import output_of
+
+
+def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
+    """Returns gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangents of output and final states, and the wanted names.
+        config: Not read.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record: CausalConvolution = pullback.record
+    outputs, final = pullback.cotangent
+    state = "initial_state" if record.cu_seqlens is None else "sequence_state"
+    fields = {name: getattr(record, name) for name in ("x", "weight", "bias") if getattr(record, name) is not None}
+    fields[state] = states(record)
+
+    def output(fields: dict[str, jax.Array]) -> jax.Array:
+        return output_of(dataclasses.replace(record, **fields))
+
+    # The transposed views: the same loop the other way. The sums, which the activation needs, are computed again.
+    (found,) = jax.vjp(output, fields)[1](outputs)
+    dx, dstate = add_state_gradients(record, found["x"], found[state], final)
+    found |= {"x": dx, state: dstate}
+    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}

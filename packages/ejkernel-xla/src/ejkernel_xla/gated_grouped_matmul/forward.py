@@ -1,0 +1,25 @@
+"""The gated grouped matmul in XLA."""
+
+from typing import Any
+
+import jax
+
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, gate, gathered, product_record
+from ejkernel.families.grouped_matmul import dtype_of_sums
+from ejkernel_xla.grouped_matmul.config import heuristic
+from ejkernel_xla.grouped_matmul.forward import forward as grouped
+
+
+def forward(record: GatedGroupedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]:
+    """Returns the output of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Not read.
+
+    Returns:
+        [M, F] in lhs's dtype. There are no residuals.
+    """
+    product = product_record(record, gathered(record), dtype_of_sums(record.lhs.dtype))
+    products, _ = grouped(product, heuristic(product, None, "forward"))
+    return gate(record, products), ()

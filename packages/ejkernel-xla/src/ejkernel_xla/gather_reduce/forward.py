@@ -1,0 +1,29 @@
+"""Gather-reduce in XLA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.gather_reduce import GatherReduce, accumulator
+from ejkernel_xla.gather_reduce.kernels.row_sums import column, sum_of_terms, weighted_rows
+
+
+def forward(record: GatherReduce, config: Any) -> tuple[jax.Array, tuple[()]]:
+    """Sums of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Not read.
+
+    Returns:
+        [T, D] in the rows' dtype. There are no residuals.
+    """
+    dtype = accumulator(record)
+
+    def term(n: Any) -> jax.Array:
+        index, weights = column(record.indices, n), record.weights
+        return weighted_rows(record.rows, index, None if weights is None else column(weights, n), dtype)
+
+    empty = jnp.zeros((record.indices.shape[0], record.rows.shape[1]), dtype)
+    return sum_of_terms(term, record.indices.shape[1], empty).astype(record.rows.dtype), ()

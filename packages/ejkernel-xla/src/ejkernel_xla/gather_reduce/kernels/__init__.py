@@ -1,0 +1,1 @@
+"""The pieces that both passes of gather reduce are computed with."""

@@ -1,0 +1,1 @@
+"""The pieces that both passes of grouped matmul are computed with."""

@@ -1,0 +1,1 @@
+"""The pieces that both passes of linear recurrence are computed with."""

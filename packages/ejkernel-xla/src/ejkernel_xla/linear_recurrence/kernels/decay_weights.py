@@ -1,0 +1,136 @@
+"""Sums over the earlier tokens of a chunk, each decayed by the gates between the two tokens, for gates of any strength.
+
+The gates are logs g_t <= 0, per head or per channel. A pair of tokens j <= i is weighted by exp(g_{j+1} + ... + g_i).
+A difference of cumulative log-decays would cancel, and exp(b_i) * exp(-b_j) would overflow. Instead the chunk is halved
+again and again: a pair that a cut at m separates has the weight
+
+    exp(g_{m+1} + ... + g_i) * exp(g_{j+1} + ... + g_m)
+
+whose factors are both at most 1 and belong to one token each, so that every square between two halves is a matrix
+product. Weights are multiplied and never divided, so -inf is a valid gate.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel_xla.linear_recurrence.kernels.products import dots, multiply, multiply_rows, weigh
+
+
+class DecaySpans(NamedTuple):
+    """Weights of the gates within the blocks of a chunk, exponentials of their sums; [..., blocks, length, channels].
+
+    Attributes:
+        since: From the block's first token to each token, both included.
+        until: From the token after each token to the block's last.
+    """
+
+    since: jax.Array
+    until: jax.Array
+
+
+def decay_spans(gates: jax.Array) -> list[DecaySpans]:
+    """Returns the weights of [..., C, channels] log gates in blocks of length 1, 2, 4, ..., C, which is a power of two.
+
+    Exponentials are taken once, of the gates, and multiplied: no factor is above 1. Exponentials of the sums at every
+    level would cost more, since XLA's CPU compiler recomputes them in every loop that reads them.
+    """
+    since = jnp.exp(gates)[..., None, :]
+    levels = [DecaySpans(since, jnp.ones_like(since))]
+    while levels[-1].since.shape[-3] > 1:
+        (since, later), (until, rest) = (split(x) for x in levels[-1])
+        late = jnp.concatenate([since, since[..., -1:, :] * later], axis=-2)
+        early = jnp.concatenate([until * later[..., -1:, :], rest], axis=-2)
+        levels.append(DecaySpans(late, early))
+    return levels
+
+
+def split(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns [..., 2 m, n, d] as the first and the second block of each pair, [..., m, n, d]."""
+    pairs = blocks.reshape(*blocks.shape[:-3], -1, 2, *blocks.shape[-2:])
+    return pairs[..., 0, :, :], pairs[..., 1, :, :]
+
+
+def corners(
+    left: jax.Array, right: jax.Array, levels: list[DecaySpans] | None, precision: lax.Precision | None = None
+) -> list[jax.Array]:
+    """Scores of each later token i with each earlier token j: `sum_k left_ik weight_ijk right_jk`.
+
+    Args:
+        left: [..., C, channels] of the later tokens.
+        right: [..., C, channels] of the earlier tokens.
+        levels: Spans of the gates; None weighs every pair by 1.
+        precision: Of the matrix products.
+
+    Returns:
+        For n = 1, 2, 4, ..., C / 2 the squares between the halves of blocks of 2 n: [..., C / (2 n), n, n].
+    """
+    found, n, length = [], 1, left.shape[-2]
+    while n < length:
+        _, later = split(_blocks(left, n))
+        earlier, _ = split(_blocks(right, n))
+        if levels is not None:
+            level = levels[n.bit_length() - 1]
+            # Factors go into the operands, of which each token has one a level: no [n, n, channels] array is made.
+            later = later * split(level.since)[1]
+            earlier = earlier * split(level.until)[0]
+        found.append(outer(later, earlier, precision))
+        n *= 2
+    return found
+
+
+def outer(left: jax.Array, right: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
+    """Returns [..., n, d] and [..., m, d] as products [..., n, m]; leading dimensions broadcast."""
+    if left.shape[-1] == 1:
+        return left * jnp.swapaxes(right, -1, -2)
+    return dots(left, right)[..., None] if left.shape[-2] == 1 else multiply_rows(left, right, precision)
+
+
+def triangle(diagonal: jax.Array, squares: list[jax.Array]) -> jax.Array:
+    """Returns the lower triangular [..., C, C] matrix of a diagonal [..., C] and the squares from `corners`."""
+    if squares:
+        diagonal = jnp.broadcast_to(diagonal, (*squares[0].shape[:-3], diagonal.shape[-1]))
+    blocks = diagonal[..., None, None]
+    for square in squares:
+        first, second = split(blocks)
+        blocks = _join(first, square, second)
+    return blocks[..., 0, :, :]
+
+
+def _join(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
+    """Returns [[first, 0], [corner, second]], each [..., n, n]."""
+    upper = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+def apply_triangle(
+    diagonal: jax.Array,
+    squares: list[jax.Array],
+    values: jax.Array,
+    levels: list[DecaySpans],
+    precision: lax.Precision | None = None,
+) -> jax.Array:
+    """Returns the triangular matrix times values, each pair decayed by the gates of value channels: [..., C, channels].
+
+    Args:
+        diagonal: [..., C].
+        squares: From `corners`.
+        values: [..., C, channels].
+        levels: Spans of the value gates.
+        precision: Of the matrix products.
+    """
+    total = weigh(values, diagonal)
+    for n, square in enumerate(squares):
+        length = 2**n
+        earlier, _ = split(_blocks(values, length))
+        fresh = earlier * split(levels[n].until)[0]
+        taken = multiply(square, fresh, precision) * split(levels[n].since)[1]
+        pairs = jnp.stack([jnp.zeros_like(taken), taken], axis=-3)  # nothing for the first block of each pair
+        total = total + pairs.reshape(total.shape)
+    return total
+
+
+def _blocks(x: jax.Array, n: int) -> jax.Array:
+    return x.reshape(*x.shape[:-2], -1, n, x.shape[-1])

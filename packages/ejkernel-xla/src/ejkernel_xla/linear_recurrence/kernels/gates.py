@@ -1,0 +1,150 @@
+"""Gates of a chunk: one per head decays whole tokens, one per channel decays each channel of a token.
+
+Weights are exponentials of sums of gates, never of differences; see `decay_weights`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.promotion import promoting
+from ejkernel_xla.linear_recurrence.kernels.decay_weights import DecaySpans, corners, decay_spans, triangle
+from ejkernel_xla.linear_recurrence.kernels.products import (
+    decay_rows,
+    dots,
+    expand,
+    gram,
+    masked,
+    multiply,
+    multiply_columns,
+    multiply_rows,
+    multiply_shared_columns,
+    weigh,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadGates:
+    """One gate a head and token.
+
+    Attributes:
+        between: [n, C, C] weights of the gates after token j up to and with token i; 0 for j > i.
+        since: [n, C] weights of the gates up to and with each token.
+    """
+
+    between: jax.Array
+    since: jax.Array
+
+    @classmethod
+    def of(cls, gates: jax.Array) -> "HeadGates":
+        """From [n, C, 1] log gates."""
+        return cls(*_weights(gates[..., 0]))
+
+    def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
+        """Returns what tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
+        return weigh(multiply(expand(left, state.shape[0]), state, precision), self.since)
+
+    def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
+        """<left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
+        return masked(_shared_products(left, right, precision), self.between)
+
+    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
+        """Returns the states after the chunk."""
+        # On values, so that heads that share keys stay one product (`multiply_shared_columns`).
+        write = weigh(write, self.between[..., -1, :])
+        update = multiply_shared_columns(key, write, precision)
+        return decay_rows(state, self.since[..., -1:]) + update
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelGates:
+    """One gate a channel of the keys, head and token.
+
+    Attributes:
+        levels: The spans of the gates.
+    """
+
+    levels: list[DecaySpans]
+
+    def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
+        """Returns what tokens read of the states before the chunk; see `HeadGates`."""
+        left = expand(left, state.shape[0])
+        return multiply(left * self.levels[-1].since[..., 0, :, :], state, precision)
+
+    def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
+        """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
+        left, right = expand(left, count), expand(right, count)
+        return triangle(dots(left, right), corners(left, right, self.levels, precision))
+
+    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
+        """Returns the states after the chunk; see `HeadGates`."""
+        key = expand(key, state.shape[0]) * self.levels[-1].until[..., 0, :, :]
+        update = multiply_columns(key, write, precision)
+        return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + update
+
+
+@dataclasses.dataclass(frozen=True)
+class NoGates:
+    """No decay."""
+
+    def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
+        """Returns what tokens read of the states before the chunk; see `HeadGates`."""
+        return multiply(expand(left, state.shape[0]), state, precision)
+
+    def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
+        """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
+        return expand(jnp.tril(_shared_products(left, right, precision)), count)
+
+    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
+        """Returns the states after the chunk; see `HeadGates`."""
+        return state + multiply_shared_columns(key, write, precision)
+
+
+KeyGates = HeadGates | ChannelGates | NoGates
+
+
+def key_gates(decay: jax.Array | None) -> KeyGates:
+    """Returns the gates of a chunk, by the shape of its `decay`."""
+    if decay is None:
+        return NoGates()
+    return ChannelGates(decay_spans(decay)) if decay.shape[-1] > 1 else HeadGates.of(decay)
+
+
+def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """Returns products of all pairs of tokens, [m, C, C], with m the most that the two have."""
+    count = max(left.shape[0], right.shape[0])
+    if left is right:
+        return gram(left, precision)
+    return multiply_rows(expand(left, count), expand(right, count), precision)
+
+
+@jax.custom_vjp
+def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`between` and `since` of `HeadGates`, from [n, C]."""
+    levels = decay_spans(gates[..., None])
+    one = jnp.ones((*gates.shape, 1), gates.dtype)
+    between = triangle(one[..., 0], corners(one, one, levels))
+    return between, levels[-1].since[..., 0, :, 0]
+
+
+@promoting
+def _weights_saved(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    weights = _weights(gates)
+    return weights, weights
+
+
+@promoting
+def _weights_gradient(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    """Gate k is a factor in the weights of all pairs of a token from k on with a token before k."""
+    between, since = (x * y for x, y in zip(weights, cotangent, strict=True))
+    ones = jnp.ones_like(between)
+    # A gate is a logarithm, so its gradient is weight times cotangent, summed over the pairs it separates: no division,
+    # and none of the halvings is differentiated. A gate of -inf has weights of 0, and with them a gradient of 0.
+    behind = jnp.matmul(jnp.triu(ones), between, precision=lax.Precision.HIGHEST)
+    return (dots(behind, jnp.tril(ones, -1)) + lax.cumsum(since, axis=since.ndim - 1, reverse=True),)
+
+
+_weights.defvjp(_weights_saved, _weights_gradient)

@@ -1,0 +1,78 @@
+"""Unit lower triangular systems: the UT transform of the delta rule (Yang et al. 2024, arXiv:2412.06464)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_xla.linear_recurrence.kernels.products import (
+    multiply,
+    multiply_columns,
+    multiply_rows,
+    with_gradients,
+)
+
+
+@with_gradients(2)
+def ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
+    """x with `(1 + matrix) x = wanted`.
+
+    Args:
+        matrix: [..., C, C], of which only what lies below the diagonal is read; C is a power of two.
+        rhs: [..., C, d].
+        precision: Of the matrix products.
+    """
+    return multiply(inverse(matrix, precision), rhs, precision)
+
+
+def _ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverted = inverse(matrix, precision)
+    found = multiply(inverted, rhs, precision)
+    return found, (inverted, found)
+
+
+def _ut_solve_gradients(
+    precision: Any, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # Through the solution and not through the halvings: two products with the inverse that there is.
+    inverted, found = saved
+    rhs = multiply_columns(inverted, cotangent, precision)
+    return jnp.tril(-multiply_rows(rhs, found, precision), -1), rhs
+
+
+ut_solve.defvjp(_ut_solve, _ut_solve_gradients)
+
+
+def inverse(matrix: jax.Array, precision: Any) -> jax.Array:
+    """Returns the inverse of `1 + matrix`, [..., C, C], from blocks of 1, 2, 4, ... tokens on its diagonal.
+
+    [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' those of its blocks.
+    """
+    length = matrix.shape[-1]
+    corners = [matrix[..., None, :, :]]  # the blocks on the diagonal, of C, C / 2, ..., 2 tokens
+    while (n := corners[-1].shape[-1] // 2) > 1:
+        halves = jnp.stack([corners[-1][..., :n, :n], corners[-1][..., n:, n:]], axis=-3)
+        corners.append(halves.reshape(*matrix.shape[:-2], -1, n, n))
+    # A block of one token is 1, whatever the matrix has on its diagonal; log2(C) doublings follow. Substitution would
+    # be C steps, each too short for a matrix product.
+    blocks = jnp.ones((*matrix.shape[:-2], length, 1, 1), matrix.dtype)
+    for block in reversed(corners):
+        n = blocks.shape[-1]
+        pairs = blocks.reshape(*blocks.shape[:-3], -1, 2, n, n)
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        corner = block[..., n:, :n]
+        # Blocks of one token are 1, and multiply nothing.
+        if n > 1:
+            corner = _product(second, _product(corner, first, precision), precision)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        blocks = jnp.concatenate([upper, jnp.concatenate([-corner, second], axis=-1)], axis=-2)
+    return blocks[..., 0, :, :]
+
+
+def _product(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+    """Matrix products of [..., n, n]; the smallest are unrolled, since a library call costs more than they do."""
+    n = left.shape[-1]
+    if n > 4:
+        return jnp.matmul(left, right, precision=precision)
+    return functools.reduce(jnp.add, [left[..., :, k : k + 1] * right[..., k : k + 1, :] for k in range(n)])

@@ -1,0 +1,170 @@
+"""The chunks of a record, in the order of state passing, and the slices of its arrays they cover.
+
+Packed sequences are each cut from their first token on, so that no chunk has tokens of two of them; those of a single
+token have no chunk (see `single_tokens`). A last chunk that would end past the array is moved back, and the tokens
+that it then shares with an earlier chunk or another sequence are masked.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.linear_recurrence import (
+    TOKEN_FIELDS,
+    LinearRecurrence,
+    accumulator,
+    head_count,
+    segment_roles,
+)
+from ejkernel_xla.linear_recurrence.kernels.chunk import ChunkTokens
+from ejkernel_xla.tiled_attention.plan import add, put, take
+
+
+class ChunkSlice(NamedTuple):
+    """One chunk.
+
+    Attributes:
+        sequence: Packed sequence it belongs to; 0 without packing.
+        start: First token of its slice.
+        first: First token that is not masked.
+        end: The token after the last one that is not masked.
+    """
+
+    sequence: Any
+    start: Any
+    first: Any
+    end: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunking:
+    """How a record is cut into chunks of `length` tokens.
+
+    Attributes:
+        length: Tokens per chunk, a power of two and at most T.
+        tokens: T.
+        max_chunks: The most chunks there can be.
+        count: How many there are; traced for packed sequences.
+        bounds: int32 [N + 1] cumulative lengths of packed sequences; None without packing.
+        last: int32 [N] chunks up to and with each sequence, none of those of one token; None without packing.
+        roles: Real and restarting tokens, bool [B, T]; None without segments.
+    """
+
+    length: int
+    tokens: int
+    max_chunks: int
+    count: Any
+    bounds: jax.Array | None
+    last: jax.Array | None
+    roles: tuple[jax.Array, jax.Array] | None
+
+    def chunk_at(self, step: Any) -> ChunkSlice:
+        """Returns the chunk at a step."""
+        if self.bounds is None or self.last is None:
+            first = step * self.length
+            return ChunkSlice(0, jnp.minimum(first, self.tokens - self.length), first, self.tokens)
+        sequence = jnp.searchsorted(self.last, step, side="right").astype(jnp.int32)
+        begin, end = self.bounds[sequence], self.bounds[sequence + 1]
+        chunks = cdiv(end - begin, self.length)
+        first = begin + (chunks - (self.last[sequence] - step)) * self.length
+        return ChunkSlice(sequence, jnp.minimum(first, self.tokens - self.length), first, end)
+
+    @property
+    def all_full(self) -> bool:
+        """Whether no token of any chunk is masked."""
+        return self.bounds is None and self.roles is None and self.tokens % self.length == 0
+
+
+def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
+    """Cuts a record with at least one token into chunks of at most `length` tokens."""
+    tokens = record.query.shape[1]
+    length = 2 ** (min(length, tokens).bit_length() - 1)
+    roles = None if record.segment_ids is None else segment_roles(record.segment_ids)
+    if record.cu_seqlens is None:
+        count = cdiv(tokens, length)
+        return Chunking(length, tokens, count, count, None, None, roles)
+    # Lengths that are constants of the program would make the trip count and the offsets of slices constant
+    # too. XLA for GPUs then evaluates an offset for each step, and fails to compile where it depends on a table that
+    # the loop carries: "Failed to evaluate instruction ... since it depends on infeed or parameters".
+    bounds = lax.optimization_barrier(record.cu_seqlens.astype(jnp.int32))
+    sizes = jnp.diff(bounds)
+    last = jnp.cumsum(jnp.where(sizes > 1, cdiv(sizes, length), 0), dtype=jnp.int32)
+    max_chunks = tokens // length + min(bounds.shape[0] - 1, tokens // 2)
+    return Chunking(length, tokens, max_chunks, last[-1], bounds, last, roles)
+
+
+def slices(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice) -> dict[str, jax.Array]:
+    """Returns the parts of a record's arrays that a chunk covers, in their layout: [B|1, C|1, heads, ...]."""
+    arrays = {name: getattr(record, name) for name in TOKEN_FIELDS}
+    return {name: cut(x, chunking, at) for name, x in arrays.items() if x is not None}
+
+
+def cut(x: jax.Array, chunking: Chunking, at: ChunkSlice) -> jax.Array:
+    """Returns the part of one array, [B|1, C|1, ...]."""
+    return take(x, (0, at.start, *(0,) * (x.ndim - 2)), (x.shape[0], chunking.length, *x.shape[2:]))
+
+
+def paste(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
+    """x with a part added where `cut` took it."""
+    return add(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
+
+
+def replace(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
+    """x with a part where `cut` took it, for chunks that share no token."""
+    return put(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
+
+
+def valid_tokens(chunking: Chunking, at: ChunkSlice) -> jax.Array | None:
+    """Returns which tokens of a chunk are not masked, bool [B|1, C]; None when all of them."""
+    if chunking.all_full:
+        return None
+    token = at.start + jnp.arange(chunking.length, dtype=jnp.int32)
+    part = ((token >= at.first) & (token < at.end))[None]
+    return part if chunking.roles is None else part & cut(chunking.roles[0], chunking, at)
+
+
+def assemble(
+    record: LinearRecurrence,
+    chunking: Chunking,
+    at: ChunkSlice,
+    parts: dict[str, jax.Array],
+    run: jax.Array | None = None,
+) -> ChunkTokens:
+    """Returns a chunk from its slices, in the accumulator's dtype; differentiable in them.
+
+    Masked tokens get zeros, whatever their slices hold; with `run`, bool [B, C], those outside of it too.
+    """
+    valid, dtype, rows = valid_tokens(chunking, at), accumulator(record), record.query.shape[0]
+    valid = valid if run is None else run
+
+    def canonical(name: str, x: jax.Array) -> jax.Array:
+        x = x.astype(dtype)
+        if valid is not None:
+            # Selected, not multiplied: padding may hold NaN. A gate of 0 decays nothing, and a key of 0 writes nothing.
+            x = jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
+        heads = head_count(record) if name == "decay" else x.shape[2]
+        return merge_heads(jnp.broadcast_to(x, (rows, chunking.length, heads, *x.shape[3:])))
+
+    made: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in TOKEN_FIELDS}
+    return ChunkTokens(**made)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """Returns [r, C, heads, ...] as [r * heads, C, ...]."""
+    return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+    """Returns [r * heads, C, ...] as [r, C, heads, ...]."""
+    return jnp.swapaxes(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
+
+
+def loop(count: Any, body: Any, carry: Any) -> Any:
+    """`lax.fori_loop` from 0, without a loop around a single step."""
+    if isinstance(count, int) and count == 1:
+        return body(jnp.int32(0), carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)

@@ -1,0 +1,1 @@
+"""The pieces that both passes of recurrent network are computed with."""

@@ -1,0 +1,38 @@
+"""Tile sizes: those of tiled attention, cut so that no tile lies in both halves of a part."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.ops.params import Direction
+from ejkernel_xla.tiled_attention import config
+from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
+
+
+def heuristic(record: RingAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
+    """Returns tile sizes for a record on a device, not measured."""
+    return _halved(record, config.heuristic(tiled(record), device, direction))
+
+
+def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
+    """Returns tile sizes worth measuring for a record on a device."""
+    found = config.candidates(tiled(record), device, direction)
+    return tuple(dict.fromkeys(_halved(record, params) for params in found))
+
+
+def _halved(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:
+    """In a causal ring a device works on two pieces of the sequence, which are far apart."""
+    if record.axis_name is None or not record.causal:
+        return params
+    return dataclasses.replace(
+        params,
+        block_q=_dividing(record.query.shape[1] // 2, params.block_q),
+        block_kv=_dividing(record.key.shape[1] // 2, params.block_kv),
+    )
+
+
+def _dividing(length: int, block: int) -> int:
+    """Returns the largest divisor of a length up to a block; the block itself where that would be a sliver."""
+    block = max(1, min(length, block))
+    divisor = max(d for d in range(1, block + 1) if length % d == 0)
+    return divisor if 4 * divisor >= block else block

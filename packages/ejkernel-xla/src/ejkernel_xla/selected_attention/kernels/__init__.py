@@ -1,0 +1,1 @@
+"""The pieces that both passes of selected attention are computed with."""

@@ -1,0 +1,1 @@
+"""The pieces that both passes of selective scan are computed with."""

@@ -1,0 +1,1 @@
+"""The pieces that both passes of tiled attention are computed with."""
