@@ -147,6 +147,9 @@ def _add_programs(subject: "Listed", made: Programs, handlers: set[str], texts: 
         try:
             made[label] = summary(call, handlers, texts and texts / _file_name(subject.key, label))
         except Exception as error:
+            # An argument that has no gradient, such as slopes: the program without gradients stands for the call.
+            if isinstance(error, NotImplementedError) and label.endswith(GRADIENTS):
+                continue
             error.add_note(f"{subject.key} on {label} cannot be lowered")
             raise
     # jax-triton 0.4 passes memory that an output takes over in another way.
