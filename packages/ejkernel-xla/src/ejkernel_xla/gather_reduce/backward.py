@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.gather_reduce import GatherReduce, accumulator, named
+from ejkernel.families.gather_reduce import GatherReduce, accumulator, named, take_rows
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.gather_reduce.kernels.row_sums import column, sum_of_terms, weighted_rows
 
@@ -45,6 +45,6 @@ def _rows_gradient(record: GatherReduce, cotangent: jax.Array, dtype: Any) -> ja
         pair = column(record.inverse, n)
         valid = named(pair, tokens * count)
         token = jnp.where(valid, pair // count, -1)
-        return weighted_rows(cotangent, token, None if flat is None else takeweighted_rows(flat, pair), dtype)
+        return weighted_rows(cotangent, token, None if flat is None else take_rows(flat, pair), dtype)
 
     return sum_of_terms(term, record.inverse.shape[1], jnp.zeros(record.rows.shape, dtype))

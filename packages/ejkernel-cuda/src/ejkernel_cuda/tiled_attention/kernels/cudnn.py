@@ -28,10 +28,12 @@ def finite(record: TiledAttention) -> TiledAttention:
 
 
 def inputs_of(record: TiledAttention) -> tuple[jax.Array, ...]:
+    """Returns query, key and value."""
     return record.query, record.key, record.value
 
 
 def present(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Returns the arrays that are there."""
     return tuple(x for x in arrays if x is not None)
 
 

@@ -7,20 +7,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.gather_reduce import named
+from ejkernel.families.gather_reduce import named, take_rows
 
 UNROLLED = 16
 """Terms up to which a sum is one expression, which XLA fuses with its gathers; more are a loop."""
 
 
 def column(array: jax.Array, n: Any) -> jax.Array:
+    """Returns column n of a matrix."""
     return lax.dynamic_index_in_dim(array, n, axis=1, keepdims=False)
 
 
 def weighted_rows(rows: jax.Array, index: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
     """Returns the named rows times their weights; 0 for an index that names none, whatever its weight is."""
     valid = named(index, rows.shape[0])
-    taken = takeweighted_rows(rows, index).astype(dtype)
+    taken = take_rows(rows, index).astype(dtype)
     return taken if weights is None else taken * jnp.where(valid, weights.astype(dtype), 0)[:, None]
 
 
