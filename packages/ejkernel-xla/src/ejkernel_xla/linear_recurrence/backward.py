@@ -18,9 +18,9 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
 from ejkernel_xla.linear_recurrence.kernels.chunk import next_state, precision
+from ejkernel_xla.linear_recurrence.kernels.chunking import Chunking, assemble, cut, loop, make_chunking, paste, slices
 from ejkernel_xla.linear_recurrence.kernels.segment_runs import next_state_of_segments
 from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
-from ejkernel_xla.linear_recurrence.plan import Chunking, assemble, cut, loop, make_chunking, paste, slices
 
 Gradients = dict[str, jax.Array]
 

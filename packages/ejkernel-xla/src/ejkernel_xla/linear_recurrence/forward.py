@@ -13,9 +13,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, st
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, precision
-from ejkernel_xla.linear_recurrence.kernels.segment_runs import segment_step
-from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
-from ejkernel_xla.linear_recurrence.plan import (
+from ejkernel_xla.linear_recurrence.kernels.chunking import (
     Chunking,
     ChunkSlice,
     assemble,
@@ -27,6 +25,8 @@ from ejkernel_xla.linear_recurrence.plan import (
     split_heads,
     valid_tokens,
 )
+from ejkernel_xla.linear_recurrence.kernels.segment_runs import segment_step
+from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
 
 
 @with_plain_states

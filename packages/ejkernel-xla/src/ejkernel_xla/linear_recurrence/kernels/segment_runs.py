@@ -19,7 +19,14 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, next_state, precision
-from ejkernel_xla.linear_recurrence.plan import Chunking, ChunkSlice, assemble, cut, split_heads, valid_tokens
+from ejkernel_xla.linear_recurrence.kernels.chunking import (
+    Chunking,
+    ChunkSlice,
+    assemble,
+    cut,
+    split_heads,
+    valid_tokens,
+)
 
 Parts = dict[str, jax.Array]
 
