@@ -51,7 +51,8 @@ def lacking(name: str) -> str | None:
             continue
         module = folder / f"{part}.py"
         if not module.is_file():
-            return None if re.search(rf"\b{part}\b", (folder / "__init__.py").read_text()) else part
+            package = "".join(path.read_text() for path in folder.glob("__init__.py*"))
+            return None if re.search(rf"\b{part}\b", package) else part
         return next((x for x in parts[n + 1 : n + 2] if not re.search(rf"\b{x}\b", module.read_text())), None)
     return None
 
