@@ -1,0 +1,113 @@
+"""Backward pass of the linear recurrence on TPUs.
+
+state passing, forwards:   S_0 ─► chunk 0 ─► S_1 ─► chunk 1 ─► S_2 ...     stores the state before every chunk
+gradients, in reverse:     ... dS_2 ─► chunk 1 ─► dS_1 ─► chunk 0 ─► dS_0  recomputes a chunk, then its gradients
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, states
+from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.linear_recurrence import plan as layout
+from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
+from ejkernel_pallas.tpu.linear_recurrence.forward import inputs, run, unless_empty
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_bwd import chunk_bwd
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import chunk_states
+from ejkernel_pallas.tpu.linear_recurrence.plan import Plan, make_plan
+from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec, make_spec
+from ejkernel_pallas.tpu.mosaic.launch import Operand
+
+
+@with_plain_state_gradients
+def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangents of output and final states, and the wanted names.
+        config: Chunks, and heads of a step.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record: LinearRecurrence = pullback.record
+    plan = make_plan(record, make_spec(record, config))
+    made = _run(pullback, plan, _chunk_states(plan, record))
+    first = unless_empty(record, made["initial"], pullback.cotangent[1].astype(jnp.float32))
+    found = {"initial_state": first, "sequence_state": first}
+    for name, count in plan.spec.wide:
+        if f"of_{name}" in made:
+            of_heads = layout.from_operand(plan, name, made[f"of_{name}"], _written(plan.spec, count))
+            found[name] = plan.unalign(of_heads)
+    if "of_columns" in made:
+        of_columns = layout.column_gradients(plan, record, made["of_columns"], made.get("of_along"))
+        found |= {name: plan.unalign(x) for name, x in of_columns.items()}
+    return {name: _as_field(found[name], getattr(record, name)) for name in sorted(pullback.wanted)}
+
+
+def _chunk_states(plan: Plan, record: LinearRecurrence) -> jax.Array:
+    """The states before every chunk, [B, chunks, H, K, V]."""
+    spec = plan.spec
+    shape = (plan.rows, plan.chunks, spec.total_heads, spec.keys, spec.values)
+    kernel = functools.partial(chunk_states, spec=spec, chunks=plan.chunks, packed=plan.places is not None)
+    made = run(
+        "chunk_states",
+        kernel,
+        plan,
+        inputs={**inputs(plan, record), "initial": layout.states_operand(plan, states(record), False)},
+        outputs={"chunk_states": layout.chunk_states_operand(plan, jax.ShapeDtypeStruct(shape, jnp.float32), False)},
+    )
+    return made["chunk_states"]
+
+
+def _run(pullback: Pullback, plan: Plan, before: jax.Array) -> dict[str, jax.Array]:
+    """The gradients that the kernel writes, and those of the first states as `initial`."""
+    record, (read, final), spec = pullback.record, pullback.cotangent, plan.spec
+    read = plan.align(read)
+    wanted = frozenset(pullback.wanted)
+    outputs: dict[str, Operand] = {}
+    for name, count in spec.wide:
+        if name in wanted:
+            written = _written(spec, count)
+            # What XLA adds up afterwards is in float32.
+            dtype = getattr(record, name).dtype if written == count else jnp.float32
+            made = jax.ShapeDtypeStruct((plan.rows, plan.length, written, spec.width(name)), dtype)
+            outputs[f"of_{name}"] = layout.wide_operand(plan, name, made, written, True)
+    of_decay = bool(spec.sums) and "decay" in wanted
+    if of_decay or wanted & set(spec.columns):
+        made = (plan.rows, spec.steps, plan.length, layout.column_count(spec))
+        outputs["of_columns"] = layout.columns_operand(plan, jax.ShapeDtypeStruct(made, jnp.float32), True)
+    if of_decay:
+        made = (plan.rows, spec.steps, plan.chunks, spec.heads, spec.chunk)
+        outputs["of_along"] = layout.rows_operand(plan, jax.ShapeDtypeStruct(made, jnp.float32), True)
+    outputs["initial"] = layout.states_operand(plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True)
+    return run(
+        "chunk_bwd",
+        functools.partial(chunk_bwd, spec=spec, chunks=plan.chunks, packed=plan.places is not None, wanted=wanted),
+        plan,
+        inputs={
+            **inputs(plan, record, backwards=True),
+            "cotangent": layout.wide_operand(plan, "output", read, spec.total_heads, True),
+            "final": layout.states_operand(plan, final.astype(jnp.float32), True),
+            "chunk_states": layout.chunk_states_operand(plan, before, True),
+        },
+        outputs=outputs,
+    )
+
+
+def _written(spec: RecurrenceSpec, count: int) -> int:
+    """Heads of the gradient of a field: its own, or one a step where several steps read a head."""
+    return count if spec.heads * count >= spec.total_heads else spec.steps
+
+
+def _as_field(gradient: jax.Array, field: jax.Array) -> jax.Array:
+    """A gradient in the shape and dtype of its field: summed over all that share a number."""
+    if gradient.ndim < field.ndim:
+        gradient = gradient[..., None]
+    if gradient.shape[2] != field.shape[2]:  # heads of the steps that read the same head
+        gradient = gradient.reshape(*gradient.shape[:2], field.shape[2], -1, *gradient.shape[3:]).sum(axis=3)
+    shared = tuple(n for n, size in enumerate(field.shape) if size == 1 and gradient.shape[n] > 1)
+    return gradient.sum(axis=shared, keepdims=True).astype(field.dtype)

@@ -1,0 +1,59 @@
+"""The configuration of the linear recurrence's kernels: the heuristic, and the candidates that are worth measuring."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
+from ejkernel.ops.params import Direction
+
+LENGTHS = (32, 64, 128, 256)
+HEADS = (1, 2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuRecurrence:
+    """The configuration of either pass.
+
+    Attributes:
+        chunk_size: Tokens of a chunk, a power of two from 16 on.
+        heads: The most heads that a grid step computes, one after another.
+    """
+
+    chunk_size: int
+    heads: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
+            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two from 16 on")
+        if self.heads < 1:
+            raise ValueError(f"heads: got {self.heads}, wants at least 1")
+
+
+PUBLIC_FIELDS = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
+"""Fields of the public configurations and what they set here."""
+
+
+def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> TpuRecurrence:
+    """The configuration for a record, not measured: predicted best for v5e by the profile.
+
+    Gates of channels have a product for every halving of a chunk, so their chunks are shorter. More heads fill the
+    matrix unit better, and need more of VMEM for what does not fit registers.
+    """
+    wide = by_channel(record) or record.value_decay is not None
+    length, heads = (64, 8) if wide else (128, 16)
+    heads = heads if direction == "forward" else heads // 2
+    return TpuRecurrence(chunk_size=min(length, _longest(record)), heads=heads)
+
+
+def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[TpuRecurrence, ...]:
+    """Configurations worth measuring."""
+    first = heuristic(record, device, direction)
+    lengths = [n for n in LENGTHS if n <= _longest(record)] or [first.chunk_size]
+    found = (TpuRecurrence(chunk_size=n, heads=heads) for n in lengths for heads in HEADS)
+    return tuple(dict.fromkeys((first, *found)))
+
+
+def _longest(record: LinearRecurrence) -> int:
+    """The longest chunk that is not mostly padding."""
+    tokens = record.query.shape[1]
+    return max(16, 1 << (tokens - 1).bit_length())

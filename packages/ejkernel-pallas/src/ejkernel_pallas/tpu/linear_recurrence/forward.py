@@ -1,0 +1,94 @@
+"""Forward pass of the linear recurrence on TPUs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, states
+from ejkernel.families.linear_recurrence.plain_states import with_plain_states
+from ejkernel_pallas.tpu.linear_recurrence import plan as layout
+from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import chunk_fwd
+from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import RecurrenceRefs
+from ejkernel_pallas.tpu.linear_recurrence.plan import Plan, make_plan
+from ejkernel_pallas.tpu.linear_recurrence.spec import make_spec
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
+
+
+@with_plain_states
+def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Output and final states of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Chunks, and heads of a step.
+
+    Returns:
+        Output [B, T, H, V] in the query's dtype and final states in float32. There are no residuals: the backward pass
+        finds the states between chunks again.
+    """
+    plan = make_plan(record, make_spec(record, config))
+    spec, first = plan.spec, states(record)
+    shape = (plan.rows, plan.length, spec.total_heads, spec.values)
+    output = jax.ShapeDtypeStruct(shape, record.query.dtype)
+    made = run(
+        "chunk_fwd",
+        functools.partial(chunk_fwd, spec=spec, chunks=plan.chunks, packed=plan.places is not None),
+        plan,
+        inputs={**inputs(plan, record), "initial": layout.states_operand(plan, first, False)},
+        outputs={
+            "output": layout.wide_operand(plan, "output", output, spec.total_heads, False),
+            "final": layout.states_operand(plan, jax.ShapeDtypeStruct(first.shape, jnp.float32), False),
+        },
+    )
+    read = layout.from_operand(plan, "output", made["output"], spec.total_heads)
+    return (plan.unalign(read), unless_empty(record, made["final"], first)), ()
+
+
+def inputs(plan: Plan, record: LinearRecurrence, *, backwards: bool = False) -> dict[str, Operand]:
+    """What all kernels read of a record's tokens."""
+    shape = record.query.shape[:2]
+    found: dict[str, Operand] = {}
+    for name, count in plan.spec.wide:
+        x = getattr(record, name)
+        x = plan.align(jnp.broadcast_to(x, (*shape, *x.shape[2:])))
+        found[name] = layout.wide_operand(plan, name, x, count, backwards)
+    if plan.spec.columns or plan.spec.runs:
+        columns, along = layout.columns(plan, record)
+        found["columns"] = layout.columns_operand(plan, columns, backwards)
+        if along is not None:
+            found["along"] = layout.rows_operand(plan, along, backwards)
+    return found
+
+
+def run(
+    name: str, kernel: Any, plan: Plan, *, inputs: dict[str, Operand], outputs: dict[str, Operand]
+) -> dict[str, jax.Array]:
+    """Runs one of the kernels on all chunks."""
+    spec = plan.spec
+    scratch = {"state": pltpu.VMEM((spec.heads, spec.keys, spec.values), jnp.float32)}
+    return launch(
+        KernelCall(
+            name=f"ejkernel_linear_recurrence_{name}",
+            kernel=kernel,
+            refs=RecurrenceRefs,
+            grid=(plan.rows, spec.steps, plan.chunks),
+            # Rows and heads; the chunks of a row follow each other.
+            parallel=2,
+            tables={"table": plan.table},
+            inputs=inputs,
+            outputs=outputs,
+            scratch=scratch,
+        )
+    )
+
+
+def unless_empty(record: LinearRecurrence, found: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """States of sequences: where a sequence has no tokens no step writes one."""
+    if record.cu_seqlens is None:
+        return found
+    empty = jnp.diff(record.cu_seqlens) == 0
+    return jnp.where(empty[:, None, None, None], otherwise, found)

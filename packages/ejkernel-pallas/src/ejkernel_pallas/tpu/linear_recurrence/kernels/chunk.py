@@ -1,0 +1,154 @@
+"""One chunk of some heads: the state before it to its outputs and the state after it, as matrix products.
+
+With weights w_ij = exp(sum of the gates of tokens j+1..i), S_0 the state before the chunk and u_j what token j writes:
+
+    o_i = scale ((q_i * w_i0)^T S_0 + sum_{j <= i} <q_i, w_ij k_j> u_j) + skip v_i
+    S_C = w_C0 S_0 + sum_j (w_Cj k_j) u_j^T
+    u_i + beta_i sum_{j < i} <k_i, w_ij k_j> u_j = beta_i (v_i - (k_i * w_i0)^T S_0)      of the delta rule, else v_i
+
+It is differentiated by JAX inside of the backward kernel; what has a shorter rule has its own.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import (
+    HeadDecay,
+    KeyGates,
+    Span,
+    key_gates,
+    last_row,
+    separated,
+    spans_of,
+)
+from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
+from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve
+
+Heads = tuple[jax.Array, ...]
+"""An array of each head."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens of a chunk; one that writes nothing has zeros.
+
+    Attributes:
+        query: [C, K].
+        key: [C, K].
+        value: [C, V].
+        decay: [C, K] log gates, or sums of those that all channels share.
+        value_decay: [C, V] log gates.
+        beta: [C, 1]; makes it a delta rule.
+        dt: [C, 1], factor on what a token writes.
+        skip: [C, 1], factor on the value that a token adds to its output.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    decay: jax.Array | HeadDecay | None = None
+    value_decay: jax.Array | None = None
+    beta: jax.Array | None = None
+    dt: jax.Array | None = None
+    skip: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What a chunk is computed with.
+
+    Attributes:
+        scale: Factor on the outputs.
+        exact: Whether products keep float32's digits.
+    """
+
+    scale: float
+    exact: bool
+
+
+def advance(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> tuple[Heads, Heads]:
+    """Outputs [C, V] and states [K, V] of some heads after a chunk.
+
+    Heads are independent of each other. Each stage is computed for all of them before the next one is begun, so that
+    one head's products fill the time for which another's wait for their operands.
+    """
+    keys, values = _gates(heads)
+    writes = _writes(states, heads, keys, numbers.exact)
+    reads = [
+        numbers.scale * _read(state, x, key, value, write, numbers.exact)
+        for state, x, key, value, write in zip(states, heads, keys, values, writes, strict=True)
+    ]
+    outputs = [
+        read if x.skip is None else read + x.skip * x.value.astype(jnp.float32)
+        for read, x in zip(reads, heads, strict=True)
+    ]
+    return tuple(outputs), _after(states, heads, keys, values, writes, numbers.exact)
+
+
+def next_states(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> Heads:
+    """The states after a chunk alone."""
+    keys, values = _gates(heads)
+    return _after(states, heads, keys, values, _writes(states, heads, keys, numbers.exact), numbers.exact)
+
+
+def _gates(heads: tuple[Tokens, ...]) -> tuple[list[KeyGates], list[tuple[Span, ...] | None]]:
+    """The weights of all heads' gates, of keys and of values."""
+    return [key_gates(x.decay) for x in heads], [
+        None if x.value_decay is None else spans_of(x.value_decay) for x in heads
+    ]
+
+
+def _writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exact: bool) -> Heads:
+    """What every token writes, [C, V]."""
+    rhs: list[jax.Array] = []
+    matrices: list[jax.Array] = []
+    for state, x, key in zip(states, heads, keys, strict=True):
+        if x.beta is not None:
+            # The state before the chunk answers first; what tokens write to each other is the triangular system.
+            rhs.append(x.beta * (x.value - key.read(x.key, state, exact)))
+            matrices.append(x.beta * key.pairs(x.key, x.key, exact))
+    if not rhs:
+        return tuple(x.value if x.dt is None else x.value * x.dt for x in heads)
+    return solve(tuple(matrices), tuple(rhs), exact)
+
+
+def _read(
+    state: jax.Array, x: Tokens, keys: KeyGates, values: tuple[Span, ...] | None, write: jax.Array, exact: bool
+) -> jax.Array:
+    """What tokens read of the state before the chunk and from each other, [C, V]."""
+    before = keys.read(x.query, state, exact)
+    if values is None:
+        return before + dot(keys.pairs(x.query, x.key, exact), write, (1, 0), exact)
+    return before * values[-1].since + _decayed_reads(x, keys, write, values, exact)
+
+
+def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Span, ...], exact: bool) -> jax.Array:
+    """What tokens read from each other with gates of the values' channels, [C, V]: a product for every cut."""
+    row, column = indices(write.shape[0])
+    scores = keys.pairs(x.query, x.key, exact)
+    total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * write
+    for level, span in enumerate(values[:-1]):
+        square = jnp.where(separated(row, column, level), scores, 0.0)
+        total = total + dot(square, write * span.until, (1, 0), exact) * span.since
+    return total
+
+
+def _after(
+    states: Heads,
+    heads: tuple[Tokens, ...],
+    keys: list[KeyGates],
+    values: list[tuple[Span, ...] | None],
+    writes: Heads,
+    exact: bool,
+) -> Heads:
+    found: list[jax.Array] = []
+    for state, x, key, value, write in zip(states, heads, keys, values, writes, strict=True):
+        before, written = state, write
+        if value is not None:
+            # Gates of values decay columns of the state, so they multiply what is written, not the keys.
+            before, written = state * last_row(value[-1].since), write * value[-1].until
+        found.append(key.add(before, x.key, written, exact))
+    return tuple(found)

@@ -1,0 +1,87 @@
+"""The backward kernel: gradients of a chunk from the state before it, chunks in reverse.
+
+grid (rows, heads / some, chunks)          chunks from the last to the first
+states before the chunk, cotangent of the output ─► the chunk again, and its gradients
+cotangent of the final states ─► state [some heads, K, V] ◄─► last chunk, ... ─► gradient of the first states
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Heads, Tokens, advance
+from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import (
+    RecurrenceRefs,
+    Runs,
+    Step,
+    add_heads,
+    load_all,
+    load_runs,
+    over_runs,
+    part,
+    step_of,
+)
+from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec
+
+AllTokens = tuple[Tokens, ...]
+Gradients = tuple[Heads, AllTokens]
+
+
+def chunk_bwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool, wanted: frozenset[str]) -> None:
+    """One chunk of some heads."""
+    step = step_of(refs, chunks=chunks, packed=packed, backwards=True)
+
+    @pl.when(step.is_last)
+    def _() -> None:
+        refs.state[...] = refs.final[...]
+
+    heads, after = load_all(refs, spec, jnp.float32)
+    before = tuple(refs.chunk_states[head] for head in range(spec.heads))
+    cotangents = tuple(
+        refs.cotangent[part(refs.cotangent, head, spec.values)].astype(jnp.float32) for head in range(spec.heads)
+    )
+    if (runs := load_runs(refs, spec, step)) is None:
+        of_states, of_tokens = _pull(spec, before, heads, cotangents, after)
+    else:
+        of_states, of_tokens = _over_runs(spec, step, runs, before, heads, cotangents, after)
+    for head, state in enumerate(of_states):
+        refs.state[head] = state
+    add_heads(refs, spec, of_tokens, wanted)
+
+    @pl.when(step.is_first)
+    def _() -> None:
+        refs.initial[...] = refs.state[...]
+
+
+def _pull(spec: RecurrenceSpec, before: Heads, heads: AllTokens, cotangents: Heads, after: Heads) -> Gradients:
+    """Gradients of the states before a chunk and of its tokens."""
+    _, pull = jax.vjp(lambda states, heads: advance(states, heads, spec.numbers), before, heads)
+    return pull((cotangents, after))
+
+
+def _over_runs(
+    spec: RecurrenceSpec,
+    step: Step,
+    runs: Runs,
+    before: Heads,
+    heads: AllTokens,
+    cotangents: Heads,
+    after: Heads,
+) -> Gradients:
+    """The same of a chunk of several runs: the first has the states before it, and the last leaves some."""
+
+    def run(number: jax.Array, carry: Gradients) -> Gradients:
+        of_states, totals = carry
+        mine, is_first = runs[number], number == 0
+
+        def chunk(states: Heads, heads: AllTokens) -> tuple[Heads, Heads]:
+            states = tuple(jnp.where(is_first, x, 0.0) for x in states)
+            return advance(states, tuple(mine.select(x) for x in heads), spec.numbers)
+
+        _, pull = jax.vjp(chunk, before, heads)
+        read = tuple(jnp.where(mine.column, x, 0.0) for x in cotangents)
+        left = tuple(jnp.where(number == step.runs - 1, x, 0.0) for x in after)
+        # Each token is in one run, so the sums over all runs are selections.
+        return jax.tree.map(jnp.add, (of_states, totals), pull((read, left)))
+
+    return over_runs(step, run, jax.tree.map(jnp.zeros_like, (after, heads)))

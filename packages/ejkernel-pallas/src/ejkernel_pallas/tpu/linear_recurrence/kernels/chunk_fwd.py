@@ -1,0 +1,73 @@
+"""The forward kernel: outputs and states, chunk by chunk.
+
+grid (rows, heads / some, chunks)          chunks in order, states stay in VMEM
+HBM  query, key, value, gates [C, some heads] ─ double buffer ─► VMEM ─► registers
+     initial states ─► state [some heads, K, V] in VMEM ◄─► chunk 0, chunk 1, ... ─► final states
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Heads, advance, next_states
+from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import (
+    RecurrenceRefs,
+    load_all,
+    load_runs,
+    over_runs,
+    part,
+    step_of,
+)
+from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec
+
+
+def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool) -> None:
+    """One chunk of some heads."""
+    step = step_of(refs, chunks=chunks, packed=packed)
+
+    @pl.when(step.is_first)
+    def _() -> None:
+        refs.state[...] = refs.initial[...]
+
+    heads, states = load_all(refs, spec)
+    runs = load_runs(refs, spec, step)
+    if runs is None:
+        reads, states = advance(states, heads, spec.numbers)
+    else:
+
+        def run(number: jax.Array, carry: tuple[Heads, Heads]) -> tuple[Heads, Heads]:
+            totals, states = carry
+            mine = runs[number]
+            before = tuple(jnp.where(number == 0, state, 0.0) for state in states)
+            reads, after = advance(before, tuple(mine.select(x) for x in heads), spec.numbers)
+            return tuple(jnp.where(mine.column, x, y) for x, y in zip(reads, totals, strict=True)), after
+
+        zeros = jnp.zeros((spec.chunk, spec.values), jnp.float32)
+        reads, states = over_runs(step, run, ((zeros,) * spec.heads, states))
+    for head in range(spec.heads):
+        refs.state[head] = states[head]
+        refs.output[part(refs.output, head, spec.values)] = reads[head].astype(refs.output.dtype)
+
+    @pl.when(step.is_last)
+    def _() -> None:
+        refs.final[...] = refs.state[...]
+
+
+def chunk_states(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool) -> None:
+    """The states before one chunk of some heads, which the backward kernel reads."""
+    step = step_of(refs, chunks=chunks, packed=packed)
+
+    @pl.when(step.is_first)
+    def _() -> None:
+        refs.state[...] = refs.initial[...]
+
+    refs.chunk_states[...] = refs.state[...]
+    heads, states = load_all(refs, spec)
+    runs = load_runs(refs, spec, step)
+    if runs is not None:
+        # Only the last run of the chunk leaves a state.
+        last = step.runs - 1
+        heads = tuple(runs[last].select(x) for x in heads)
+        states = tuple(jnp.where(last == 0, state, 0.0) for state in states)
+    for head, state in enumerate(next_states(states, heads, spec.numbers)):
+        refs.state[head] = state

@@ -1,0 +1,251 @@
+"""Weights of the gates within a chunk, for gates of any strength: products and sums, never a weight divided by another.
+
+A pair of tokens j <= i is weighted by exp(g[j+1] + ... + g[i]). The product exp(b[i]) * exp(-b[j]) of cumulative sums b
+would overflow, and their difference would lose the digits of gates that follow a strong one. So
+
+    one gate a head      cumulative sums are kept in two numbers, of which one is exact: their differences lose nothing
+                         (in one where operands are bfloat16: they lose at most a thousandth of a weight)
+    a gate a channel     the chunk is halved again and again: a pair that a cut at m separates has two factors,
+                         exp(g[m+1] + ... + g[i]) of token i, and exp(g[j+1] + ... + g[m]) of token j
+
+No step depends on the values of the gates: freshly initialised and trained layers take the same time.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
+from ejkernel_pallas.tpu.mosaic import vectors
+from ejkernel_pallas.tpu.mosaic.gradients import with_gradient
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+
+LARGEST = 80.0
+"""The largest exponent whose exponential is finite, whatever it is multiplied with."""
+ROWS = 8
+"""Rows of a register of float32."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadDecay:
+    """Log gates of a chunk that all channels of a key share, summed from the first token on.
+
+    Attributes:
+        coarse: [C, 1] multiples of 2 ** -8, exact; the sums as they are where `fine` is None.
+        coarse_row: [1, C] the same numbers.
+        fine: [C, 1] the rest.
+        fine_row: [1, C] the same numbers.
+    """
+
+    coarse: jax.Array
+    coarse_row: jax.Array
+    fine: jax.Array | None = None
+    fine_row: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadGates:
+    """One gate a head and token.
+
+    Attributes:
+        between: [C, C] weights of the gates after token j up to and with token i; 0 for j > i.
+        since: [C, 128] weights of the gates up to and with each token, the same in every lane.
+        until: [C, 128] weights of the gates after each token, likewise.
+        total: [1, 128] weight of all gates, likewise.
+    """
+
+    between: jax.Array
+    since: jax.Array
+    until: jax.Array
+    total: jax.Array
+
+    def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
+        """What tokens read of the state before the chunk, decayed up to each token: [C, V]."""
+        return dot(left, state, (1, 0), exact) * widen(self.since, state.shape[1])
+
+    def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
+        """<left_i, w_ij right_j> for j <= i, else 0: [C, C]."""
+        return dot(left, right, (1, 1), exact) * self.between
+
+    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
+        """The state after the chunk."""
+        # The weights go to what is written: keys stay as they were loaded.
+        width = state.shape[1]
+        return state * widen(self.total, width) + dot(key, write * widen(self.until, width), (0, 0), exact)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelGates:
+    """One gate a channel of the keys, head and token.
+
+    Attributes:
+        spans: Weights in blocks of 1, 2, 4, ..., C tokens; see `spans_of`.
+    """
+
+    spans: "tuple[Span, ...]"
+
+    def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
+        """What tokens read of the state before the chunk; see `HeadGates`."""
+        return dot(left * self.spans[-1].since, state, (1, 0), exact)
+
+    def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
+        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
+        row, column = indices(left.shape[0])
+        total = jnp.where(row == column, jnp.sum(left * right, axis=1, keepdims=True), 0.0)
+        for level, span in enumerate(self.spans[:-1]):
+            square = dot(left * span.since, right * span.until, (1, 1), exact)
+            total = jnp.where(separated(row, column, level), square, total)
+        return total
+
+    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
+        """The state after the chunk; see `HeadGates`."""
+        span = self.spans[-1]
+        # The rows of the state are the channels of the keys: the weights of all gates, as a column.
+        total = jnp.broadcast_to(last_row(span.since), (state.shape[1], state.shape[0])).T
+        return state * total + dot(key * span.until, write, (0, 0), exact)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoGates:
+    """No decay."""
+
+    def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
+        """What tokens read of the state before the chunk; see `HeadGates`."""
+        return dot(left, state, (1, 0), exact)
+
+    def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
+        """Products of all pairs of tokens, masked; see `HeadGates`."""
+        row, column = indices(left.shape[0])
+        return jnp.where(row >= column, dot(left, right, (1, 1), exact), 0.0)
+
+    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
+        """The state after the chunk; see `HeadGates`."""
+        return state + dot(key, write, (0, 0), exact)
+
+
+KeyGates = HeadGates | ChannelGates | NoGates
+
+
+def key_gates(decay: jax.Array | HeadDecay | None) -> KeyGates:
+    """The gates of a chunk's keys from log gates [C, K], or from sums of those that channels share."""
+    if decay is None:
+        return NoGates()
+    return _head_gates(decay) if isinstance(decay, HeadDecay) else ChannelGates(spans_of(decay))
+
+
+def _head_gates(sums: HeadDecay) -> HeadGates:
+    row, column = indices(sums.coarse.shape[0])
+    # Each token's sums in every lane: what reads them along lanes then needs no other broadcast.
+    coarse, fine = _in_lanes(sums.coarse), None if sums.fine is None else _in_lanes(sums.fine)
+    after = widen(coarse, row.shape[1]) - sums.coarse_row
+    total, until = coarse, last_row(coarse) - coarse
+    if fine is not None and sums.fine_row is not None:
+        after = after + (widen(fine, row.shape[1]) - sums.fine_row)
+        total, until = total + fine, until + (last_row(fine) - fine)
+    # Above the diagonal, and between tokens of two segments, sums may have any sign: 0 times infinity would be NaN.
+    between, until = (jnp.exp(jnp.minimum(x, LARGEST)) for x in (after, until))
+    since = jnp.exp(total)
+    return HeadGates(jnp.where(row >= column, between, 0.0), since, until, last_row(since))
+
+
+def _in_lanes_saved(column: jax.Array) -> tuple[jax.Array, None]:
+    return _in_lanes(column), None
+
+
+def _in_lanes_gradient(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jnp.sum(cotangent, axis=1, keepdims=True),)
+
+
+@with_gradient(_in_lanes_saved, _in_lanes_gradient)
+def _in_lanes(column: jax.Array) -> jax.Array:
+    """[C, 1] as [C, 128], the same in every lane."""
+    return jnp.broadcast_to(column, (column.shape[0], LANES))
+
+
+def _widen_saved(x: jax.Array, width: int) -> tuple[jax.Array, None]:
+    return widen(x, width), None
+
+
+def _widen_gradient(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    # Whichever lane has the sum: the lanes of the operand are added up.
+    lane = lax.broadcasted_iota(jnp.int32, (cotangent.shape[0], LANES), 1)
+    return (jnp.where(lane == 0, jnp.sum(cotangent, axis=1, keepdims=True), 0.0),)
+
+
+@with_gradient(_widen_saved, _widen_gradient, static=(1,))
+def widen(x: jax.Array, width: int) -> jax.Array:
+    """[C, 128], the same in every lane, as [C, width]."""
+    return vectors.widen(x, width)
+
+
+# --- a gate a channel ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Weights of the gates in blocks of one length, [C, channels].
+
+    Attributes:
+        since: From the block's first token to each token, both included.
+        until: From the token after each token to the block's last.
+    """
+
+    since: jax.Array
+    until: jax.Array
+
+
+def spans_of(gates: jax.Array) -> tuple[Span, ...]:
+    """Weights of log gates [C, channels] in blocks of length 1, 2, 4, ..., C, which is a power of two."""
+    token = lax.broadcasted_iota(jnp.int32, gates.shape, 0)
+    total = jnp.exp(gates)  # of each token's block
+    found, length = [Span(total, jnp.ones_like(total))], 1
+    while length < gates.shape[0]:
+        # The tokens of a second block add the gates of the first one, those of a first block the gates of the second.
+        late, other, last = (token & length) != 0, swapped(total, length), found[-1]
+        found.append(Span(last.since * jnp.where(late, other, 1.0), last.until * jnp.where(late, 1.0, other)))
+        total = total * other
+        length *= 2
+    return tuple(found)
+
+
+def separated(row: jax.Array, column: jax.Array, level: int) -> jax.Array:
+    """Whether tokens i >= j lie in two halves of one block of `2 ** (level + 1)` tokens, and not of a shorter one."""
+    return ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) > (column >> level))
+
+
+def _swapped_saved(x: jax.Array, length: int) -> tuple[jax.Array, None]:
+    return swapped(x, length), None
+
+
+def _swapped_gradient(length: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (swapped(cotangent, length),)
+
+
+@with_gradient(_swapped_saved, _swapped_gradient, static=(1,))
+def swapped(x: jax.Array, length: int) -> jax.Array:
+    """x [C, d] with every two neighbouring blocks of `length` rows exchanged."""
+    if length >= ROWS:  # whole registers
+        starts = range(0, x.shape[0], length)
+        parts = [x[start ^ length : (start ^ length) + length] for start in starts]
+        return jnp.concatenate(parts, axis=0)
+    token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where((token & length) != 0, pltpu.roll(x, length, 0), pltpu.roll(x, x.shape[0] - length, 0))
+
+
+def _last_row_saved(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return last_row(x), x
+
+
+def _last_row_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return (jnp.where(token == x.shape[0] - 1, cotangent, 0.0),)
+
+
+@with_gradient(_last_row_saved, _last_row_gradient)
+def last_row(x: jax.Array) -> jax.Array:
+    """[n, d] -> [1, d]."""
+    return x[x.shape[0] - 1 :]

@@ -1,0 +1,71 @@
+"""The UT transform of the delta rule: a unit lower triangular system (Yang et al. 2024, arXiv:2412.06464)."""
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import ROWS, separated
+from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
+from ejkernel_pallas.tpu.mosaic.gradients import with_gradient
+
+Heads = tuple[jax.Array, ...]
+
+
+def _solved(matrices: Heads, rhs: Heads, exact: bool) -> tuple[Heads, tuple[Heads, Heads]]:
+    inverted = inverses(matrices, exact)
+    found = tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverted, rhs, strict=True))
+    return found, (inverted, found)
+
+
+def _solve_gradients(exact: bool, saved: tuple[Heads, Heads], cotangents: Heads) -> tuple[Heads, Heads]:
+    # Through the solution and not through the halvings: two products with the inverse that there is.
+    inverted, found = saved
+    row, column = indices(inverted[0].shape[0])
+    of_rhs = tuple(dot(matrix, x, (0, 0), exact) for matrix, x in zip(inverted, cotangents, strict=True))
+    of_matrices = (-dot(x, y, (1, 1), exact) for x, y in zip(of_rhs, found, strict=True))
+    return tuple(jnp.where(row > column, x, 0.0) for x in of_matrices), of_rhs
+
+
+@with_gradient(_solved, _solve_gradients, static=(2,))
+def solve(matrices: Heads, rhs: Heads, exact: bool) -> Heads:
+    """x [C, V] with `(1 + matrix) x = rhs` of each head; of a matrix [C, C] what lies below the diagonal is read."""
+    inverted = inverses(matrices, exact)
+    return tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverted, rhs, strict=True))
+
+
+def inverses(matrices: Heads, exact: bool) -> Heads:
+    """The inverses of `1 + matrix`, from blocks of 1, 2, 4, ... tokens on their diagonals.
+
+    [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' those of its blocks. The products of all
+    blocks of a length are two products of whole matrices: first D' B, then that times A'. Rows of first blocks, which
+    are 0 in both, are left out where blocks are whole registers.
+    """
+    size = matrices[0].shape[0]
+    row, column = indices(size)
+    first, corner = row == column, separated(row, column, 0)
+    found = [jnp.where(first, 1.0, jnp.where(corner, -matrix, 0.0)) for matrix in matrices]
+    for level in range(1, size.bit_length() - 1):
+        length, corner = 2**level, separated(row, column, level)
+        corners = [jnp.where(corner, matrix, 0.0) for matrix in matrices]
+        # All heads' first products, then all second ones: each waits for its own head's first.
+        half = [dot(_seconds(x, length), b, (1, 0), exact) for x, b in zip(found, corners, strict=True)]
+        half = [dot(x, inverse, (1, 0), exact) for x, inverse in zip(half, found, strict=True)]
+        found = [_minus_seconds(x, y, length) for x, y in zip(found, half, strict=True)]
+    return tuple(found)
+
+
+def _seconds(x: jax.Array, length: int) -> jax.Array:
+    """The rows of every second block; all rows where blocks are parts of registers."""
+    if length < ROWS:
+        return x
+    return jnp.concatenate([x[at : at + length] for at in range(length, x.shape[0], 2 * length)], axis=0)
+
+
+def _minus_seconds(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
+    """x less `y`, which has the rows that `_seconds` gives."""
+    if length < ROWS:
+        return x - y
+    parts: list[jax.Array] = []
+    for number, at in enumerate(range(0, x.shape[0], 2 * length)):
+        second = x[at + length : at + 2 * length] - y[number * length : (number + 1) * length]
+        parts += [x[at : at + length], second]
+    return jnp.concatenate(parts, axis=0)

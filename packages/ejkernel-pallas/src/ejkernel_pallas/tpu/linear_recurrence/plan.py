@@ -1,0 +1,262 @@
+"""A record as the kernels read it: chunks of whole blocks, and columns of what is one number a token and head.
+
+    [B, T, heads, channels] ──► [B, T', heads * channels]       blocks [C, some heads * channels], where lanes allow it
+                                [B, heads, T', channels]        blocks [some heads, C, channels] else
+    decay, beta, dt, skip   ──► [B, H / heads, T', heads * 4]   blocks [C, heads * 4]
+
+T' are whole chunks. Tokens that are none have zeros everywhere: they decay nothing, write nothing and read nothing.
+Packed sequences begin a chunk each: their tokens are gathered so that no chunk has tokens of two of them.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, segment_roles
+from ejkernel_pallas.tpu.linear_recurrence.spec import COLUMNS, RecurrenceSpec
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.launch import Operand
+
+STRONGEST = -104.0
+"""exp of it is 0 in float32: no log gate that channels share is taken for less, -inf is not."""
+
+
+class Places(NamedTuple):
+    """Where tokens lie in the kernels' arrays.
+
+    Attributes:
+        source: int32 [T'] the token at each place, packed sequences alone; T where there is none.
+        target: int32 [T] the place of each token.
+        owner: int32 [chunks] the sequence of each chunk; the last one's beyond the last chunk with tokens.
+    """
+
+    source: jax.Array
+    target: jax.Array
+    owner: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A record's chunks.
+
+    Attributes:
+        spec: Constants of the kernels.
+        rows: B.
+        tokens: T.
+        chunks: Of a row.
+        places: Of packed sequences; None without.
+        table: int32 [B * chunks] for the kernels. Packed sequences: `4 * owner + 2 * is_first + is_last`. Else the
+            number of runs of segments in each chunk.
+        runs: float32 [B, T'] which run of its chunk each token is in, -1 for padding; None without segments.
+    """
+
+    spec: RecurrenceSpec
+    rows: int
+    tokens: int
+    chunks: int
+    places: Places | None
+    table: jax.Array
+    runs: jax.Array | None
+
+    @property
+    def length(self) -> int:
+        """T'."""
+        return self.chunks * self.spec.chunk
+
+    def align(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...] as [B, T', ...], with zeros where there is no token."""
+        if self.places is not None:
+            return jnp.take(x, self.places.source, axis=1, mode="fill", fill_value=0)
+        return jnp.pad(x, ((0, 0), (0, self.length - self.tokens), *((0, 0),) * (x.ndim - 2)))
+
+    def unalign(self, x: jax.Array) -> jax.Array:
+        """[B, T', ...] as [B, T, ...]."""
+        if self.places is not None:
+            return jnp.take(x, self.places.target, axis=1, mode="fill", fill_value=0)
+        return x[:, : self.tokens]
+
+
+def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
+    """The chunks of a record."""
+    rows, tokens = record.query.shape[:2]
+    if record.cu_seqlens is not None:
+        places = _places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
+        return Plan(spec, rows, tokens, len(places.owner), places, _ends(places.owner), None)
+    chunks = -(-tokens // spec.chunk)
+    plan = Plan(spec, rows, tokens, chunks, None, jnp.ones(rows * chunks, jnp.int32), None)
+    if record.segment_ids is None:
+        return plan
+    real, starts = segment_roles(jnp.asarray(record.segment_ids))
+    real, starts = plan.align(real), plan.align(starts)
+    run = jnp.cumsum((starts & real).reshape(rows, chunks, spec.chunk), axis=2, dtype=jnp.int32)
+    count = jnp.where(real.reshape(run.shape), run, 0).max(axis=2) + 1
+    runs = jnp.where(real, run.reshape(rows, -1), -1).astype(jnp.float32)
+    return dataclasses.replace(plan, table=count.reshape(-1), runs=runs)
+
+
+def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
+    """Whole chunks for every sequence."""
+    lengths = jnp.diff(bounds)
+    ends = jnp.cumsum(-(-lengths // chunk), dtype=jnp.int32)
+    chunks = tokens // chunk + min(lengths.shape[0], tokens)
+    number = jnp.arange(chunks, dtype=jnp.int32)
+    owner = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), lengths.shape[0] - 1)
+    # Chunks that no sequence needs belong to the last one with tokens, and have none.
+    owner = jnp.where(number < ends[-1], owner, jnp.max(jnp.where(number < ends[-1], owner, 0)))
+    begin = ends - -(-lengths // chunk)
+    offset = (number - begin[owner])[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    source = jnp.where(offset < lengths[owner][:, None], bounds[:-1][owner][:, None] + offset, tokens).reshape(-1)
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    mine = jnp.clip(jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1, 0, lengths.shape[0] - 1)
+    target = jnp.where(token < bounds[-1], begin[mine] * chunk + token - bounds[:-1][mine], chunks * chunk)
+    return Places(source, target, owner)
+
+
+def _ends(owner: jax.Array) -> jax.Array:
+    """The table of packed chunks."""
+    changes = owner[1:] != owner[:-1]
+    one = jnp.ones(1, bool)
+    first, last = jnp.concatenate([one, changes]), jnp.concatenate([changes, one])
+    return 4 * owner + 2 * first.astype(jnp.int32) + last.astype(jnp.int32)
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def wide_operand(plan: Plan, name: str, x: jax.Array | jax.ShapeDtypeStruct, count: int, backwards: bool) -> Operand:
+    """A field [B, T', heads, channels], or a result of such a shape, as blocks of a step's heads."""
+    spec, width = plan.spec, plan.spec.width(name)
+    block = spec.block_heads(count)
+
+    def head(step: Any) -> Any:
+        return divide(step * (spec.heads * count), spec.total_heads * block)
+
+    chunk = _chunk_index(plan, backwards)
+    if spec.lies_in_lanes(name, count):
+        shaped = _shaped(x, (plan.rows, plan.length, count * width), lambda x: x.reshape(*x.shape[:2], -1))
+        return Operand(shaped, (None, spec.chunk, block * width), lambda b, h, c, *_: (b, chunk(c), head(h)))
+    shaped = _shaped(x, (plan.rows, count, plan.length, width), lambda x: x.swapaxes(1, 2))
+    return Operand(shaped, (None, block, spec.chunk, width), lambda b, h, c, *_: (b, head(h), chunk(c), 0))
+
+
+def from_operand(plan: Plan, name: str, x: jax.Array, count: int) -> jax.Array:
+    """A result of `wide_operand`'s shape as [B, T', heads, channels]."""
+    if plan.spec.lies_in_lanes(name, count):
+        return x.reshape(plan.rows, plan.length, count, plan.spec.width(name))
+    return x.swapaxes(1, 2)
+
+
+def columns_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+    """What `columns` makes, as blocks of a step's heads."""
+    chunk, width = _chunk_index(plan, backwards), column_count(plan.spec)
+    return Operand(x, (None, None, plan.spec.chunk, width), lambda b, h, c, *_: (b, h, chunk(c), 0))
+
+
+def column_count(spec: RecurrenceSpec) -> int:
+    """Numbers a token in a block of columns."""
+    return len(spec.columns) * spec.heads + spec.runs
+
+
+def columns(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array | None]:
+    """What is one number a token and head, float32, those of a step's heads side by side.
+
+    Returns:
+        [B, H / heads, T', columns], and [B, H / heads, chunks, rows, C] of what kernels read along lanes.
+    """
+    spec = plan.spec
+    shape = (plan.rows, plan.tokens, spec.total_heads)
+    numbers = {name: plan.align(_one_number(getattr(record, name), shape)) for name in COLUMNS if name in spec.columns}
+    if spec.sums:
+        numbers |= zip(spec.sums, _sums(plan, plan.align(_one_number(record.decay, shape))), strict=True)
+    parts = [numbers[name].reshape(plan.rows, plan.length, spec.steps, spec.heads) for name in spec.columns]
+    if plan.runs is not None:
+        runs = plan.runs[:, :, None, None]
+        parts.append(jnp.broadcast_to(runs, (plan.rows, plan.length, spec.steps, 1)))
+    along = None
+    if spec.sums:
+        along = jnp.concatenate([*parts[: len(spec.sums)], *parts[len(spec.columns) :]], axis=3)
+        along = along.reshape(plan.rows, plan.chunks, spec.chunk, spec.steps, spec.rows).transpose(0, 3, 1, 4, 2)
+    return jnp.concatenate(parts, axis=3).swapaxes(1, 2), along
+
+
+def _one_number(x: Any, shape: tuple[int, ...]) -> jax.Array:
+    x = x[..., 0] if x.ndim == len(shape) + 1 else x
+    return jnp.broadcast_to(x.astype(jnp.float32), shape)
+
+
+def _sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
+    """Cumulative sums of log gates [B, T', H] in every chunk, or in every run of a segment, in one number or two.
+
+    Of two the first are multiples of 2 ** -8, small enough for float32 to add exactly; the second are sums of what is
+    left, at most 2 ** -9 a token.
+    """
+    shape = (plan.rows, plan.chunks, plan.spec.chunk, -1)
+    if plan.runs is not None:
+        gates = jnp.where(plan.runs[:, :, None] < 0, 0.0, gates)
+    gates = jnp.maximum(gates, STRONGEST)
+    coarse = jnp.round(gates * 256.0) / 256.0
+    parts = jnp.stack([coarse, gates - coarse] if len(plan.spec.sums) > 1 else [gates])
+    parts = parts.reshape(len(parts), *shape)
+    if plan.runs is None:
+        found = jnp.cumsum(parts, axis=3)
+    else:
+        # Selected, not subtracted: a gate of another segment may be NaN.
+        runs = lax.cummax(plan.runs.reshape(*shape[:3], 1), axis=2)
+        restarts = jnp.concatenate([jnp.ones_like(runs[:, :, :1], bool), runs[:, :, 1:] != runs[:, :, :-1]], axis=2)
+        found, _ = lax.associative_scan(_restarted, (parts, jnp.broadcast_to(restarts, parts.shape)), axis=3)
+    return tuple(found.reshape(len(parts), plan.rows, plan.length, -1))
+
+
+def _restarted(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Sums that begin anew where the second number of a pair says so."""
+    return jnp.where(second[1], second[0], first[0] + second[0]), first[1] | second[1]
+
+
+def rows_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+    """[B, H / heads, chunks, rows, C], as blocks of a step's heads."""
+    chunk, spec = _chunk_index(plan, backwards), plan.spec
+    return Operand(x, (None, None, None, x.shape[3], spec.chunk), lambda b, h, c, *_: (b, h, chunk(c), 0, 0))
+
+
+def column_gradients(
+    plan: Plan, record: LinearRecurrence, x: jax.Array, along: jax.Array | None
+) -> dict[str, jax.Array]:
+    """The gradients [B, T', H] of the fields of one number a token and head."""
+    spec = plan.spec
+    parts = x[..., : len(spec.columns) * spec.heads]
+    parts = parts.reshape(plan.rows, spec.steps, plan.length, len(spec.columns), spec.heads)
+    parts = parts.transpose(3, 0, 2, 1, 4).reshape(len(spec.columns), plan.rows, plan.length, spec.total_heads)
+    found = dict(zip(spec.columns, parts, strict=True))
+    if along is not None:
+        along = along.transpose(0, 2, 4, 1, 3).reshape(plan.rows, plan.length, spec.total_heads)
+        shape = (plan.rows, plan.tokens, spec.total_heads)
+        gates = plan.align(_one_number(record.decay, shape))
+        _, pull = jax.vjp(lambda gates: sum(_sums(plan, gates)), gates)
+        (found["decay"],) = pull(found["coarse"] + along)
+    return found
+
+
+def states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+    """States [B or N, H, K, V] of rows or sequences, as blocks of a step's heads."""
+    spec, chunk = plan.spec, _chunk_index(plan, backwards)
+    block = (None, spec.heads, spec.keys, spec.values)
+    if plan.places is None:
+        return Operand(x, block, lambda b, h, c, *_: (b, h, 0, 0))
+    return Operand(x, block, lambda b, h, c, table: (divide(table[chunk(c)], 4), h, 0, 0))
+
+
+def chunk_states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+    """States [B, chunks, H, K, V] before every chunk."""
+    spec, chunk = plan.spec, _chunk_index(plan, backwards)
+    return Operand(x, (None, None, spec.heads, spec.keys, spec.values), lambda b, h, c, *_: (b, chunk(c), h, 0, 0))
+
+
+def _chunk_index(plan: Plan, backwards: bool) -> Any:
+    return (lambda c: plan.chunks - 1 - c) if backwards else (lambda c: c)
+
+
+def _shaped(x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], arrange: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else arrange(x)

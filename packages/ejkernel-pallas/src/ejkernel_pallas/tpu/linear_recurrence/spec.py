@@ -1,0 +1,103 @@
+"""What a kernel of the linear recurrence is compiled for: all about a record that is neither an array nor a number."""
+
+import dataclasses
+
+from jax import lax
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
+from ejkernel.planning.precision import product_precision
+from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Numbers
+
+COLUMNS = ("beta", "dt", "skip")
+"""Fields of one number a token and head."""
+SUMS = ("coarse", "fine")
+"""What log gates that channels share are summed up to, in two numbers; see `gates.HeadDecay`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrenceSpec:
+    """Constants of a kernel.
+
+    Attributes:
+        numbers: Of the arithmetic.
+        chunk: Tokens of a chunk.
+        heads: Heads of a grid step.
+        total_heads: H.
+        keys: K.
+        values: V.
+        wide: Heads of each field that has channels, by its name.
+        columns: What is one number a token and head, in the order in which they lie in the array of columns.
+        sums: Numbers that the sums of gates are kept in, those that the channels of a key share; none where they do
+            not.
+        runs: Whether segments are passes of their own; the last of the columns numbers them.
+    """
+
+    numbers: Numbers
+    chunk: int
+    heads: int
+    total_heads: int
+    keys: int
+    values: int
+    wide: tuple[tuple[str, int], ...]
+    columns: tuple[str, ...]
+    sums: tuple[str, ...]
+    runs: bool
+
+    @property
+    def steps(self) -> int:
+        """Grid steps over heads."""
+        return self.total_heads // self.heads
+
+    @property
+    def rows(self) -> int:
+        """Numbers a token in the array of rows: sums of gates, and the runs of segments."""
+        return len(self.sums) * self.heads + self.runs if self.sums else 0
+
+    def width(self, name: str) -> int:
+        """Channels of a field."""
+        return self.values if name in ("value", "value_decay", "output") else self.keys
+
+    def block_heads(self, count: int) -> int:
+        """Heads of a field of `count` heads in a block."""
+        return max(1, self.heads * count // self.total_heads)
+
+    def lies_in_lanes(self, name: str, count: int) -> bool:
+        """Whether a block of a field's heads is a block of lanes of [B, T, heads * channels]."""
+        block = self.block_heads(count)
+        return block == count or block * self.width(name) % 128 == 0
+
+
+def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec:
+    """The constants of a record's kernels."""
+    total = head_count(record)
+    shared = record.decay is not None and not by_channel(record)
+    wide = {"query": record.query, "key": record.key, "value": record.value}
+    wide |= {"decay": record.decay} if by_channel(record) else {}
+    wide |= {"value_decay": record.value_decay} if record.value_decay is not None else {}
+    counts = {name: x.shape[2] for name, x in wide.items() if x is not None}
+    exact = product_precision(record.query.dtype, record.precision) in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    sums = SUMS[: 1 + exact] if shared else ()
+    columns = sums + tuple(name for name in COLUMNS if getattr(record, name) is not None)
+    return RecurrenceSpec(
+        numbers=Numbers(scale=record.softmax_scale, exact=exact),
+        chunk=config.chunk_size,
+        heads=_heads(total, config.heads, set(counts.values())),
+        total_heads=total,
+        keys=record.query.shape[3],
+        values=record.value.shape[3],
+        wide=tuple(counts.items()),
+        columns=columns,
+        sums=sums,
+        runs=record.segment_ids is not None,
+    )
+
+
+def _heads(total: int, most: int, counts: set[int]) -> int:
+    """The most heads of a step that have whole heads of every field, or one head of it."""
+
+    def fits(heads: int) -> bool:
+        groups = [total // count for count in counts]
+        return total % heads == 0 and all(heads % group == 0 or group % heads == 0 for group in groups)
+
+    return max(heads for heads in range(1, min(total, most) + 1) if fits(heads))

@@ -1,0 +1,56 @@
+"""The linear recurrence's kernels compiled for real chips by their own compiler, which needs none of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tpu_chips import CHIPS, compiled, shaped
+
+from ejkernel.modules import gated_delta_rule, kernel_delta_attention, lightning_attention
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
+
+pytestmark = pytest.mark.needs("libtpu")
+
+T, H, D = 256, 2, 128
+
+
+def tokens(heads=H, *sizes, dtype="bfloat16"):
+    return shaped((1, T, heads, *sizes), dtype)
+
+
+def lightning(query, key, value):
+    """The call of the documentation."""
+    return lightning_attention(query, key, value, layer_idx=0, num_layers=24, platform="pallas")
+
+
+CALLS = {
+    "lightning": (lightning, (tokens(H, D),) * 3),
+    "a gate a head": (
+        functools.partial(gated_delta_rule, platform="pallas"),
+        (*(tokens(H, D),) * 3, tokens(dtype="float32"), tokens(dtype="float32")),
+    ),
+    "a gate a channel": (
+        functools.partial(kernel_delta_attention, platform="pallas"),
+        (*(tokens(H, D),) * 3, tokens(dtype="float32"), tokens(H, D, dtype="float32")),
+    ),
+}
+# Matrix units of v5p are v5e's, and those of v7x v6e's.
+PAIRS = [("lightning", name) for name in CHIPS] + [(call, name) for call in list(CALLS)[1:] for name in ("v5e", "v6e")]
+
+
+@pytest.mark.parametrize(("call", "name"), PAIRS)
+def test_both_passes_compile_and_keep_no_scores(call, name):
+    run, arguments = CALLS[call]
+
+    def both(*arguments):
+        output, pull = jax.vjp(lambda *given: jax.tree.leaves(run(*given))[0], *arguments)
+        return output, pull(jnp.ones_like(output))
+
+    with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)):
+        made = compiled(both, arguments, name)
+    for kernel in ("chunk_fwd", "chunk_states", "chunk_bwd"):
+        assert f"ejkernel_linear_recurrence_{kernel}" in made.as_text()
+    # States of two chunks and of the gradients: nothing grows with the square of the length.
+    assert made.memory_analysis().temp_size_in_bytes < 16 * T * H * D * 4

@@ -1,0 +1,143 @@
+"""The linear recurrence's TPU kernels, interpreted, against the family's meaning, at gates as layers have them."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tpu_races import found
+from tpu_records import interpreted, simulated
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, reference
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.linear_recurrence.backward import backward
+from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
+from ejkernel_pallas.tpu.linear_recurrence.forward import forward
+
+CONFIG = TpuRecurrence(chunk_size=32, heads=2)
+
+
+def initial_gates(random, *shape):
+    """Log gates as Kimi Linear initialises them: A uniform in 1 to 16, step sizes log-uniform in 1e-3 to 0.1."""
+    rates, steps = random.uniform(1, 16, shape), np.exp(random.uniform(np.log(1e-3), np.log(0.1), shape))
+    return -rates * steps
+
+
+def strong_gates(random, *shape):
+    """Log gates of all strengths, some of which forget everything."""
+    gates = -np.exp(random.uniform(-6, 5, shape))
+    return np.where(random.random(shape) < 0.05, -np.inf, gates)
+
+
+def record(tokens=75, heads=4, keys=4, values=4, size=16, dtype="float32", gates=initial_gates, **fields):
+    """One row of tokens; fields are named and get normal numbers, or what a field must have."""
+    random = np.random.default_rng(3)
+
+    def normal(*shape, of=dtype):
+        return jnp.asarray(random.normal(size=shape), of)
+
+    made = {
+        "decay": lambda: jnp.asarray(gates(random, 1, tokens, heads, 1), jnp.float32),
+        "channels": lambda: jnp.asarray(gates(random, 1, tokens, heads, size), jnp.float32),
+        "value_decay": lambda: jnp.asarray(gates(random, 1, tokens, heads, 24), jnp.float32),
+        "constant": lambda: jnp.asarray(gates(random, 1, 1, heads, 1), jnp.float32),
+        "beta": lambda: jnp.asarray(random.uniform(0, 1, (1, tokens, heads)), jnp.float32),
+        "dt": lambda: jnp.asarray(random.uniform(0, 0.1, (1, tokens, heads)), jnp.float32),
+        "skip": lambda: normal(1, 1, heads, of="float32"),
+        "initial_state": lambda: normal(1, heads, size, 24, of="float32"),
+        "sequence_state": lambda: normal(4, heads, size, 24, of="float32"),
+        "cu_seqlens": lambda: jnp.asarray([0, 40, 40, 41, tokens - 3], jnp.int32),
+        "segment_ids": lambda: jnp.asarray([[0] * 20 + [1] * 30 + [-1] * 5 + [2] * (tokens - 55)], jnp.int32),
+    }
+    given = {
+        {"channels": "decay", "constant": "decay"}.get(name, name): made[name]() for name, has in fields.items() if has
+    }
+    key = normal(1, tokens, keys, size)
+    key = key / jnp.linalg.norm(key, axis=3, keepdims=True).astype(dtype)
+    query, value = normal(1, tokens, heads if keys == heads else keys, size), normal(1, tokens, values, 24)
+    return LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.25, **given)
+
+
+CASES = {
+    "no gates": record,
+    "a gate a head, the same for all tokens": partial(record, constant=True, initial_state=True),
+    "a gate a head": partial(record, decay=True),
+    "a gate a head, of all strengths": partial(record, decay=True, gates=strong_gates),
+    "a gate a channel": partial(record, channels=True, initial_state=True),
+    "a gate a channel, of all strengths": partial(record, channels=True, gates=strong_gates),
+    "gates of keys and values": partial(record, channels=True, value_decay=True),
+    "state space, groups": partial(record, decay=True, dt=True, skip=True, keys=1),
+    "gated delta rule, more value heads": partial(record, decay=True, beta=True, keys=2),
+    "KDA, of all strengths": partial(record, channels=True, beta=True, gates=strong_gates),
+    "KDA, segments": partial(record, channels=True, beta=True, segment_ids=True, initial_state=True),
+    "gated delta rule, segments": partial(record, decay=True, beta=True, segment_ids=True, gates=strong_gates),
+    "gated delta rule, packed": partial(record, decay=True, beta=True, cu_seqlens=True, sequence_state=True),
+}
+
+
+def passes(made, config=CONFIG):
+    """Output, final states and all gradients, of cotangents that are all different."""
+    (read, final), residuals = forward(made, config)
+    cotangent = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), (read, final))
+    cotangent = (cotangent[0].astype(read.dtype), cotangent[1])
+    wanted = frozenset(name for name in differentiable(made))
+    pullback = Pullback(record=made, residuals=residuals, output=None, cotangent=cotangent, wanted=wanted)
+    return (read, final), cotangent, backward(pullback, config)
+
+
+def differentiable(made):
+    names = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "skip", "initial_state", "sequence_state")
+    return [name for name in names if getattr(made, name) is not None]
+
+
+def compare(made, got, tolerance):
+    (output, cotangent, gradients), names = got, differentiable(made)
+
+    def of(fields):
+        return reference(dataclasses.replace(made, **fields))[0]
+
+    wanted, pull = jax.vjp(of, {name: getattr(made, name) for name in names})
+    (of_fields,) = pull(cotangent)
+    pairs = {"output": (output[0], wanted[0]), "states": (output[1], wanted[1])}
+    for name, (mine, theirs) in (pairs | {name: (gradients[name], of_fields[name]) for name in names}).items():
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        assert np.isfinite(mine).all(), name
+        error = np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-3)
+        assert error < tolerance, (name, error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name):
+    made = CASES[name]()
+    with interpreted():
+        compare(made, jax.jit(passes)(made), 3e-5)
+
+
+@pytest.mark.parametrize("name", ["a gate a head, of all strengths", "KDA, of all strengths"])
+def test_numbers_of_bfloat16(name):
+    made = CASES[name](dtype="bfloat16")
+    with interpreted():
+        compare(made, jax.jit(passes)(made), 2e-2)
+
+
+def test_a_chunk_may_be_longer_than_the_sequence():
+    made = record(tokens=60, decay=True, beta=True)
+    with interpreted():
+        compare(made, jax.jit(partial(passes, config=TpuRecurrence(chunk_size=128, heads=4)))(made), 3e-5)
+
+
+@pytest.mark.parametrize("name", ["a gate a channel", "gated delta rule, packed", "gated delta rule, segments"])
+def test_no_races(name):
+    made = CASES[name]()
+    with simulated():
+        compare(made, jax.jit(passes)(made), 3e-5)
+    assert not found()
+
+
+@pytest.mark.parametrize(("field", "value"), [("chunk_size", 48), ("chunk_size", 8), ("heads", 0)])
+def test_configurations_are_checked(field, value):
+    with pytest.raises(ValueError, match=field):
+        TpuRecurrence(**{"chunk_size": 64, "heads": 8, field: value})
