@@ -10,7 +10,11 @@ from jax.sharding import PartitionSpec
 
 from ejkernel.modules import (
     flash_attention,
+    gated_delta_rule,
+    gated_linear_attention,
     grouped_matmul,
+    kernel_delta_attention,
+    lightning_attention,
     mla_decode,
     multi_latent_ragged_page_attention,
     quantized_matmul,
@@ -62,6 +66,51 @@ def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workloa
         axes={"sp": devices},
         specs=(spec, spec, spec),
     )
+
+
+def recurrence(kind: str, gradient: bool = False) -> Workload:
+    """A linear recurrence over 8192 tokens of 16 heads with 128 by 128 states; with the gradients of its sum.
+
+    Useful operations are those of the formula: each token reads the state and writes to it.
+    """
+    tokens, heads = 8192, 16
+    wide = jax.ShapeDtypeStruct((1, tokens, heads, SIZE), jnp.bfloat16)
+    by_head = jax.ShapeDtypeStruct((1, tokens, heads), jnp.float32)
+    by_channel = jax.ShapeDtypeStruct((1, tokens, heads, SIZE), jnp.float32)
+
+    def lightning(query: Any, key: Any, value: Any) -> Any:
+        return lightning_attention(query, key, value, layer_idx=0, num_layers=24, platform="pallas")
+
+    def gated(query: Any, key: Any, value: Any, g: Any) -> Any:
+        return gated_linear_attention(query, key, value, g, platform="pallas")
+
+    def delta(query: Any, key: Any, value: Any, beta: Any, decay: Any) -> Any:
+        rule = kernel_delta_attention if decay.ndim == 4 else gated_delta_rule
+        return rule(query, key, value, beta, decay, platform="pallas")
+
+    rules: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "lightning": (lightning, ()),
+        "a gate a head": (gated, (by_head,)),
+        "a gate a channel": (gated, (by_channel,)),
+        "gated delta rule": (delta, (by_head, by_head)),
+        "KDA": (delta, (by_head, by_channel)),
+    }
+    rule, gates = rules[kind]
+    args = (wide, wide, wide, *gates)
+
+    def forward(*arrays: Any) -> Any:
+        return jax.tree.leaves(rule(*arrays))[0]
+
+    def both(*arrays: Any) -> Any:
+        sum_of = lambda arrays: forward(*arrays).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(sum_of)(arrays)
+
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in args)
+    output = tokens * heads * SIZE * 2
+    flops = 4.0 * tokens * heads * SIZE * SIZE
+    if gradient:
+        return Workload(function=both, args=args, flops=3 * flops, bytes=3 * size + 2 * output)
+    return Workload(function=forward, args=args, flops=flops, bytes=size + output)
 
 
 def pages(queries: int, page: int = 16) -> Workload:

@@ -97,6 +97,18 @@ RINGS = tuple(
     case(f"{BOTH} of a ring, {n} KV heads, ejkernel", "ring", OURS, devices=8, kv_heads=n, gradient=True)
     for n in (8, 2)
 )
+KINDS = ("lightning", "a gate a head", "a gate a channel", "gated delta rule", "KDA")
+RECURRENCES = tuple(
+    case(
+        f"recurrence, {kind}{', and its gradients' * gradient}, ejkernel",
+        "recurrence",
+        OURS,
+        kind=kind,
+        gradient=gradient,
+    )
+    for kind in KINDS
+    for gradient in (False, True)
+)
 QUICK = (
     case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
@@ -122,6 +134,7 @@ ALL = (
     *GROUPED,
     *QUANTISED,
     *RINGS,
+    *RECURRENCES,
 )
 
 
