@@ -279,7 +279,8 @@ def tests_of(key: str, label: str, chip: str) -> list[tuple[str, bool]]:
 def only_pinned(key: str, label: str, chip: str) -> bool:
     """Returns whether dispatch gives an implementation a call only where its platform is asked for."""
     op_name, _, case_name = label.removesuffix(programs.GRADIENTS).partition(", ")
-    implementation, op = implementations()[tuple(key.split("/"))], registry().ops[op_name]
+    family, _, name = key.partition("/")
+    implementation, op = implementations()[family, name], registry().ops[op_name]
     case = next(case for case in (*op.cases, *implementation.cases_of(op)) if case.name == case_name)
     with target_device(chip):
         direction = "backward" if label.endswith(programs.GRADIENTS) else "forward"

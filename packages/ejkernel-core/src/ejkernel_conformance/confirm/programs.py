@@ -403,13 +403,13 @@ def _mosaic(attributes: Mapping[str, Any]) -> str:
     """Returns the module in a Mosaic kernel's custom call, without locations and with its symbols numbered."""
     # The parser of MLIR that JAX lowers with; JAX has no public one.
     from jax._src.interpreters import mlir
-    from jax._src.lib import mosaic_gpu_dialect, tpu
-    from jax._src.lib.mlir import ir
 
+    library: Any = importlib.import_module("jax._src.lib")
+    ir: Any = importlib.import_module("jax._src.lib.mlir").ir
     context: Any = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
-    tpu.register_dialect(context)
-    mosaic_gpu_dialect.register_dialect(context)
+    library.tpu.register_dialect(context)
+    library.mosaic_gpu_dialect.register_dialect(context)
     if "mhlo.backend_config" in attributes:
         config: Any = ir.DictAttr(attributes["mhlo.backend_config"])
         body = ir.StringAttr(config["module"]).value_bytes
@@ -421,7 +421,7 @@ def _mosaic(attributes: Mapping[str, Any]) -> str:
         rest = [json.dumps(described, sort_keys=True)]
     with context:
         module = ir.Module.parse(body, context=context)
-        return "\n".join([*rest, normalised(module.operation.get_asm(enable_debug_info=False))])
+        return "\n".join([*rest, normalised(str(module.operation.get_asm(enable_debug_info=False)))])
 
 
 def normalised(text: str) -> str:
