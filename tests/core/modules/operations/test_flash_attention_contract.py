@@ -34,6 +34,8 @@ def test_positional_arguments_and_options_are_the_promised_ones():
     assert kinds[inspect.Parameter.POSITIONAL_OR_KEYWORD] == list(ARRAYS) == list(OP.axes)
     assert kinds[inspect.Parameter.KEYWORD_ONLY] == [
         "mask_info",
+        "attention_mask",
+        "alibi_slopes",
         "softmax_scale",
         "dropout_prob",
         "causal",

@@ -457,14 +457,22 @@ def stand_ins() -> Generator[set[str]]:
     jax.ffi.register_ffi_target = lambda name, *_, **__: handlers.add(name)
     jax.ffi.pycapsule = lambda pointer: pointer
     ctypes.CDLL = _Library  # type: ignore[misc,assignment]
+    _forget_what_is_lacking()
     try:
         yield handlers
     finally:
+        _forget_what_is_lacking()
         sys.meta_path.remove(finder)
         jax.ffi.register_ffi_target, jax.ffi.pycapsule, ctypes.CDLL = saved  # type: ignore[misc]
         for name in ("jax_triton", "jax_triton.triton_lib"):
             if getattr(sys.modules.get(name), "stands_in", False):
                 del sys.modules[name]
+
+
+def _forget_what_is_lacking() -> None:
+    """Lets dispatch ask anew which modules are here: it asks once a process."""
+    for name in ("ejkernel.ops.toolchain", "ejkernel.ops.dispatch", "ejkernel_conformance.served"):
+        _clear_caches(name)
 
 
 class _LibraryFinder:
@@ -549,11 +557,16 @@ def later_jax_triton() -> Generator[None]:
 
 
 def _forget_version() -> None:
-    module = sys.modules.get("ejkernel_triton._compat")
-    for function in vars(module).values() if module else ():
+    _clear_caches("ejkernel_triton._compat")
+    jax.clear_caches()
+
+
+def _clear_caches(name: str) -> None:
+    """Empties the caches of the functions that a module has, if it is loaded."""
+    module = sys.modules.get(name)
+    for function in tuple(vars(module).values()) if module else ():
         if forget := getattr(function, "cache_clear", None):
             forget()
-    jax.clear_caches()
 
 
 @functools.cache
