@@ -472,7 +472,7 @@ def stand_ins() -> Generator[set[str]]:
 def _forget_what_is_lacking() -> None:
     """Lets dispatch ask anew which modules are here: it asks once a process."""
     for name in ("ejkernel.ops.toolchain", "ejkernel.ops.dispatch", "ejkernel_conformance.served"):
-        _clear_caches(name)
+        _empty_caches(name)
 
 
 class _LibraryFinder:
@@ -557,11 +557,11 @@ def later_jax_triton() -> Generator[None]:
 
 
 def _forget_version() -> None:
-    _clear_caches("ejkernel_triton._compat")
+    _empty_caches("ejkernel_triton._compat")
     jax.clear_caches()
 
 
-def _clear_caches(name: str) -> None:
+def _empty_caches(name: str) -> None:
     """Empties the caches of the functions that a module has, if it is loaded."""
     module = sys.modules.get(name)
     for function in tuple(vars(module).values()) if module else ():
