@@ -169,13 +169,15 @@ def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
 
 
 def test_cases_are_served():
-    first, behind_triton = cuda.IMPLEMENTATIONS
+    (served,) = cuda.IMPLEMENTATIONS
+    [triton] = [x for x in registry().implementations["quantized_matmul"] if x.name == "triton"]
     with target_device(H200):
         for case in CASES.values():
             record = jax.eval_shape(OP.lower, jax.eval_shape(case.make, jax.random.key(0)))
-            assert not list(behind_triton.requires.extra(record)), case.name
+            assert not list(served.requires.extra(record)), case.name
             # The cases without transpose are too narrow to come before Triton.
-            assert bool(list(first.requires.extra(record))) == (not record.transpose), case.name
+            ranks = (x.rank(record, H200, "forward") for x in (served, triton))
+            assert (next(ranks) > next(ranks)) == record.transpose, case.name
 
 
 @pytest.mark.parametrize(

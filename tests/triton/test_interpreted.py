@@ -11,6 +11,8 @@ FLASH = ("flash_attention",)
 SPARSE = ("blocksparse_attention",)
 OTHERS = ("scaled_dot_product_attention", "flash_mla", "mla_decode")
 MASKS = "(causal or window or segments or pack or padded or positions or mask)"
+# What the kernels do not have: the slopes of ALiBi.
+REFUSED = "slopes"
 # Cases in bfloat16 that join features are there for kernels in 16 bits alone. These have each feature in float32, too.
 FEW = "not (bfloat16 and (dropout or sinks or keys or many or heads))"
 VALUES = f"(test_value and not test_shapes and not test_residuals and not test_eager and {FEW})"
@@ -31,8 +33,8 @@ ALL = " or ".join(
 # The tests of a case are in one process, where they share its reference. Operations other than flash attention lower
 # to the same record, so each has what its own cases add: their numbers.
 PARTS = {
-    "masks": (FLASH, f"({ALL}) and {MASKS}"),
-    "the rest": (FLASH, f"({ALL}) and not {MASKS}"),
+    "masks": (FLASH, f"({ALL}) and {MASKS} and not {REFUSED}"),
+    "the rest": (FLASH, f"({ALL}) and not {MASKS} and not {REFUSED}"),
     "patterns": (
         SPARSE,
         f"(({VALUES} or {GRADIENTS} or test_padding) and (patterns or scattered or chunks))"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ejkernel import explain
 from ejkernel.modules import NativeSparseAttention, NativeSparseAttentionConfig, native_sparse_attention
+from ejkernel_xla.selected_attention import config
 
 POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block_counts", "cu_seqlens")
 GATES = ("g_cmp", "g_slc", "g_swa")
@@ -101,7 +102,7 @@ def quick(arrays, options, **more):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_every_gradient_are_the_formula(name, monkeypatch):
-    monkeypatch.setattr(tiles, "_max_sorted_queries", lambda record: min(24, record.query.shape[1]))
+    monkeypatch.setattr(config, "_max_sorted_queries", lambda record: min(24, record.query.shape[1]))
     with jax.enable_x64(True):
         arrays, options = make(name)
         names = tuple(arrays)

@@ -11,7 +11,7 @@ import paged_loop
 import pytest
 from paged_calls import DECODING, OPS, PACKED, Paged
 
-import ejkernel.modules.operations as operations
+from ejkernel.ops.plugins import registry
 
 # Numbers of the heads are exact in float32, in which the calls are given them.
 SINKS, SLOPES = np.array([[0.5, -1.25, 0.125, 2.0], [0.5, 0.25, -0.5, 0.125]])
@@ -41,10 +41,10 @@ def check(op, paged, *, reference=False, **options):
     assert got.shape == want.shape
     np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
     if reference:
-        module = getattr(operations, op)
         positional, keywords = paged_calls.keywords(op, paged, options)
-        record, _ = module.OP.bind((*paged_calls.arguments(op, paged), *positional), keywords)
-        output = jax.tree.leaves(jax.jit(module.reference, compiler_options=paged_calls.QUICK)(record))[0]
+        declared = registry().ops[op]
+        record, _ = declared.bind((*paged_calls.arguments(op, paged), *positional), keywords)
+        output = jax.tree.leaves(jax.jit(declared.reference, compiler_options=paged_calls.QUICK)(record))[0]
         np.testing.assert_allclose(output, want, rtol=1e-11, atol=1e-12)
 
 

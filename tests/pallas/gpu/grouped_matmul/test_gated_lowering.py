@@ -65,7 +65,7 @@ def test_tiles_that_are_none_are_refused(name, value):
     [
         (make(), []),
         (make(rows=513), ["513 rows"]),
-        (make(rows=120), ["24 rows a group"]),
+        (make(rows=120), []),
         (make(depth=100), ["100 contracted elements"]),
         (make(width=96), ["96 columns of the output"]),
         (make(tokens=2**26, depth=512), ["gathered rows"]),

@@ -117,7 +117,6 @@ def written(dtype, heads, size):
     (lambda: paged(block_tables=None), "without pages"),
     (lambda: paged(block_tables=jax.ShapeDtypeStruct((4, 2**16), jnp.int32)), "scalar memory"),
     (lambda: paged(compute_dtype=jnp.float16), "compute_dtype"),
-    (lambda: paged(kv_lens=jax.ShapeDtypeStruct((0,), jnp.int32)), "empty"),
 ])  # fmt: skip
 def test_refusals_name_what_is_refused(record, word):
     (reason,) = reasons(record())
