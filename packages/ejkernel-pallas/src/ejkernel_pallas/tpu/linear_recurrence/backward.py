@@ -52,10 +52,9 @@ def _chunk_states(plan: Plan, record: LinearRecurrence) -> jax.Array:
     """The states before every chunk, [B, chunks, H, K, V]."""
     spec = plan.spec
     shape = (plan.rows, plan.chunks, spec.total_heads, spec.keys, spec.values)
-    kernel = functools.partial(chunk_states, spec=spec, chunks=plan.chunks, packed=plan.places is not None)
     made = run(
         "chunk_states",
-        kernel,
+        chunk_states,
         plan,
         inputs={**inputs(plan, record), "initial": layout.states_operand(plan, states(record), False)},
         outputs={"chunk_states": layout.chunk_states_operand(plan, jax.ShapeDtypeStruct(shape, jnp.float32), False)},
@@ -86,7 +85,7 @@ def _run(pullback: Pullback, plan: Plan, before: jax.Array) -> dict[str, jax.Arr
     outputs["initial"] = layout.states_operand(plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True)
     return run(
         "chunk_bwd",
-        functools.partial(chunk_bwd, spec=spec, chunks=plan.chunks, packed=plan.places is not None, wanted=wanted),
+        functools.partial(chunk_bwd, wanted=wanted),
         plan,
         inputs={
             **inputs(plan, record, backwards=True),

@@ -36,7 +36,7 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
     output = jax.ShapeDtypeStruct(shape, record.query.dtype)
     made = run(
         "chunk_fwd",
-        functools.partial(chunk_fwd, spec=spec, chunks=plan.chunks, packed=plan.places is not None),
+        chunk_fwd,
         plan,
         inputs={**inputs(plan, record), "initial": layout.states_operand(plan, first, False)},
         outputs={
@@ -73,7 +73,7 @@ def run(
     return launch(
         KernelCall(
             name=f"ejkernel_linear_recurrence_{name}",
-            kernel=kernel,
+            kernel=functools.partial(kernel, spec=spec, chunks=plan.chunks, packed=plan.places is not None),
             refs=RecurrenceRefs,
             grid=(plan.rows, spec.steps, plan.chunks),
             # Rows and heads; the chunks of a row follow each other.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, segment_roles
 from ejkernel_pallas.tpu.linear_recurrence.spec import COLUMNS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
@@ -85,7 +86,7 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     if record.cu_seqlens is not None:
         places = _places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
         return Plan(spec, rows, tokens, len(places.owner), places, _ends(places.owner), None)
-    chunks = -(-tokens // spec.chunk)
+    chunks = cdiv(tokens, spec.chunk)
     plan = Plan(spec, rows, tokens, chunks, None, jnp.ones(rows * chunks, jnp.int32), None)
     if record.segment_ids is None:
         return plan
@@ -100,13 +101,14 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
 def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
     """Whole chunks for every sequence."""
     lengths = jnp.diff(bounds)
-    ends = jnp.cumsum(-(-lengths // chunk), dtype=jnp.int32)
+    counts = cdiv(lengths, chunk)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
     chunks = tokens // chunk + min(lengths.shape[0], tokens)
     number = jnp.arange(chunks, dtype=jnp.int32)
     owner = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), lengths.shape[0] - 1)
     # Chunks that no sequence needs belong to the last one with tokens, and have none.
     owner = jnp.where(number < ends[-1], owner, jnp.max(jnp.where(number < ends[-1], owner, 0)))
-    begin = ends - -(-lengths // chunk)
+    begin = ends - counts
     offset = (number - begin[owner])[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
     source = jnp.where(offset < lengths[owner][:, None], bounds[:-1][owner][:, None] + offset, tokens).reshape(-1)
     token = jnp.arange(tokens, dtype=jnp.int32)

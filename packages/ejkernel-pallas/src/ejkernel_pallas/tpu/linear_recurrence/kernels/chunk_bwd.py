@@ -80,7 +80,7 @@ def _over_runs(
 
         _, pull = jax.vjp(chunk, before, heads)
         read = tuple(jnp.where(mine.column, x, 0.0) for x in cotangents)
-        left = tuple(jnp.where(number == step.runs - 1, x, 0.0) for x in after)
+        left = tuple(jnp.where(mine.is_last, x, 0.0) for x in after)
         # Each token is in one run, so the sums over all runs are selections.
         return jax.tree.map(jnp.add, (of_states, totals), pull((read, left)))
 
