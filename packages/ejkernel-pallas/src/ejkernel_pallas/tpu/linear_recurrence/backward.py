@@ -14,7 +14,7 @@ from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gr
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.linear_recurrence import plan as layout
 from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
-from ejkernel_pallas.tpu.linear_recurrence.forward import inputs, run, unless_empty
+from ejkernel_pallas.tpu.linear_recurrence.forward import inputs, run, token_arrays, unless_empty
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_bwd import chunk_bwd
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import chunk_states
 from ejkernel_pallas.tpu.linear_recurrence.plan import Plan, make_plan
@@ -35,7 +35,8 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
     """
     record: LinearRecurrence = pullback.record
     plan = make_plan(record, make_spec(record, config))
-    made = _run(pullback, plan, _chunk_states(plan, record))
+    arrays = token_arrays(plan, record)
+    made = _run(pullback, plan, arrays, _chunk_states(plan, arrays, states(record)))
     first = unless_empty(record, made["initial"], pullback.cotangent[1].astype(jnp.float32))
     found = {"initial_state": first, "sequence_state": first}
     for name, count in plan.spec.wide:
@@ -48,21 +49,21 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
     return {name: _as_field(found[name], getattr(record, name)) for name in sorted(pullback.wanted)}
 
 
-def _chunk_states(plan: Plan, record: LinearRecurrence) -> jax.Array:
-    """The states before every chunk, [B, chunks, H, K, V]."""
+def _chunk_states(plan: Plan, arrays: dict[str, jax.Array], first: jax.Array) -> jax.Array:
+    """The states before every chunk, [B, chunks, H, K, V], from those before the first tokens."""
     spec = plan.spec
     shape = (plan.rows, plan.chunks, spec.total_heads, spec.keys, spec.values)
     made = run(
         "chunk_states",
         chunk_states,
         plan,
-        inputs={**inputs(plan, record), "initial": layout.states_operand(plan, states(record), False)},
+        inputs={**inputs(plan, arrays), "initial": layout.states_operand(plan, first, False)},
         outputs={"chunk_states": layout.chunk_states_operand(plan, jax.ShapeDtypeStruct(shape, jnp.float32), False)},
     )
     return made["chunk_states"]
 
 
-def _run(pullback: Pullback, plan: Plan, before: jax.Array) -> dict[str, jax.Array]:
+def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: jax.Array) -> dict[str, jax.Array]:
     """The gradients that the kernel writes, and those of the first states as `initial`."""
     record, (read, final), spec = pullback.record, pullback.cotangent, plan.spec
     read = plan.align(read)
@@ -88,7 +89,7 @@ def _run(pullback: Pullback, plan: Plan, before: jax.Array) -> dict[str, jax.Arr
         functools.partial(chunk_bwd, wanted=wanted),
         plan,
         inputs={
-            **inputs(plan, record, backwards=True),
+            **inputs(plan, arrays, backwards=True),
             "cotangent": layout.wide_operand(plan, "output", read, spec.total_heads, True),
             "final": layout.states_operand(plan, final.astype(jnp.float32), True),
             "chunk_states": layout.chunk_states_operand(plan, before, True),

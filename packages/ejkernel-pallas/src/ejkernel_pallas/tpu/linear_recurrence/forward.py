@@ -38,7 +38,7 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
         "chunk_fwd",
         chunk_fwd,
         plan,
-        inputs={**inputs(plan, record), "initial": layout.states_operand(plan, first, False)},
+        inputs={**inputs(plan, token_arrays(plan, record)), "initial": layout.states_operand(plan, first, False)},
         outputs={
             "output": layout.wide_operand(plan, "output", output, spec.total_heads, False),
             "final": layout.states_operand(plan, jax.ShapeDtypeStruct(first.shape, jnp.float32), False),
@@ -48,19 +48,27 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
     return (plan.unalign(read), unless_empty(record, made["final"], first)), ()
 
 
-def inputs(plan: Plan, record: LinearRecurrence, *, backwards: bool = False) -> dict[str, Operand]:
-    """What all kernels read of a record's tokens."""
+def token_arrays(plan: Plan, record: LinearRecurrence) -> dict[str, jax.Array]:
+    """What all kernels read of a record's tokens, by the names of their refs."""
     shape = record.query.shape[:2]
-    found: dict[str, Operand] = {}
-    for name, count in plan.spec.wide:
+    found: dict[str, jax.Array] = {}
+    for name, _ in plan.spec.wide:
         x = getattr(record, name)
-        x = plan.align(jnp.broadcast_to(x, (*shape, *x.shape[2:])))
-        found[name] = layout.wide_operand(plan, name, x, count, backwards)
+        found[name] = plan.align(jnp.broadcast_to(x, (*shape, *x.shape[2:])))
     if plan.spec.columns or plan.spec.runs:
-        columns, along = layout.columns(plan, record)
-        found["columns"] = layout.columns_operand(plan, columns, backwards)
-        if along is not None:
-            found["along"] = layout.rows_operand(plan, along, backwards)
+        found["columns"], along = layout.columns(plan, record)
+        found |= {} if along is None else {"along": along}
+    return found
+
+
+def inputs(plan: Plan, arrays: dict[str, jax.Array], *, backwards: bool = False) -> dict[str, Operand]:
+    """Those arrays as operands of a kernel."""
+    counts = dict(plan.spec.wide)
+    found = {name: layout.wide_operand(plan, name, arrays[name], counts[name], backwards) for name in counts}
+    if "columns" in arrays:
+        found["columns"] = layout.columns_operand(plan, arrays["columns"], backwards)
+    if "along" in arrays:
+        found["along"] = layout.rows_operand(plan, arrays["along"], backwards)
     return found
 
 
