@@ -22,6 +22,7 @@ class Call:
     key: np.ndarray
     value: np.ndarray
     bias: np.ndarray | None = None
+    relative_bias: np.ndarray | None = None
     mask: np.ndarray | None = None
     q_segment_ids: np.ndarray | None = None
     kv_segment_ids: np.ndarray | None = None
@@ -104,6 +105,9 @@ def _score(call: Call, b: int, h: int, i: int, j: int, kv_head: int) -> float:
     score = scale * sum(x * y for x, y in zip(call.query[b, i, h], call.key[b, j, kv_head], strict=True))
     if call.bias is not None:
         score += _at(call.bias, b, h, i, j)
+    if call.relative_bias is not None:
+        farthest = call.relative_bias.shape[1] // 2
+        score += call.relative_bias[h, farthest + min(max(j - i, -farthest), farthest)]
     if call.logits_soft_cap is not None:
         score = call.logits_soft_cap * np.tanh(score / call.logits_soft_cap)
     if call.logits_dtype != "float32":

@@ -1,6 +1,5 @@
 """T5's encoder: scores without a scale, and a learned bias for each bucket of distances."""
 
-import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules import flash_attention
@@ -20,8 +19,7 @@ def bucket(distance):
 
 def prefill(w, x):
     query, key, value = ((x @ w[f"{name}.weight"].T).reshape(*x.shape[:2], -1, HEAD_DIM) for name in "qkv")
-    token = np.arange(x.shape[1])
-    bias = w["relative_attention_bias.weight"][bucket(token - token[:, None])]  # [T, S, H]
-    bias = jnp.moveaxis(bias, -1, 0)[None]
-    output = flash_attention(query, key, value, bias, softmax_scale=1.0)
+    # Distances of `FARTHEST` and more share a bucket, so that a table up to there is all.
+    table = w["relative_attention_bias.weight"][bucket(np.arange(-FARTHEST, FARTHEST + 1))]
+    output = flash_attention(query, key, value, softmax_scale=1.0, relative_bias=table.T)
     return output.reshape(*x.shape[:2], -1) @ w["o.weight"].T

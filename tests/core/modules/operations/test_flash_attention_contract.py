@@ -36,6 +36,7 @@ def test_positional_arguments_and_options_are_the_promised_ones():
         "mask_info",
         "attention_mask",
         "alibi_slopes",
+        "relative_bias",
         "softmax_scale",
         "dropout_prob",
         "causal",

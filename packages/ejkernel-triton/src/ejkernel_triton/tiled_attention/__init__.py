@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, ROUNDING, SOFTMAX
+from ejkernel.families.tiled_attention import DROPOUT, MASKS, ROUNDING, SOFTMAX
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.families.tiled_attention.kinds import kind_of_large
 from ejkernel.ops import ConfigSpace, Implementation
@@ -29,7 +29,7 @@ def implementations() -> tuple[Implementation, ...]:
         "tiled_attention",
         forward="tiled_attention.forward:forward",
         backward="tiled_attention.backward:backward",
-        gradients=frozenset(FAMILY.differentiable),
+        gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
         requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
         config=ConfigSpace(
             heuristic=config.heuristic,

@@ -5,7 +5,7 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
     dv_j    = sum_i dropout_ij p_ij do_i
     dp_ij   = dropout_ij <do_i, v_j>
     ds_ij   = p_ij (dp_ij - delta_i)
-    dbias   = ds through the soft cap
+    dbias   = ds through the soft cap; that of relative_bias is summed over the pairs of a distance
     dq_i    = scale sum_j dbias_ij k_j
     dk_j    = scale sum_i dbias_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
@@ -38,6 +38,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     load_keys,
     load_query,
     load_rows,
+    relative_distances,
     score,
 )
 from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, add, make_plan
@@ -168,6 +169,8 @@ def _key_tile(
     dscores = _score_gradient(record, rows, value, weights, scores, start)
     if "bias" in grads:
         grads["bias"] = _add_bias(grads["bias"], dscores, plan, at, start)
+    if "relative_bias" in grads:
+        grads["relative_bias"] = _add_relative_bias(grads["relative_bias"], dscores, record, plan, at, tile)
     # Otherwise the query tile carries the scale: dk has it by the product, and dq gets it once a tile in `_store`.
     if not folds_scale(record):
         dscores = dscores * record.softmax_scale
@@ -199,6 +202,20 @@ def _score_gradient(
 def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: Cursor, start: jax.Array) -> jax.Array:
     b, h, g, t, s = dscores.shape
     return add(bias, (at.batch, at.head * plan.group, at.query, start), dscores.reshape(b, h * g, t, s))
+
+
+def _add_relative_bias(
+    table: jax.Array, dscores: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array
+) -> jax.Array:
+    """Adds the sums of a tile's diagonals to the gradient of the table [H, n]."""
+    _, h, g, t, s = dscores.shape
+    rows = dscores.sum(axis=0).reshape(h * g, t, s)
+    # The inverse of what the scores do: rows shifted by one against each other put a diagonal into a column.
+    shifted = jnp.pad(rows, ((0, 0), (0, 0), (t - 1, 0))).reshape(h * g, t * (t + s - 1))
+    columns = jnp.pad(shifted, ((0, 0), (0, t))).reshape(h * g, t, t + s)
+    entries = relative_distances(table, record, plan, at, tile)
+    sums = jnp.einsum("hd,nd->hn", columns[:, :, : t + s - 1].sum(axis=1), entries, precision=lax.Precision.HIGHEST)
+    return add(table, (at.head * plan.group, 0), sums)
 
 
 def _store(

@@ -58,7 +58,7 @@ def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledA
     compared = band(record) != (None, None) or record.alibi_slopes is not None
     if queries is not None and record.q_positions is None and compared:
         moved["q_positions"] = positions(record)[0] + queries
-    if record.dropout_prob > 0.0 or record.pattern is not None:
+    if record.dropout_prob > 0.0 or record.pattern is not None or record.relative_bias is not None:
         moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
     return dataclasses.replace(record, **moved)
 
@@ -79,6 +79,7 @@ AXES = {
     "value": "b s g v",
     "bias": "b h t s",
     "alibi_slopes": "b h",
+    "relative_bias": "h r",
     "mask": "b h t s",
     "q_segment_ids": "b t",
     "kv_segment_ids": "b s",
@@ -93,7 +94,7 @@ AXES = {
 FAMILY = Family(
     name="tiled_attention",
     record=TiledAttention,
-    differentiable=("query", "key", "value", "bias", "softmax_aux"),
+    differentiable=("query", "key", "value", "bias", "relative_bias", "softmax_aux"),
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
     axes=AXES,

@@ -26,6 +26,8 @@ class TiledAttention:
         softmax_scale: Factor on the raw scores.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores.
         alibi_slopes: [B|1, H] floating: slope m of the term `-m |k - q|` of the scores, k and q the positions.
+        relative_bias: [H, 2 R + 1] floating, added to the scores: entry `R + clip(j - i, -R, R)` for query i and key j,
+            by their indices in the whole call.
         mask: [B|1, H|1, T|1, S|1] bool, True attends.
         q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
         kv_segment_ids: [B, S] int32.
@@ -52,6 +54,7 @@ class TiledAttention:
     softmax_scale: float = static()
     bias: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
+    relative_bias: jax.Array | None = None
     mask: jax.Array | None = None
     q_segment_ids: jax.Array | None = None
     kv_segment_ids: jax.Array | None = None

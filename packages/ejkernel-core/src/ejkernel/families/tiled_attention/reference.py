@@ -3,6 +3,7 @@
 For a query row i and key j of one batch row and query head h (KV head `h // (H // Hk)`):
 
     s_ij = softmax_scale * <q_i, k_j>                          float32 accumulation at `precision`
+    s_ij = s_ij + relative_bias_h[R + clip(j - i, -R, R)]     i and j the indices in the whole call
     s_ij = s_ij + bias_ij - alibi_slopes_h |k_j - q_i|        q_i and k_j the positions (or the indices without)
     s_ij = cap * tanh(s_ij / cap)                              if logits_soft_cap; -inf stays -inf, and masks
     s_ij = round s_ij to logits_dtype                          derivative 1
@@ -63,6 +64,8 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     scores = jnp.einsum("bthd,bshd->bhts", query, key, precision=lax.Precision.HIGHEST) * record.softmax_scale
     if record.bias is not None:
         scores = scores + record.bias.astype(accumulate)
+    if record.relative_bias is not None:
+        scores = scores + _relative_bias(record, record.relative_bias.astype(accumulate))
     if record.alibi_slopes is not None:
         q, k = positions(record)
         distance = jnp.abs(k[:, None, None, :] - q[:, None, :, None]).astype(accumulate)
@@ -72,6 +75,15 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     if record.logits_dtype != jnp.float32:
         scores = coarse(record.logits_dtype, scores)
     return scores, _allowed(record)
+
+
+def _relative_bias(record: TiledAttention, table: jax.Array) -> jax.Array:
+    """The bias [1, H, T, S] of distances in the whole call, from a table [H, 2 R + 1]."""
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    query = jnp.arange(record.query.shape[1], dtype=jnp.int32) + origin[2]
+    key = jnp.arange(record.key.shape[1], dtype=jnp.int32) + origin[3]
+    farthest = table.shape[1] // 2
+    return table[:, farthest + jnp.clip(key - query[:, None], -farthest, farthest)][None]
 
 
 def _allowed(record: TiledAttention) -> jax.Array:

@@ -59,6 +59,7 @@ def flash_attention(
     | Integer[Array, "#b s"]
     | None = None,
     alibi_slopes: Float[Array, " h"] | Float[Array, "#b h"] | None = None,
+    relative_bias: Float[Array, "h r"] | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     causal: bool = False,
@@ -101,6 +102,10 @@ def flash_attention(
             together with everything else.
         alibi_slopes: [H] or [B|1, H] floating slopes m of ALiBi, the term `-m |k - q|` added to the scaled scores
             before the soft cap, k and q the positions. Needs no bias in memory. Has no gradient.
+        relative_bias: [H, 2 R + 1] floating, added to the scaled scores before the soft cap: entry
+            `R + clip(j - i, -R, R)` for query i and key j, as T5 has it for each bucket of distances. Needs no bias in
+            memory. Positions are indices: not with `mask_info` that gives positions, or with `cum_seqlens_k`.
+            Differentiable.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         causal: Key position at most query position. Positions count from the first token of each side (top-left),
@@ -198,10 +203,24 @@ def validate(args: FlashAttentionArguments) -> None:
         axes = "B H" if rank(args.alibi_slopes) == 2 else "H"
         check_shape("alibi_slopes", args.alibi_slopes, axes, sizes, broadcast="B")
         check_dtype("alibi_slopes", args.alibi_slopes, jnp.floating, "a floating dtype")
+    _check_relative_bias(args, sizes)
     check_sinks(args.softmax_aux, sizes["H"])
     _check_cum_seqlens(args, sizes)
     _check_mask_info(args.mask_info, sizes)
     _check_dropout_seed(args)
+
+
+def _check_relative_bias(args: FlashAttentionArguments, sizes: dict[str, int]) -> None:
+    if args.relative_bias is None:
+        return
+    check_shape("relative_bias", args.relative_bias, "H R", sizes)
+    check_dtype("relative_bias", args.relative_bias, jnp.floating, "a floating dtype")
+    if not args.relative_bias.shape[1] % 2:
+        raise ValueError(f"relative_bias: got shape {args.relative_bias.shape}, wants [H, 2 R + 1]")
+    placed = [name for name in ("q_positions", "kv_positions") if getattr(args.mask_info, name, None) is not None]
+    if placed or args.cum_seqlens_k is not None:
+        other = f"mask_info.{placed[0]}" if placed else "cum_seqlens_k"
+        raise ValueError(f"relative_bias: got it with {other}, wants distances that are those of indices")
 
 
 def _check_cum_seqlens(args: FlashAttentionArguments, sizes: dict[str, int]) -> None:
@@ -270,6 +289,7 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
         softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         bias=args.bias,
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
+        relative_bias=args.relative_bias,
         mask=_mask(args),
         q_segment_ids=q_ids,
         kv_segment_ids=k_ids,

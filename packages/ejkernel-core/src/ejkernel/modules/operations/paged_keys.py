@@ -15,7 +15,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.values import Condition, integers
 
 _INT32 = 2**31 - 1
-_UNMEANT = ("bias", "mask_info", "attention_mask", "alibi_slopes", "dropout_seed", "precision")
+_UNMEANT = ("bias", "mask_info", "attention_mask", "alibi_slopes", "relative_bias", "dropout_seed", "precision")
 
 
 def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:

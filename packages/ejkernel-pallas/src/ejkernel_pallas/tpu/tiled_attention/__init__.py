@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX, band
+from ejkernel.families.tiled_attention import DROPOUT, MASKS, SOFTMAX, band
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import tpu_requires
@@ -54,7 +54,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
-            gradients=frozenset(FAMILY.differentiable),
+            gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
             requires=tpu_requires(
                 head_dims=range(1, 257),
                 handles=HANDLES,

@@ -118,6 +118,8 @@ def score(
     slope = None
     if record.bias is not None:
         scores = scores + load_pairs(record.bias, plan, at, tile).astype(scores.dtype)
+    if record.relative_bias is not None:
+        scores = scores + _relative_bias(record.relative_bias, record, plan, at, tile).astype(scores.dtype)
     if record.alibi_slopes is not None:
         scores = scores - _alibi(record.alibi_slopes, record, plan, at, tile).astype(scores.dtype)
     if record.logits_soft_cap is not None:
@@ -138,6 +140,31 @@ def _alibi(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor
     heads = take(slopes, (at.batch, at.head * plan.group), (plan.batch, plan.heads * plan.group))
     heads = heads.reshape(-1, plan.heads, plan.group, 1, 1).astype(accumulator(record))
     return heads * jnp.abs(k - q).astype(heads.dtype)
+
+
+def relative_distances(table: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> Any:
+    """Returns which entry of a table [H, n] each diagonal of a tile has: one-hot [n, t + s - 1].
+
+    The lowest distance comes first. A product with it reads the table, and one with its transpose adds to it, in the
+    same order in every run.
+    """
+    t, s, farthest = plan.queries.block, plan.keys.block, table.shape[1] // 2
+    first = plan.keys.start(tile) + _origin(record, 3) - (at.query + _origin(record, 2) + t - 1)
+    distance = first + jnp.arange(t + s - 1, dtype=jnp.int32)
+    entry = farthest + jnp.clip(distance, -farthest, farthest)
+    return (jnp.arange(table.shape[1], dtype=jnp.int32)[:, None] == entry).astype(accumulator(record))
+
+
+def _relative_bias(table: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+    """Returns the bias of a tile, [1, h, g, t, s], from a table [H, n] of distances."""
+    t, s, heads = plan.queries.block, plan.keys.block, plan.heads * plan.group
+    rows = take(table, (at.head * plan.group, 0), (heads, table.shape[1])).astype(accumulator(record))
+    entries = relative_distances(table, record, plan, at, tile)
+    diagonals = jnp.einsum("hn,nd->hd", rows, entries, precision=lax.Precision.HIGHEST)
+    # Row i of the tile has the diagonals from t - 1 - i on: copies of t + s entries, read t + s - 1 at a time, shift.
+    repeated = jnp.tile(jnp.pad(diagonals, ((0, 0), (0, 1))), (1, t))
+    shifted = repeated[:, : t * (t + s - 1)].reshape(heads, t, t + s - 1)
+    return shifted[:, :, t - 1 :].reshape(1, plan.heads, plan.group, t, s)
 
 
 def mask(scores: Scores, allowed: jax.Array | None) -> Scores:

@@ -155,6 +155,13 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         ("awkward",),
     ),
     (
+        "bias of distances",
+        CROSS,
+        lambda k: {"relative_bias": jax.random.normal(k, (4, 21))},
+        ("relative_bias",),
+        (),
+    ),
+    (
         "bias of -inf and soft cap, lse",
         PLAIN,
         lambda k: {**_masking_bias(k, PLAIN), **LSE, "logits_soft_cap": 1.5},
