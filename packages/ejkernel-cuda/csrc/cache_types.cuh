@@ -1,7 +1,8 @@
-// What a cache may hold, and how eight-bit numbers become pairs of float16 for the tensor cores.
+// The element types that a KV cache may have, and how 8-bit elements become pairs of float16 for the tensor cores.
 //
-// A 32-bit register with four numbers a, b, c, d becomes two with the pairs (a, b) and (c, d) or, with `Apart`, (a, c)
-// and (b, d). All eight-bit numbers are float16 numbers too, so nothing is rounded.
+// `widen` takes a 32-bit register with the elements a, b, c, d and returns two registers, with the pairs (a, b) and (c,
+// d)
+// or, with `Apart`, (a, c) and (b, d). Each value of these 8-bit types is exact in float16.
 #pragma once
 
 #include "tensor_core.cuh"
@@ -18,7 +19,7 @@ struct Int8 {
   signed char number;
 };
 
-// Compute: the dtype of the operands of the products. Numbers of 16 bits are their own operands.
+// Compute: the dtype of the products' operands. 16-bit elements are multiplied as they are.
 template <typename C>
 struct Cache {
   using Compute = C;
@@ -39,8 +40,9 @@ struct Cache<E4m3> {
     constexpr uint32_t kSelect[2] = {0x1404, 0x3424};
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      // Chips without the instruction: the bits in the places of a float16 are the number times 2^-8, subnormal ones
-      // too. Bits 0x7f are NaN, and NaN in float16 is any number with these bits and more.
+      // Without the conversion instruction: the bits of an E4M3 number, shifted to the exponent and mantissa of a
+      // float16, are
+      // the number times 2^-8, subnormal numbers included. 0x7f is NaN in E4M3, and is replaced by a NaN of float16.
       const uint32_t bytes = __byte_perm(numbers, 0, kSelect[n]);
       const uint32_t nan = __vcmpeq2(bytes & 0x7f007f00, 0x7f007f00) & 0x7fff7fff;
       const uint32_t bits = (bytes & 0x80008000) | (bytes >> 1 & 0x3f803f80);
@@ -54,7 +56,7 @@ struct Cache<E4m3> {
 template <>
 struct Cache<E5m2> {
   using Compute = __half;
-  // The upper half of a float16.
+  // An E5M2 number is the upper byte of the equal float16.
   template <bool Apart>
   static __device__ __forceinline__ void widen(uint32_t (&pairs)[2], uint32_t numbers) {
     pairs[0] = __byte_perm(numbers, 0, Apart ? 0x2404 : 0x1404);
@@ -67,7 +69,7 @@ struct Cache<Int8> {
   using Compute = __half;
   template <bool Apart>
   static __device__ __forceinline__ void widen(uint32_t (&pairs)[2], uint32_t numbers) {
-    // Magic-number conversion: with its sign bit flipped, a number plus 128 is the last byte of 1024 + number + 128.
+    // Magic-number conversion: x with its sign bit flipped is x + 128, which becomes the last byte of 1024 + 128 + x.
     const uint32_t shifted = numbers ^ 0x80808080, magic = 0x64646464;
     const __half2 offset = __float2half2_rn(-1152.f);
     const uint32_t raised[2] = {

@@ -1,16 +1,17 @@
-// Decoding: one query token of a row attends to a range of keys, in blocks of warps that share nothing in the main loop.
+// Decode attention: one query token per row attends to a range of keys. A block's warps share nothing in the main loop.
 //
-//   segment of a row's keys: tiles w0 w1 w2 w3 w0 w1 w2 w3 ..            interleaved over the block's warps
+//   a row's segment of keys: tiles w0 w1 w2 w3 w0 w1 w2 w3 ..            interleaved over the block's warps
 //
 //   warp: cp.async -> ring of stages in shared memory -> MMA q K^T -> online softmax -> MMA p V -> acc in registers
-//   block: warps merged in shared memory -> the row's result, or a partial one that a combine kernel merges
+//   block: merges its warps' softmaxes in shared memory -> the row's output, or a partial result that a combine merges
 //
-// A segment has one KV head of one row and up to 16 of its query heads (the rows of an MMA tile). Each warp has its stages
-// and its softmax, so no barrier stops the block. `split_decode.cuh` and `paged_decode.cuh` say which block has which
-// segments.
+// A segment is a range of keys of one KV head of one row, with up to 16 of its query heads (the rows of an MMA tile).
+// Each warp has pipeline stages and a softmax of its own, so the main loop has no barrier. `split_decode.cuh` and
+// `paged_decode.cuh` assign segments to blocks.
 //
-// Keys lie in pages, or one behind the other: a tile's pages are looked up one tile before its copies are issued, a key a
-// lane. Caches have 16 bits a number, or 8, which become float16 between shared memory and the MMA.
+// Keys are in pages, or contiguous. A tile's pages are looked up one tile before its copies are issued, one key per
+// lane.
+// Caches have 16 bits per element, or 8, which are converted to float16 between shared memory and the MMA.
 //
 // Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2023, "Flash-Decoding" (splitting the keys); Kwon et
 // al. 2023, arXiv:2309.06180 (paged attention).
@@ -20,19 +21,19 @@
 
 namespace ejkernel {
 
-// The column of the output that number n of accumulator `index` belongs to, n being 0 or 1.
+// The output column of element n (0 or 1) of accumulator `index`.
 template <typename C>
 __device__ __forceinline__ int column_of(int index, int n) {
   const int lane = threadIdx.x % 32;
   return sizeof(C) == 2 ? index * 8 + lane % 4 * 2 + n : index / 2 * 16 + (lane % 4 * 2 + n) * 2 + index % 2;
 }
 
-// Output and lse of one head from its numerators, maximum and denominator; the sink joins the denominator.
+// Output and lse of one head, from its unnormalised sum, maximum and denominator; the sink is added to the denominator.
 struct Finish {
   float factor, lse;
   __device__ Finish(const Decode& call, int row, int head, float row_max, float row_sum, bool in_sequence = true) {
     // The sink may exceed every score, so it joins the maximum too. `whole` is 0 for a row with neither key nor sink,
-    // which gets output 0 and lse -INFINITY. exp2f, not exp2_fast: here it is called once a head.
+    // which gets output 0 and lse -INFINITY. exp2f is called only once per head, so it need not be exp2_fast.
     const float sink = call.sinks == nullptr || !in_sequence
                            ? -INFINITY
                            : kLog2e * call.sinks[size_t(row / call.rows_a_sink) * call.heads + head];
@@ -43,7 +44,8 @@ struct Finish {
   }
 };
 
-// What a warp leaves for the merge lies in the last stage of its ring: the next segment begins with the others.
+// A warp stores its accumulators for the merge in the last stage of its ring: the next segment starts with the other
+// stages.
 template <int Size, typename C>
 __device__ __forceinline__ float* accs_of(unsigned char* shared, int warp) {
   using S = Shape<Size, C>;
@@ -51,8 +53,8 @@ __device__ __forceinline__ float* accs_of(unsigned char* shared, int warp) {
   return reinterpret_cast<float*>(shared + warp * S::kWarpBytes + (S::kStages - 1) * 2 * S::kTileBytes);
 }
 
-// Where a number of a head's row of them lies. Neighbouring heads are a multiple of 128 bytes apart; without the XOR, which
-// moves groups of eight columns, lanes that have eight heads would write into the same few banks.
+// The index of a column in a head's row of accumulators. Rows of neighbouring heads are a multiple of 128 bytes apart;
+// without the XOR, which permutes groups of eight columns, lanes that store eight heads would conflict in a few banks.
 __device__ __forceinline__ int acc_place(int size, int head, int column) { return head * size + (column ^ head % 4 * 8); }
 
 template <int Size, typename C>
@@ -61,7 +63,8 @@ __device__ __forceinline__ float* statistics_of() {
   return statistics;
 }
 
-// Leaves a warp's softmax of `heads` heads to the merge. The warp has read its last stage, and no copy into it is under way.
+// Stores a warp's softmax of `heads` heads for the merge. The warp has read its last stage, and no copy into it is in
+// flight.
 template <int Size, typename C>
 __device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads, unsigned char* shared) {
   constexpr int kWarps = Shape<Size, C>::kWarps;
@@ -73,7 +76,7 @@ __device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads,
     const int head = lane / 4 + part * 8;
     softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 1);
     softmax.row_sum[part] += __shfl_xor_sync(~0u, softmax.row_sum[part], 2);
-    if (head < heads) {  // nothing is written that nobody reads: copies wait for it, or, behind the last tile, the launch
+    if (head < heads) {  // unused rows are not stored: the next copies, or the end of the launch, would wait for them
       if (lane % 4 == 0) {
         statistics[(head * kWarps + warp) * 2] = softmax.row_max[part];
         statistics[(head * kWarps + warp) * 2 + 1] = softmax.row_sum[part];
@@ -89,21 +92,22 @@ __device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads,
   }
 }
 
-// Merges the softmaxes that a block's warps have left, and stores the segment's result. A barrier comes before, and
-// another one before a warp's last stage is filled again.
+// Merges the softmaxes that a block's warps stored, and stores the segment's result. The caller puts a barrier before
+// it,
+// and another one before a warp's last stage is filled again.
 template <int Size, typename C>
 __device__ __forceinline__ void merge_warps(const Decode& call, const Segment& segment, unsigned char* shared) {
   constexpr int kWarps = Shape<Size, C>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float* statistics = statistics_of<Size, C>();
-  // Warps are added in their order: two runs give the same bits.
+  // Warps are added in a fixed order, so that results are reproducible bit for bit.
   for (int head = warp; head < segment.count; head += kWarps) {
     float row_max = -INFINITY, row_sum = 0.f, alphas[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, statistics[(head * kWarps + w) * 2]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      // A warp without tiles has the maximum -INFINITY, and so alpha 0.
+      // A warp without tiles has the maximum -INFINITY, and so its alpha is 0.
       alphas[w] = row_max == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - row_max);
       row_sum += alphas[w] * statistics[(head * kWarps + w) * 2 + 1];
     }
@@ -131,7 +135,7 @@ __device__ __forceinline__ void merge_warps(const Decode& call, const Segment& s
   }
 }
 
-// One warp's copies of a segment's tiles, and which of their keys are present.
+// One warp's copies of a segment's tiles, and which of the tiles' keys exist.
 template <int Size, typename C>
 struct Copies {
   using S = Shape<Size, C>;
@@ -139,19 +143,19 @@ struct Copies {
   const unsigned char *keys, *values;
   uint32_t ring;
   int first, limit, sequence, tiles, page, slot;
-  uint32_t present[S::kStages];  // of the tiles that are under way: a bit for each key
+  uint32_t present[S::kStages];  // of the tiles whose copies are in flight: one bit per key
 
   __device__ __forceinline__ Copies(const Decode& call, const void* shared)
       : call(call), ring(shared_address(shared) + threadIdx.x / 32 * S::kWarpBytes) {}
 
-  // Turns to a segment and looks its first pages up. The warp has read all of its ring but for the last stage, which
-  // the first copies leave alone.
+  // Starts a segment and looks up its first pages. The warp has read all stages of its ring but the last one, which the
+  // first copies do not write.
   __device__ __forceinline__ void begin(const Segment& segment) {
     first = segment.first + threadIdx.x / 32 * S::kKeys;
     limit = segment.limit;
     sequence = segment.sequence;
     tiles = max(limit - first + S::kRound - 1, 0) / S::kRound;
-    // Offsets in a head are 32 bits of pieces; without pages, a sequence's own start is not part of them.
+    // Offsets within a head count 16-byte pieces in 32 bits; without pages, a sequence's start is added to the pointer.
     const size_t row = call.tables == nullptr ? max(sequence, 0) : 0;
     keys = call.keys + (row * call.key_strides.page + size_t(segment.kv_head) * call.key_strides.head) * 16;
     values = call.values + (row * call.value_strides.page + size_t(segment.kv_head) * call.value_strides.head) * 16;
@@ -163,7 +167,7 @@ struct Copies {
     for (int tile = 0; tile < S::kStages - 1; ++tile) present[tile] = fetch(tile);
   }
 
-  // Page and slot of this lane's key of a tile.
+  // Looks up the page and slot of this lane's key of a tile.
   __device__ __forceinline__ void look_up(int tile) {
     const int key = first + tile * S::kRound + threadIdx.x % S::kKeys;
     page = -1;
@@ -178,11 +182,11 @@ struct Copies {
     }
   }
 
-  // Starts copying a tile; a bit for each of its keys that is present.
+  // Starts copying a tile; returns one bit per key, set where the key exists.
   __device__ __forceinline__ uint32_t fetch(int tile) {
     uint32_t found = 0;
     if (tile < tiles) {
-      // A table entry that is no page of the cache is padding.
+      // A table entry that is not the index of a page is padding.
       const bool there = page >= 0 && page < call.pages;
       found = __ballot_sync(~0u, there) & ~0u >> (32 - S::kKeys);
       const uint32_t to = ring + tile % S::kStages * 2 * S::kTileBytes;
@@ -191,23 +195,23 @@ struct Copies {
       const uint32_t value = there ? page * v.page + slot * v.slot : kAbsent;
       copy_tile<Size, C>(to, keys, key, call.size * sizeof(C) / 16);
       copy_tile<Size, C>(to + S::kTileBytes, values, value, call.value_size * sizeof(C) / 16);
-      // One tile ahead, so that no copy waits for a page's number.
+      // Looks up the next tile's pages now, so that its copies need not wait for the page table.
       look_up(tile + 1);
     }
-    // A group is committed even where nothing is copied: the wait counts groups, one a tile.
+    // Commits a group even where nothing is copied: waits count groups, one per tile.
     commit_copies();
     return found;
   }
 };
 
-// A segment's query heads in registers; see `load_query`.
+// A segment's query heads, in registers; see `load_query`.
 template <int Size>
 struct Query {
   uint32_t parts[Size / 16][4];
   float factors[2];
 };
 
-// The main loop of a segment whose first copies are under way.
+// Runs the main loop of a segment whose first copies are in flight.
 template <int Size, typename C>
 __device__ __forceinline__ void attend(
     Softmax<Size>& softmax, const Decode& call, Copies<Size, C>& copies, const Query<Size>& query, int heads) {
@@ -220,7 +224,8 @@ __device__ __forceinline__ void attend(
     float scores[S::kKeys / 8][4];
     multiply_keys<Size, C>(scores, query.parts, at);
     scale_scores(scores, query.factors, call.cap);
-    // The same branch in the whole block. With eight heads at most, the other eight rows need no exponentials.
+    // The whole block takes the same branch. With at most eight heads, the other eight rows of the MMA need no
+    // exponentials.
     if (heads <= 8) {
       weigh_tile<1>(softmax, scores, copies.present[0]);
     } else {
@@ -233,13 +238,13 @@ __device__ __forceinline__ void attend(
   __syncwarp();  // hazard: lanes still read the stages that the merge and the next segment fill
 }
 
-// Attends to a segment and stores its result. All threads of the block call it; the next call needs a barrier between.
+// Attends to a segment and stores its result. All threads of the block call it, with a barrier between two calls.
 template <int Size, typename C>
 __device__ __forceinline__ void attend_alone(const Decode& call, const Segment& segment, unsigned char* shared) {
   Copies<Size, C> copies(call, shared);
   copies.begin(segment);
   copies.fetch_first();
-  Query<Size> query;  // behind the first copies: both latencies pass together
+  Query<Size> query;  // after the first copies, so that both latencies overlap
   load_query<Size, C>(query.parts, query.factors, call, segment);
   Softmax<Size> softmax;
   attend(softmax, call, copies, query, segment.count);

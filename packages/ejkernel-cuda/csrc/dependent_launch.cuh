@@ -3,34 +3,36 @@
 //   kernel  | start_next_launch |        main loop         |
 //   next          starts | wait_for_previous_launch ........ | reads what the kernel has written
 //
-// Every block of the next kernel waits, whether it reads anything or not: a launch is complete when its blocks are, and
-// what follows on the stream must find the launch before complete, too.
+// Every block of the next kernel waits, even if it reads nothing: a launch is complete when its blocks are, and the
+// launch
+// after it relies on all earlier launches being complete.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace ejkernel {
 
-// Lets the next launch begin as soon as all blocks have come here or have ended. It may come early: the next launch has
-// none of this kernel's writes before it has waited.
+// Lets the next launch start as soon as all blocks have called this or have exited. It may be called at any time: the
+// next
+// launch sees this kernel's writes only after it waits.
 __device__ __forceinline__ void start_next_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the launch before is complete and its writes are visible.
+// Waits until the previous launch is complete and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Launches a kernel that waits by itself for the launch before.
+// Launches a kernel that calls `wait_for_previous_launch` itself, so that it may start early.
 template <typename Call>
 cudaError_t launch_early(
     void (*kernel)(Call), dim3 grid, int threads, size_t shared, cudaStream_t stream, const Call& call) {
-  // Code for chips before Hopper cannot wait, on whatever chip it runs: there the launch stays an ordinary one.
+  // Code compiled for chips before Hopper has no wait, on whatever chip it runs, so it is launched without overlap.
   cudaFuncAttributes compiled;
   const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel);
   if (error != cudaSuccess) return error;
@@ -47,12 +49,12 @@ cudaError_t launch_early(
   return cudaLaunchKernelEx(&config, kernel, call);
 }
 
-// Launches clusters of `members` blocks of a kernel for Hopper that waits by itself for the launch before.
+// Launches clusters of `members` blocks of a Hopper kernel that calls `wait_for_previous_launch` itself.
 template <typename... Given>
 cudaError_t launch_clusters(
     void (*kernel)(Given...), int clusters, int members, int threads, size_t shared, cudaStream_t stream,
     const Given&... given) {
-  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;

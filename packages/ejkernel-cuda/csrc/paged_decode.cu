@@ -21,7 +21,7 @@ ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blo
   const PagedDecode& call = write.call;
   cudaError_t error = call.written ? launch_write(stream, write) : cudaSuccess;
   if (error != cudaSuccess) return failed("write", error);
-  // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
+  // Head dimensions are padded with zeros in shared memory to one of three sizes, the same for keys and values.
   const int size = std::max(call.size, call.value_size);
   if (size <= 64) {
     error = launch_paged<64, C>(stream, call, blocks);
@@ -34,7 +34,7 @@ ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blo
 }
 
 struct Arguments {
-  ffi::AnyBuffer query, keys, values;  // `values` without elements where the array of keys has them, too
+  ffi::AnyBuffer query, keys, values;  // `values` is empty if the array of keys also has the values
   ffi::Buffer<ffi::S32> tables, lengths, starts, query_start, live;
   ffi::Buffer<ffi::F32> sinks;
   ffi::AnyBuffer output;
@@ -51,27 +51,27 @@ const int* given(const ffi::Buffer<ffi::S32>& buffer) {
 
 const ffi::AnyBuffer& values_of(const Arguments& a) { return a.values.element_count() == 0 ? a.keys : a.values; }
 
-// A number that no other launch of this process has, and that memory does not hold by chance.
+// A ticket that no other launch of this process has, and that uninitialised memory holds with negligible probability.
 uint64_t next_ticket() {
   static std::atomic<uint64_t> next{
       uint64_t(std::chrono::steady_clock::now().time_since_epoch().count()) * 0x9e3779b97f4a7c15};
   return next.fetch_add(1, std::memory_order_relaxed) | 1ull << 63;
 }
 
-// The record of a call. Absent arrays have no elements.
+// Builds the record of a call. Absent arrays have no elements.
 PagedDecode paged_call(const Arguments& a) {
   const auto query = a.query.dimensions(), output = a.output.dimensions();
   PagedDecode call{};
   call.query = a.query.untyped_data();
   call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
-  // Elements from the array's start: keys and values may be in one array.
+  // An offset in elements from the array's start: keys and values may be in one array.
   call.values = static_cast<const unsigned char*>(values_of(a).untyped_data()) +
                 a.strides[6] * ffi::ByteWidth(a.keys.element_type());
   call.tables = given(a.tables);
   call.lengths = a.lengths.typed_data();
   call.starts = given(a.starts);
   call.query_start = given(a.query_start);
-  // The last entry: the operation that has an array of counts passes it whole.
+  // The last entry, since one operation passes an array of counts whose last entry is the total.
   call.live = a.live.element_count() == 0 ? nullptr : a.live.typed_data() + a.live.element_count() - 1;
   call.sinks = a.sinks.element_count() == 0 ? nullptr : a.sinks.typed_data();
   call.output = a.output.untyped_data();
@@ -108,18 +108,18 @@ PagedDecode paged_call(const Arguments& a) {
   return call;
 }
 
-// Whether an array of the cache ends behind all that its strides lead to, and copies of 16 bytes are aligned.
+// Whether a cache array contains all elements that its strides address, and 16-byte copies are aligned.
 bool holds(const PagedDecode& call, const ffi::AnyBuffer& array, ffi::Span<const int64_t> strides, int first, int size) {
   const int64_t bytes = ffi::ByteWidth(array.element_type()), offset = first == 3 ? strides[6] : 0;
   bool aligned = size * bytes % 16 == 0 && offset * bytes % 16 == 0;
   for (int n = 0; n < 3; ++n) aligned &= strides[first + n] >= 0 && strides[first + n] * bytes % 16 == 0;
   const int64_t last = offset + (call.pages - 1) * strides[first] + (call.page_size - 1) * strides[first + 1] +
                        (call.kv_heads - 1) * strides[first + 2] + size;
-  // Offsets are 32 bits of pieces, of which one value is for absent keys.
+  // Offsets count pieces in 32 bits, and one value is reserved for missing keys.
   return aligned && last <= int64_t(array.element_count()) && last * bytes / 16 < int64_t(kAbsent);
 }
 
-// Whether the arrays are those of one call: the kernels read what the shapes promise.
+// Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
 bool consistent(const Arguments& a, const PagedDecode& call, int64_t blocks) {
   const int64_t heads = int64_t(call.rows) * call.heads;
   const auto or_none = [](const auto& buffer, int64_t count) {
@@ -162,7 +162,7 @@ ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const Paged
   return wrong("a cache of this dtype is not served");
 }
 
-// Checks a call and fills its record, in which the cache is what the arguments name.
+// Checks a call and fills its record; its cache is the one in the arguments.
 ffi::Error prepare(const Arguments& a, PagedDecode& call) {
   if (a.strides.size() != 7 || a.query.dimensions().size() != 3 || a.output.dimensions().size() != 3) {
     return wrong("wants seven strides, and queries and outputs of three axes");
@@ -177,14 +177,15 @@ ffi::Error prepare(const Arguments& a, PagedDecode& call) {
   return fits ? ffi::Error::Success() : wrong("the shapes of the arrays do not belong together");
 }
 
-// XLA gives the memory of an array of the cache to the result; but where it reads the array from a part of another one,
-// it does not, and nothing has been copied.
+// Copies a cache array to the result that aliases it, if XLA did not alias them: it does not where the operand is a
+// slice
+// of another array.
 cudaError_t copy_elsewhere(cudaStream_t stream, const ffi::AnyBuffer& from, ffi::AnyBuffer& to) {
   if (from.untyped_data() == to.untyped_data()) return cudaSuccess;
   return cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
-// Adds the new tokens to a call whose cache is already the written one.
+// Adds the new tokens to a call whose cache pointers already are those of the results.
 ffi::Error add_tokens(
     PagedWrite& write, const Arguments& a, const ffi::AnyBuffer (&tokens)[2], int32_t cache_heads) {
   const PagedDecode& call = write.call;
@@ -196,7 +197,8 @@ ffi::Error add_tokens(
   PagedDecode padded = call;
   padded.kv_heads = cache_heads;
   for (int n = 0; n < 2; ++n) {
-    const int64_t row = given[n].dimensions().back();  // a head of the cache, which may be wider than a token's
+    // head dimension of the cache, which may be padded beyond that of a token
+    const int64_t row = given[n].dimensions().back();
     if (tokens[n].element_type() != given[n].element_type() ||
         int64_t(tokens[n].element_count()) != int64_t(call.rows) * call.kv_heads * sizes[n] || row < sizes[n] ||
         row * bytes % 16 != 0 || cache_heads < call.kv_heads || !holds(padded, given[n], a.strides, n * 3, row)) {
@@ -212,7 +214,7 @@ ffi::Error add_tokens(
   return ffi::Error::Success();
 }
 
-// Further operands are new keys and values, and further results the arrays of the cache that they are written into.
+// Extra operands are new keys and values; extra results are the cache arrays that they are written into.
 ffi::Error paged_decode(
     cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer keys, ffi::AnyBuffer values,
     ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
@@ -288,5 +290,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<float>("scale")
         .Attr<float>("cap")
         .Attr<float>("value_scale"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

@@ -1,17 +1,25 @@
-// Decoding by a persistent kernel, whose blocks have equal shares of all keys, whatever the rows' lengths.
+// Paged decode attention by a persistent kernel, whose blocks get equal shares of all keys for any mix of lengths
+// (Stream-K).
 //
 //   line     row 0, head 0 | row 0, head 8 | row 1, head 0 | row 1, head 8 | ...     rounds of a block's warps
 //   blocks   |----- 0 -----|----- 8 -----|----- 16 ----|----- 24 ----|               cut into equal shares
 //
-// Heads have as many lines as `lines` says, so that neighbouring blocks, which run at the same time, read heads of the
-// same keys, which are neighbours in memory too. A block attends to the segments of its share one after the other. At
-// most its first segment continues what the block before began, and at most its last one is continued: two partial
-// results a block. The block that ends an item merges it, after its own share, when all others have flagged their parts.
+// The work is laid out in `lines` sequences of work items (a row with up to 16 query heads of a KV head), measured in
+// rounds (one tile per warp). Consecutive heads are in different lines, so that neighbouring blocks, which run at the
+// same
+// time, read heads of the same keys, which are neighbours in memory. A block processes the segments of its share in
+// order.
+// At most its first segment continues an item of an earlier block, and at most its last one continues in a later block,
+// so
+// a block has at most two partial results. The block that ends an item merges it after its own share, when the flags of
+// all
+// other blocks of the item say that their partial results are complete.
 //
-// A block finds its share by itself, from the lengths of all rows: no other launch has to run first, and none behind.
-// Rows of one length get shares of whole items, or items a whole number of shares, where that makes shares little larger.
+// Each block computes its share from the lengths of all rows, so no planning or combine kernel is launched. If all rows
+// have
+// one length, shares grow a little to be whole items, or items are a whole number of shares.
 //
-// Source: Osama et al. 2023, arXiv:2301.03598 (Stream-K: equal shares of a line of tiles).
+// Source: Osama et al. 2023, arXiv:2301.03598 (Stream-K: equal shares of a linear order of tiles).
 #pragma once
 
 #include <climits>
@@ -21,47 +29,50 @@
 
 namespace ejkernel {
 
-constexpr int kFewestKeys = 256;  // of a share, so that starting and merging a block stays cheap
-constexpr int kShareGrowth = 2;   // rounds by which shares may grow, for items that stay whole
-constexpr int kPrefetched = 1 << 16;  // page numbers at most
-constexpr int kCombineLoads = 16;     // pieces whose numbers a thread has in registers
+constexpr int kFewestKeys = 256;  // per share, so that the cost of starting and merging a block is small
+constexpr int kShareGrowth = 2;   // rounds by which shares may grow so that items are not cut
+constexpr int kPrefetched = 1 << 16;  // page table entries to prefetch, at most
+constexpr int kCombineLoads = 16;     // partial results that a thread loads at the same time
 constexpr int kMostValues = 256;
-constexpr int kMostBlocks = 65535;  // of a line: along y a grid has no more
+constexpr int kMostBlocks = 65535;  // per line: the limit of a grid's y axis
 
 struct PagedDecode : Decode {
   const int* starts;       // [sequences], first key; null for 0
-  const int* lengths;      // [sequences], tokens, queries included
+  const int* lengths;      // [sequences], tokens, including the queries
   const int* query_start;  // [sequences + 1], first query row of each sequence; null for one row each
-  const int* live;         // sequences that count; null for all
-  uint64_t* flags;         // [blocks, 2], of the partial results: `ticket` where one is complete
-  // A number that no other launch has, so that flags need not be zeros at the start: memory that holds it by chance is
-  // one case in 2^64. A launch of a CUDA graph has it each time, so the flags are cleared where they are read.
+  const int* live;         // number of sequences that are not padding; null for all
+  uint64_t* flags;         // [blocks, 2], for the partial results: `ticket` once one is complete
+  // A value unique to the launch, so that flags need not be initialised: uninitialised memory equals it with
+  // probability 2^-64. A CUDA graph replays a launch with the same ticket, so flags are cleared once they are read.
   uint64_t ticket;
   int sequences, lines;
-  int group, parts, items; // query heads of a KV head, blocks' worth of those, and such in a line; `launch_paged` sets them
-  bool written;            // a kernel of the same call runs before, and what ran before that one is complete
-  int left, right;         // window around the query's own position; 2^30 for no end
+  // Query heads per KV head, blocks of up to 16 of them, and work items per line; set by `launch_paged`.
+  int group, parts, items;
+  // whether a kernel of this call writes the cache first; launches before that kernel are complete
+  bool written;          
+  int left, right;         // window around the query's position; 2^30 if unbounded
 };
 
-// Blocks of a line follow each other along y, so that no block has to divide.
+// Consecutive blocks of a line differ in y, so that a block gets its index without a division.
 __device__ __forceinline__ int block_number() { return blockIdx.y * gridDim.x + blockIdx.x; }
 
-// The sequence of a row, its tokens, and the row's position in it.
+// A row's sequence, the sequence's length, and the row's position in it.
 struct Place {
-  int sequence, position;  // `sequence` is negative where the row belongs to none
+  int sequence, position;  // `sequence` is negative for a padding row
   int length = 0;
 };
 
 __device__ inline Place place_of_row(const PagedDecode& call, int row) {
-  // All loads at once, needed or not: a block starts with them, and nothing hides their latency.
+  // Issues all loads at once, needed or not: this is the start of the kernel, where nothing else hides their latency.
   const bool in_range = row < call.sequences;
   int length = in_range ? call.lengths[row] : 0;
   if (call.query_start == nullptr) return {row, length - 1, length};
   const int* starts = call.query_start;
   int first = in_range ? starts[row] : 0, next = in_range ? starts[row + 1] : 0;
   const int live = call.live == nullptr ? call.sequences : min(*call.live, call.sequences);
-  // Decoding: row n is the first query row of sequence n. Otherwise the last sequence that begins at the row or before,
-  // which passes over sequences without queries.
+  // Pure decoding: row n is the only query row of sequence n. Otherwise a binary search finds the last sequence that
+  // begins
+  // at the row or before it, which skips sequences without queries.
   if (!(row < live && first == row && next > row)) {
     int low = -1, high = live;
     while (high - low > 1) {
@@ -75,7 +86,7 @@ __device__ inline Place place_of_row(const PagedDecode& call, int row) {
   return {row, length - (next - row), length};
 }
 
-// The sequence of a row and the keys it attends to.
+// A row's sequence and the range of keys that it attends to.
 struct RowKeys {
   int sequence, start, end;
   __device__ int rounds(int keys) const { return max(1, (max(end - start, 0) + keys - 1) / keys); }
@@ -89,29 +100,30 @@ __device__ inline RowKeys keys_of_row(const PagedDecode& call, int row) {
   return {sequence, start, min(length, position + call.right + 1)};
 }
 
-// A block's part of the line that it shares with others.
+// A block's share of a line.
 struct Share {
-  long long size;        // rounds of each share but for the last ones
-  long long begin, end;  // rounds of this one
-  int row;               // has round `begin`
+  long long size;        // rounds per share; the last ones may be shorter
+  long long begin, end;  // this share's range of rounds
+  int row;               // the row that contains round `begin`
   long long row_begin;   // the row's first round
   RowKeys keys;          // of the row
-  // The block of the line that has a round.
+  // The block of the line that has a round in its share.
   __device__ int block_of(long long round) const { return int(quotient(round, size)); }
-  // Divisions of 64 bits take several times as long as those of 32, and numbers are small.
+  // A 32-bit division where it suffices: a 64-bit one takes several times as long.
   static __device__ __forceinline__ long long quotient(long long a, long long b) {
     return ((a | b) >> 32) == 0 ? (long long)(uint32_t(a) / uint32_t(b)) : a / b;
   }
 };
 
-// Rounds of a share. `rounds` are those of an item where all rows have equally many, or else 0.
+// Rounds per share. `rounds` is the number per item if it is the same for all rows, otherwise 0.
 __device__ inline long long share_size(long long total, int blocks, int keys, int rounds) {
   const int fewest = (kFewestKeys + keys - 1) / keys;
   blocks = int(min((long long)blocks, max(total / fewest, 1LL)));
   const long long size = Share::quotient(total + blocks - 1, blocks);
   if (rounds == 0) return size;
-  // Blocks that end with their items have fewer results to store and to merge. More than a few rounds, which leave other
-  // blocks idle, take longer than that.
+  // If shares end with items, fewer partial results are stored and merged. Growing by more than a few rounds, which
+  // leaves
+  // other blocks idle, costs more than that.
   long long whole = size;
   if (size > rounds) {
     whole = Share::quotient(size + rounds - 1, rounds) * rounds;
@@ -127,8 +139,8 @@ __device__ __forceinline__ const Share& find_share(const PagedDecode& call, int 
   const int block = blockIdx.y, blocks = gridDim.y, items = call.items;
   __shared__ long long sums[Threads / 32];
   __shared__ int least[Threads / 32], most[Threads / 32];
-  __shared__ Share share;  // in shared memory it costs no registers
-  // Prefix sums over rows: each thread has rows that follow each other.
+  __shared__ Share share;  // in shared memory, to save registers
+  // Prefix sums over rows: each thread sums consecutive rows.
   const int each = (call.rows + Threads - 1) / Threads, warp = threadIdx.x / 32;
   const int first = min(int(threadIdx.x) * each, call.rows), last = min(first + each, call.rows);
   long long own = 0;
@@ -167,7 +179,7 @@ __device__ __forceinline__ const Share& find_share(const PagedDecode& call, int 
   const long long size = share_size(total, blocks, keys, fewest_rounds == most_rounds ? most_rounds : 0);
   const long long begin = min(size * block, total), end = min(begin + size, total);
   if (up_to - own <= begin && begin < up_to) {
-    // The last of the thread's rows that begin at the share or before: with one row a thread, nothing is read again.
+    // The last of the thread's rows that begin at or before the share; with one row per thread nothing is read again.
     long long row_begin = up_to - own;
     int row = first;
     for (; row + 1 < last; ++row) {
@@ -182,22 +194,23 @@ __device__ __forceinline__ const Share& find_share(const PagedDecode& call, int 
   return share;
 }
 
-// An item that a block ends and others began, and its pieces, the block's own among them.
+// An item that this block ends and others began; `pieces` counts partial results, this block's included.
 struct Cut {
   int row, first_head, heads, pieces;
 };
 
-// A block's way through the items of its share.
+// Iterates over the segments of a block's share.
 struct Items {
   const Share& share;
   Cut& cut;
   RowKeys keys;         // of `row`
   int row;
   long long row_begin;  // the row's first round
-  long long at;         // where the next segment begins
-  uint64_t* flag;       // of the segment; null where no other block waits for it
+  long long at;         // the round where the next segment begins
+  uint64_t* flag;       // of the segment; null if its result is not partial
 
-  // The next segment, if there is one. One that ends an item of other blocks is noted, to be merged.
+  // Returns whether there is a next segment. A segment that ends an item of other blocks is recorded, to be merged
+  // later.
   __device__ __forceinline__ bool next(Segment& segment, const PagedDecode& call, int round) {
     if (at >= share.end) return false;
     int rounds = keys.rounds(round);
@@ -217,7 +230,7 @@ struct Items {
     segment.count = min(kHeads, call.group - skipped);
     segment.first = keys.start + int(at - item_begin) * round;
     segment.limit = min(keys.start + int(end - item_begin) * round, keys.end);
-    // The first of a block's two slots is for an item that the block before began, the other for one that it begins.
+    // Slot 0 of a block is for an item that began in an earlier block, slot 1 for one that continues in a later block.
     const size_t slot = size_t(block_number()) * 2 + (at == item_begin);
     segment.partial = at == item_begin && end == item_end ? nullptr : call.partial + slot * kHeads * call.value_size;
     segment.statistics = call.statistics + slot * kHeads * 2;
@@ -230,14 +243,14 @@ struct Items {
   }
 };
 
-// Says that a partial result is complete: all threads have stored their parts, and a barrier has passed.
+// Publishes a partial result. All threads have stored theirs, and a barrier has passed.
 __device__ __forceinline__ void raise(uint64_t* flag, uint64_t ticket) {
   if (flag == nullptr || threadIdx.x != 0) return;
   __threadfence();
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(ticket) : "memory");
 }
 
-// Waits for a flag, and clears it: the launch's memory may be that of the same launch of a graph the next time.
+// Waits for a flag and clears it: if a CUDA graph replays the launch, its flags may be in the same memory.
 __device__ __forceinline__ void await(uint64_t* flag, uint64_t ticket) {
   uint64_t found;
   do {
@@ -246,16 +259,18 @@ __device__ __forceinline__ void await(uint64_t* flag, uint64_t ticket) {
   *flag = 0;
 }
 
-// Brings page numbers into L2 while lengths, which say which of them are needed, are read. L2 is coherent: it may be done
-// before what ran before is complete.
+// Prefetches page table entries into L2 while the lengths, which say which entries are needed, are read. L2 is
+// coherent, so
+// this is safe before the previous launch is complete.
 __device__ __forceinline__ void prefetch_tables(const PagedDecode& call) {
-  const int at = (block_number() * blockDim.x + threadIdx.x) * 32;  // 128 bytes a thread
+  const int at = (block_number() * blockDim.x + threadIdx.x) * 32;  // 128 bytes per thread
   if (call.tables == nullptr || at >= min(call.sequences * call.columns, kPrefetched)) return;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(call.tables + at));
 }
 
-// Attends to the segments of a share. The first copies and the queries of the next one are under way while one is merged.
-// Without them a block reads nothing meanwhile; and where all rows have one length, no block does.
+// Attends to the segments of a share, and starts the next segment's copies and queries before merging the current one.
+// Otherwise a block would read no memory during its merge and, with equal lengths, all blocks would merge at the same
+// time.
 template <int Size, typename C>
 __device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& walk, unsigned char* shared) {
   constexpr int kRound = Shape<Size, C>::kRound;
@@ -275,7 +290,7 @@ __device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& wal
     uint64_t* const flag = walk.flag;
     more = walk.next(segment, call, kRound);
     if (more) copies.begin(segment);
-    leave_softmax<Size, C>(softmax, done.count, shared);  // while the first pages are looked up
+    leave_softmax<Size, C>(softmax, done.count, shared);  // overlaps with the look-up of the first pages
     if (more) {
       copies.fetch_first();
       load_query<Size, C>(query.parts, query.factors, call, segment);
@@ -287,24 +302,24 @@ __device__ __forceinline__ void attend_ahead(const PagedDecode& call, Items& wal
   }
 }
 
-// The combine: merges the pieces of an item that the block has ended, a warp for each head.
+// The combine: merges the partial results of an item that the block ended, one warp per head.
 template <int Warps>
 __device__ void combine(const PagedDecode& call, const Cut& cut) {
   const int lane = threadIdx.x % 32;
-  // The block has the last piece, piece 0 is in the second slot of its block, the others in the first of theirs.
+  // This block has the last piece. Piece 0 is in slot 1 of its block, the others in slot 0 of theirs.
   const auto slot = [&](int piece) {
     return (size_t(block_number()) - (cut.pieces - 1 - piece) * call.lines) * 2 + (piece == 0);
   };
-  // Forward progress: blocks start in the order of their numbers, and these have lower ones; so they run, or have ended.
+  // Forward progress: blocks start in index order and these have lower indices, so they are running or have finished.
   for (int piece = threadIdx.x; piece < cut.pieces - 1; piece += Warps * 32) await(call.flags + slot(piece), call.ticket);
   __syncthreads();
   for (int head = threadIdx.x / 32; head < cut.heads; head += Warps) {
     const auto place_of = [&](int piece) { return slot(min(piece, cut.pieces - 1)) * kHeads + head; };
     const size_t place = size_t(cut.row) * call.heads + cut.first_head + head;
     for (int column = 0; column < call.value_size; column += 128) {
-      // Four columns a lane; those behind the last one are read for nothing, from the first.
+      // Four columns per lane; lanes past the last column load the first one, and discard it.
       const int own = column + lane * 4, from = own < call.value_size ? own : 0;
-      // Many loads are under way together, the first beside those of the weights: the others have nothing left to do.
+      // Many loads are in flight together, the first ones with those of the weights: nothing else hides their latency.
       float4 parts[kCombineLoads];
       const auto load = [&](int first) {
 #pragma unroll
@@ -328,7 +343,7 @@ __device__ void combine(const PagedDecode& call, const Cut& cut) {
       }
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) row_sum += __shfl_xor_sync(~0u, row_sum, step);
-      // In the order of pieces, so two runs give the same bits.
+      // In a fixed order, so that results are reproducible bit for bit.
       float sum[4] = {0.f, 0.f, 0.f, 0.f};
       for (int first = 0; first < cut.pieces; first += kCombineLoads) {
         if (first > 0) load(first);
@@ -359,7 +374,7 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   if (threadIdx.x == 0) cut.pieces = 0;
   start_next_launch();
   prefetch_tables(call);
-  // Lengths, which blocks find their shares by, are of launches before; new tokens are in the cache from the wait on.
+  // Shares depend on lengths, which earlier launches wrote; with new tokens, their write kernel has waited for those.
   if (!call.written) wait_for_previous_launch();
   const Share& share = find_share<S::kWarps * 32>(call, S::kRound);
   if (call.written) wait_for_previous_launch();
@@ -377,11 +392,11 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   if (cut.pieces > 0) combine<S::kWarps>(call, cut);
 }
 
-// Launches the kernel, which waits for what ran before by itself.
+// Launches the kernel, which waits for previous launches itself.
 template <int Size, typename C>
 cudaError_t launch_paged(cudaStream_t stream, const PagedDecode& call, int blocks) {
   using S = Shape<Size, C>;
-  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
   const cudaError_t error =
       cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   if (error != cudaSuccess) return error;

@@ -1,8 +1,8 @@
-// Writing new tokens into their slots of a paged cache, ahead of decoding.
+// Writes new tokens into their slots of a paged cache, before decode attention.
 //
 //   new keys, values [rows, KV heads, size]  --lengths, tables-->  page, slot  -->  the cache, in place
 //
-// A thread copies one piece of 16 bytes. The decoding kernel, launched early, finds its shares meanwhile.
+// A thread copies one piece of 16 bytes. The decode kernel is launched early and computes its shares meanwhile.
 #pragma once
 
 #include "paged_decode.cuh"
@@ -11,23 +11,23 @@ namespace ejkernel {
 
 constexpr int kWriteThreads = 128;
 
-// Keys, or values, and where they go. Sizes are in pieces of 16 bytes.
+// New keys, or values, and the cache array that they are written to. Sizes are in pieces of 16 bytes.
 struct NewTokens {
   const uint4* tokens;  // [rows, kv_heads, size]
   uint4* pages;
   Strides strides;
-  int size, row_size;   // of a token's head, and of a head in the cache, whose end is padding
+  int size, row_size;   // head dimensions of a token, and of the cache, which may have padding at its end
 };
 
 struct PagedWrite {
   PagedDecode call;
   NewTokens parts[2];
-  int heads;  // of the cache: more than KV heads, where some are padding
+  int heads;  // heads of the cache, which may have more than KV heads as padding
 };
 
-// A grid of pieces by two, keys and values.
+// The grid's x axis is over pieces, its y axis over keys and values.
 static __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_constant__ PagedWrite write) {
-  // The next launch reads lengths before it waits: it must find complete what ran before this one.
+  // The next launch reads lengths before it waits, so everything before this launch must be complete when it starts.
   wait_for_previous_launch();
   start_next_launch();
   const PagedDecode& call = write.call;
@@ -42,11 +42,12 @@ static __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __gri
   if (call.tables != nullptr) {
     column = place.position / call.page_size;
     slot = place.position - column * call.page_size;
-    // Behind the table there is no page; an entry that is none of the cache's is padding, and is never written.
+    // Past the end of the table there is no page. An entry that is no valid page index is padding, and is never
+    // written.
     page = column < call.columns ? call.tables[size_t(place.sequence) * call.columns + column] : -1;
   }
   if (page < 0 || page >= call.pages || slot >= call.page_size) return;
-  // What pads heads and sizes becomes zeros.
+  // The padding of heads and head dimensions is set to zero.
   const bool there = head < call.kv_heads && piece < part.size;
   const Strides& strides = part.strides;
   part.pages[size_t(page) * strides.page + size_t(slot) * strides.slot + size_t(head) * strides.head + piece] =

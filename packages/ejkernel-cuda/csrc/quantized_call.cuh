@@ -1,4 +1,4 @@
-// A call of the quantised matmul, a block's place in it, and what both layouts do with codes of 4 bits.
+// The record of a quantised matmul call, a block's tile of it, and the decoding of 4-bit codes that both layouts share.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,11 @@ namespace ejkernel {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMostSplits = 8;    // blocks of a cluster
-constexpr int kShareStep = 256;   // contracted elements that shares of blocks are multiples of: scales are aligned
-constexpr int kGroup = 64;        // codes of a group at least
-constexpr int kBlockBytes = 102 * 1024;  // of shared memory, so that two blocks are resident
+constexpr int kMostSplits = 8;    // blocks per cluster
+// shares are multiples of this many contracted elements, so that their scales are aligned
+constexpr int kShareStep = 256; 
+constexpr int kGroup = 64;        // the smallest group of codes with one scale
+constexpr int kBlockBytes = 102 * 1024;  // shared memory per block, so that two blocks are resident
 
 struct QuantizedCall {
   const __nv_bfloat16* x;  // [m, k]
@@ -25,7 +26,7 @@ struct QuantizedCall {
   int splits;
 };
 
-// A block's place: its tiles of columns and of rows, and its share of the contracted elements.
+// A block's tile: its columns and rows, and its share of the contracted elements.
 template <int Rows, int Tile>
 struct Place {
   int warp, lane, part, first_n, first_m, rows, first_k, last_k;
@@ -34,7 +35,7 @@ struct Place {
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
     part = blockIdx.x % call.splits;
-    // Blocks with the same columns follow each other, and find the words in L2.
+    // Blocks with the same columns have consecutive indices, so that words are read from L2.
     const int row_tiles = (call.m + Rows - 1) / Rows, tile = blockIdx.x / call.splits;
     first_m = tile % row_tiles * Rows;
     first_n = tile / row_tiles * Tile;
@@ -45,14 +46,14 @@ struct Place {
   }
 };
 
-// A code of 4 bits on top of the mantissa of a power of two is a bfloat16, exactly. In two halves of a register:
+// A 4-bit code in the low mantissa bits of a power of two is an exact bfloat16. The two halves of a register have:
 //
 //   word           | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |      eight codes
 //   of 16          | 4 + J in bits 19 to 22 | J in bits 3 to 6 |      16 + q
 //   of 128         | 4 + J in bits 16 to 19 | J in bits 0 to 3 |      128 + q
 //
-// 16 takes a shift more, and cancels less of long sums. 128 does where sums are short.
-constexpr uint32_t kOffsets = 0x41804180;  // two times 16
+// 16 needs one more shift, and loses less to cancellation in long sums. 128 suffices for short sums.
+constexpr uint32_t kOffsets = 0x41804180;  // the bfloat16 16, twice
 
 template <int J>
 __device__ __forceinline__ uint32_t codes_on_16(uint32_t word) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ float half_bits_to_float(uint32_t bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
-// A thread's pieces of a chunk of x, 16 bytes each: loaded at once, stored later. Past the ends they are 0.
+// A thread's 16-byte pieces of a chunk of x, loaded at once and stored later. Elements out of bounds are 0.
 template <int Rows, int Chunk>
 struct XPieces {
   static_assert(Rows * Chunk % (8 * kThreads) == 0, "all threads have as many");
@@ -88,7 +89,7 @@ struct XPieces {
     }
   }
 
-  // Calls `put` with row, piece of the row, and eight numbers.
+  // Calls `put` with a row, a piece's index in the row, and its eight elements.
   template <typename Put>
   __device__ __forceinline__ void store(Put put) const {
 #pragma unroll

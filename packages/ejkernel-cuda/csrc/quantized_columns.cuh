@@ -1,4 +1,4 @@
-// The quantised matmul with `transpose=True` of few rows: a block has all contracted elements of its columns.
+// The quantised matmul with `transpose=True` of few rows: a block contracts all of K for its columns.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -6,21 +6,22 @@
 
 namespace ejkernel {
 
-// The sums of `Transposed`, with the contracted elements shared by the warps of one block, not by blocks of a cluster:
-// narrow matrices fill the chip with clusters only if blocks of 256 columns have short shares.
+// Computes what `Transposed` does, but splits the contracted elements over the warps of one block, not over a cluster:
+// with
+// a narrow matrix, clusters fill the chip only if blocks of 256 columns have short shares.
 //
 //   words, scales, zeros   device memory -> the warp's ring in shared memory (cp.async) -> registers
-//   x                      device memory -> registers, a group ahead; no two warps of a block read the same
+//   x                      device memory -> registers, one group ahead; each warp reads another part of it
 //
-// Warps wait for each other once, before their sums are added up.
+// Warps synchronise only once, before their sums are added up.
 template <int Tiles>
 struct WholeColumns {
   static constexpr int kWarps = 16, kThreads = 32 * kWarps, kRows = 8 * Tiles, kSixteens = 2, kTile = 16 * kSixteens;
-  static constexpr int kUnit = 4;  // groups that shares are multiples of: their scales are 8 bytes, aligned
+  static constexpr int kUnit = 4;  // shares are multiples of this many groups: their scales are 8 aligned bytes
   static constexpr int kStageBytes = kTile * 32, kFactorBytes = kTile * 16;
-  static constexpr int kStages = 5;  // with more, scales would be replaced while they are read
+  static constexpr int kStages = 5;  // with more, scales would be overwritten while they are in use
   static constexpr int kWarpBytes = kStages * kStageBytes + 2 * kFactorBytes;
-  static constexpr int kWidth = kTile + 4;  // of partial sums: rows lie in different banks
+  static constexpr int kWidth = kTile + 4;  // row stride of partial sums, so that rows are in different banks
   static_assert(kRows * kWidth * 4 <= kWarpBytes, "partial sums take the place of the ring");
 
   const QuantizedCall& call;
@@ -43,13 +44,14 @@ struct WholeColumns {
     const int units = c.row_groups / kUnit, warp = threadIdx.x / 32;
     first = units * warp / kWarps * kUnit;
     count = units * (warp + 1) / kWarps * kUnit - first;
-    // Two lanes copy a row's 32 bytes of a group.
+    // Two lanes copy the 32 bytes of a row in a group.
     from = c.words + int64_t(first_n + lane / 2) * c.row_words + first * 8 + lane % 2 * 4;
     x_from = c.x + int64_t(g) * c.k + first * kGroup + t * 16;
   }
 
-  // Starts the copies of a group, and with the first of a unit those of its scales and zeros. What is past the last
-  // column stays as it is: such columns are not stored.
+  // Starts the copies of a group and, with the first group of a unit, of the unit's scales and zeros. Columns past the
+  // last one
+  // are not copied: their sums are not stored.
   __device__ __forceinline__ void copy(int group, int stage) {
     const uint32_t to = shared_address(own) + stage * kStageBytes + lane * 16;
 #pragma unroll
@@ -71,7 +73,7 @@ struct WholeColumns {
     }
   }
 
-  // A lane's x of the next group: of rows g of the tiles the 16 numbers of its words.
+  // Loads a lane's x of the next group: for row g of each tile, the 16 elements that match its words.
   __device__ __forceinline__ void load_x(uint4 (&x)[Tiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < Tiles; ++tile) {
@@ -102,7 +104,7 @@ struct WholeColumns {
       }
       if (group + 1 < count) load_x(ahead);
       wait_for_copies<kStages - 2>();
-      __syncwarp();  // the copies of the other lanes have arrived, and they have read what the next ones replace
+      __syncwarp();  // copies of other lanes have arrived, and all lanes have read what the next copies overwrite
       if (group + kStages - 1 < count) copy(group + kStages - 1, next);
       commit_copies();
       const char* factors = own + kStages * kStageBytes + group / kUnit % 2 * kFactorBytes;
@@ -112,7 +114,7 @@ struct WholeColumns {
     }
   }
 
-  // Of a word, codes j and j + 4 are in one register, and so are these of x.
+  // Codes j and j + 4 of a word share a register, so elements j and j + 4 of x do too.
   __device__ __forceinline__ static void order(uint32_t* to, const uint4& eight) {
     to[0] = __byte_perm(eight.x, eight.z, 0x5410), to[1] = __byte_perm(eight.x, eight.z, 0x7632);
     to[2] = __byte_perm(eight.y, eight.w, 0x5410), to[3] = __byte_perm(eight.y, eight.w, 0x7632);
@@ -122,7 +124,8 @@ struct WholeColumns {
       const uint32_t (&x)[Tiles][8], const char* stage, const char* factors, int group) {
     constexpr uint32_t kOne = 0x3F803F80;
     const uint32_t ones[4] = {kOne, kOne, kOne, kOne};
-    float x_sums[Tiles][4] = {};  // of the group: columns of 1 give them where they are needed
+    // sums of x over the group: products with columns of 1 put them into the needed registers
+    float x_sums[Tiles][4] = {};
 #pragma unroll
     for (int tile = 0; tile < Tiles; ++tile) {
 #pragma unroll
@@ -161,7 +164,7 @@ struct WholeColumns {
     }
   }
 
-  // Sums of all warps, in the order of the warps.
+  // Adds up the sums of all warps, in a fixed order.
   __device__ __forceinline__ void add_up(const char* shared) {
     __syncwarp();
     float* partial = reinterpret_cast<float*>(own) + 2 * t * kWidth + g;

@@ -24,14 +24,14 @@ ffi::Error launch(cudaStream_t stream, const QuantizedCall& call) {
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
 
-// With `transpose`. More rows of x than a block has are more blocks.
+// The layout of `transpose=True`. Rows of x beyond a block's tile go to further blocks.
 ffi::Error launch_transposed(cudaStream_t stream, const QuantizedCall& call) {
   if (call.m <= 8) return launch<Transposed<1>>(stream, call);
   if (call.m <= 16) return launch<Transposed<2>>(stream, call);
   return call.m <= 32 ? launch<Transposed<4>>(stream, call) : launch<Transposed<8>>(stream, call);
 }
 
-// Each block has all contracted elements.
+// Each block contracts all of K.
 template <typename L>
 ffi::Error launch_whole_columns(cudaStream_t stream, const QuantizedCall& call) {
   constexpr int kBytes = L::kWarps * L::kWarpBytes;
@@ -43,7 +43,7 @@ ffi::Error launch_whole_columns(cudaStream_t stream, const QuantizedCall& call) 
   return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
 }
 
-// Whether the arrays are those of one call: the kernels read what the shapes promise.
+// Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
 bool consistent(
     const QuantizedCall& call, bool transpose, bool whole, size_t words, size_t scales, size_t zeros, size_t output) {
   const int64_t codes = transpose ? call.k : call.n, rows = transpose ? call.n : call.k;
@@ -102,5 +102,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int32_t>("log_group")
         .Attr<int32_t>("splits")
         .Attr<bool>("transpose"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

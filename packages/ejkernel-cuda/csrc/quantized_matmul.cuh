@@ -1,10 +1,11 @@
-// The quantised matmul of few rows of bfloat16: codes of 4 bits go into the product as exact integers.
+// The quantised matmul of few rows of bfloat16: 4-bit codes enter the product as exact integers.
 //
 //   words    device memory -> ring in shared memory (cp.async) -> shift, mask -> MMA -> float32 sums
-//   x, scales, zeros: in the ring with rows first, resident in shared memory otherwise
+//   x, scales, zeros: in the ring for the layout of rows, otherwise resident in shared memory
 //
-// Blocks of a cluster share the contracted elements of the same columns, and add their sums up through distributed
-// shared memory, in a fixed order.
+// Blocks of a cluster split the contracted elements of the same columns, and add up their sums through distributed
+// shared
+// memory, in a fixed order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -16,7 +17,7 @@
 namespace ejkernel {
 
 template <typename L>
-constexpr int kWidth = L::kTile + 4;  // of partial sums: rows lie in different banks
+constexpr int kWidth = L::kTile + 4;  // row stride of partial sums, so that rows are in different banks
 
 template <typename L>
 constexpr int sum_bytes() {
@@ -29,7 +30,7 @@ constexpr int shared_bytes() {
   return L::kBytes > sum_bytes<L>() ? L::kBytes : sum_bytes<L>();
 }
 
-// Adds up the partial sums of all blocks of a cluster; each block has its part of the outputs.
+// Adds up the partial sums of all blocks of a cluster; each block computes its share of the outputs.
 template <typename L>
 __device__ __forceinline__ void add_up(const QuantizedCall& call, const Place<L::kRows, L::kTile>& at, float* partial) {
   const auto cluster = cooperative_groups::this_cluster();
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 2) quantized_kernel(const QuantizedC
   char* const ring = shared + L::kRingAt;
   const uint32_t ring_address = shared_address(ring);
   const int count = (at.last_k - at.first_k + L::kStep - 1) / L::kStep;
-  // Prologue: what is resident comes first, as nothing begins without it, and all stages but one behind it.
+  // Prologue: loads what is resident first, since every product needs it, then fills all stages but one.
   if constexpr (L::kResident) {
     const typename L::Chunk chunk(call, at, at.first_k);
     start_copies(layout, ring_address, count);
@@ -75,13 +76,13 @@ __global__ void __launch_bounds__(kThreads, 2) quantized_kernel(const QuantizedC
   } else {
     start_copies(layout, ring_address, count);
   }
-  // The stage that is multiplied, and the one before, which is free again.
+  // The offsets of the stage being multiplied, and of the one before it, which is free again.
   int own = 0, next = (L::kStages - 1) * L::kStageBytes;
   for (int first = 0; first < count; first += L::kSteps) {
     if constexpr (L::kResident) {
       if (first) {
         const typename L::Chunk later(call, at, at.first_k + first * L::kStep);
-        __syncthreads();  // nobody reads the last chunk any more
+        __syncthreads();  // all warps have read the last chunk
         later.store(shared);
       }
       __syncthreads();
@@ -89,8 +90,9 @@ __global__ void __launch_bounds__(kThreads, 2) quantized_kernel(const QuantizedC
     const int steps = min(L::kSteps, count - first);
     for (int step = 0; step < steps; ++step) {
       wait_for_copies<L::kStages - 2>();
-      // The copies of the others have arrived, too, and they have read what the next copies replace: of the warp, where
-      // each warp copies its own words, or of the block.
+      // The copies of other lanes have arrived, and all have read the stage that the next copies overwrite. The barrier
+      // is of
+      // the warp where each warp copies its own words, otherwise of the block.
       if constexpr (L::kResident) {
         __syncwarp();
       } else {
@@ -104,14 +106,14 @@ __global__ void __launch_bounds__(kThreads, 2) quantized_kernel(const QuantizedC
     }
   }
   start_next_launch();
-  // Epilogue. Sums take the place of everything else.
+  // Epilogue. Partial sums overwrite the ring and everything else in shared memory.
   wait_for_copies<0>();
   __syncthreads();
   float* const partial = reinterpret_cast<float*>(shared);
   layout.store_sums(partial, kWidth<L>);
   synchronise_stores_of_cluster();
   add_up<L>(call, at, partial);
-  // Other blocks still read this one's sums.
+  // Other blocks may still be reading this block's sums.
   synchronise_cluster();
 #endif
 }

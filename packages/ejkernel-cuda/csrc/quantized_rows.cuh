@@ -1,33 +1,36 @@
-// The quantised matmul's layout of `transpose=False`, for up to 8 rows of x: rows of words are contracted, groups are
-// neighbouring columns.
+// The quantised matmul's layout of `transpose=False`, for up to 8 rows of x: a row of words is one contracted element,
+// and
+// a group is of neighbouring columns.
 #pragma once
 
 #include "quantized_call.cuh"
 
 namespace ejkernel {
 
-// A scale belongs to one contracted element and to a warp's 64 columns, so x takes it:
+// A scale applies to one contracted element and to a warp's 64 columns, so it is multiplied into x:
 //
 //   y = sum_k (x s)(16 + q) - sum_k (x s)(16 + zero)      x s rounded to bfloat16, the same in both sums
 //
-// The second sum is that of three columns more, with 16, the upper and the lower digits of the zero, each exact in
+// The second sum is a product with three more columns: 16, and the upper and lower digits of the zero, each exact in
 // bfloat16. Weights are the MMA's left operand. Code j of the word of lane group g is column 8g + j:
 //
 //   left operand j         row g: column 8g + j    row g + 8: column 8g + j + 4    k = 8t to 8t + 7 of lane t
 //   left operand of zeros  rows 0 and 8: 16        row 1: upper digits, row 9: lower digits; other rows are not read
 //
-// All warps are next to each other and share a ring, so that copies are of whole rows of a tile. A stage has 32 rows,
+// Warps have neighbouring columns and share a ring, so that whole rows of a tile are copied. A stage has 32 rows of
+// words,
 // with their x and scales.
 template <int Tiles>
 struct RowsFirst {
   static constexpr int kRows = 8 * Tiles, kWarpColumns = 64, kTile = kWarpColumns * kWarps;
   static constexpr bool kResident = false;
   static constexpr int kStep = 32, kGroups = kTile / kGroup;
-  static constexpr int kWarpBytes = 1024 + 32;  // of a warp's words; those of the warps start in different banks
+  static constexpr int kWarpBytes = 1024 + 32;  // of a warp's words, padded so that warps start in different banks
   static constexpr int kXAt = kWarps * kWarpBytes, kScalesAt = kXAt + kRows * 2 * kStep;
-  static constexpr int kScaleBytes = kStep * kGroups * 2;  // of scales, and of zeros
+  static constexpr int kScaleBytes = kStep * kGroups * 2;  // of scales; as many follow for the zeros
   static constexpr int kStageBytes = kScalesAt + 2 * kScaleBytes;
-  // A warp's digits of a stage: of scales the upper and the lower, of zeros those of two k in turn; then 16 of row 0.
+  // A warp's digits of a stage: upper, then lower ones of the scales; those of the zeros, for two k interleaved; at last
+  // row 0 of 16s.
   static constexpr int kLowerAt = 2 * kStep, kZerosAt = 4 * kStep, kDigitBytes = 8 * kStep;
   static constexpr int kOffsetsAt = kWarps * kDigitBytes;
   static constexpr int kRingAt = kOffsetsAt + 128, kStages = 4, kSteps = 1 << 30;
@@ -37,7 +40,7 @@ struct RowsFirst {
   const Place<kRows, kTile>& at;
   float sums[4][Tiles][4] = {};
   float zero_sums[Tiles][4] = {};
-  // Of this thread's copies of the next stage: two of words, and one of x or of scales (where aligned).
+  // This thread's source addresses for the next stage: two copies of words, and one of x or (where aligned) of scales.
   const uint32_t* words;
   const char* other;
   int other_step, words_k, other_k;
@@ -46,7 +49,7 @@ struct RowsFirst {
 
   __device__ __forceinline__ RowsFirst(const QuantizedCall& c, const Place<kRows, kTile>& p, char* shared)
       : call(c), at(p) {
-    // Row 8t + i of a stage lies at 4i + t in a warp's words: the reads of one row a lane are in different banks.
+    // Row 8t + i of a stage is stored at row 4i + t, so that reads of one row per lane are in different banks.
     constexpr int kPieces = kTile / 32;  // of 16 bytes in a row
     const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces, word = at.first_n / 8 + piece * 4;
     copies = word < call.row_words;
@@ -58,7 +61,7 @@ struct RowsFirst {
     if (threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared + kOffsetsAt)[threadIdx.x] = kOffsets;
   }
 
-  // The first threads copy scales and zeros, the last x.
+  // The first threads copy scales and zeros, the last ones x.
   __device__ __forceinline__ void place_other() {
     const int kind = threadIdx.x / kStep, piece = kThreads - 1 - threadIdx.x;
     if (kind < 2) {
@@ -77,8 +80,9 @@ struct RowsFirst {
     }
   }
 
-  // Starts the copies of the next stage. Words past the ends stay as they are: any codes are finite numbers, which x of
-  // 0 makes 0, or columns that are not stored. So are rows of x past the last.
+  // Starts the copies of the next stage. Words out of bounds are not copied: any bits are finite codes, which are
+  // multiplied
+  // with an x of 0 or belong to columns that are not stored. The same holds for rows of x past the last.
   __device__ __forceinline__ void copy(uint32_t stage) {
     constexpr int kPassRows = kStep / 2;
     const uint32_t to = stage + words_to;
@@ -95,7 +99,7 @@ struct RowsFirst {
     other_k += kStep;
   }
 
-  // Two groups' scales or zeros, where rows of them are not aligned. Past the ends they are 0.
+  // Copies the scales or zeros of two groups, if their rows are not aligned. Out of bounds they are 0.
   __device__ __forceinline__ void copy_pairs(uint32_t to) const {
     const int first = words_k - kStep - int(threadIdx.x) / (kTile / 32);  // k of the stage
     const int k = first + threadIdx.x % (4 * kStep) / 4, group = at.first_n / kGroup + threadIdx.x % 4 * 2;
@@ -105,8 +109,8 @@ struct RowsFirst {
     copy_word_async(to + threadIdx.x * 4, from, inside ? 4 : 0);
   }
 
-  // The digits of a warp's scales and zeros: a lane has one k. A float16 is two numbers of bfloat16, as its digits are
-  // 11 and theirs 8.
+  // Splits a warp's scales and zeros into digits: one k per lane. A float16 is the sum of two bfloat16, since it has 11
+  // significant bits and bfloat16 has 8.
   __device__ __forceinline__ void split_scales(char* digits, const char* stage) const {
     const char* own = stage + kScalesAt + at.lane * kGroups * 2 + at.warp * 2;
     const float scale = half_bits_to_float(*reinterpret_cast<const uint16_t*>(own));
@@ -123,7 +127,7 @@ struct RowsFirst {
     __syncwarp();
   }
 
-  // x times the scale, in two parts, rounded once but for 2^-18.
+  // x times the scale as the sum of two bfloat16, with a relative error of 2^-18.
   __device__ __forceinline__ static uint32_t scaled(uint32_t x, uint32_t upper, uint32_t lower) {
     const auto two = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); };
     const __nv_bfloat162 product = __hfma2(two(x), two(upper), __hmul2(two(x), two(lower)));
@@ -149,7 +153,7 @@ struct RowsFirst {
       const uint32_t w2 = own_words[half * 128 + 64], w3 = own_words[half * 128 + 96];
       const uint4 zero = *reinterpret_cast<const uint4*>(zeros + half * 16);
       const uint32_t zero_digits[4] = {zero.x, zero.y, zero.z, zero.w};
-      // The codes of columns 8g to 8g + 3 and of the other four, of two k each.
+      // The codes of columns 8g to 8g + 3, and 8g + 4 to 8g + 7, of two k each.
       const uint32_t a = __byte_perm(w0, w1, 0x5410), b = __byte_perm(w0, w1, 0x7632);
       const uint32_t c = __byte_perm(w2, w3, 0x5410), d = __byte_perm(w2, w3, 0x7632);
       const uint32_t codes[4][4] = {{codes_on_16<0>(a), codes_on_16<0>(b), codes_on_16<0>(c), codes_on_16<0>(d)},
@@ -167,7 +171,7 @@ struct RowsFirst {
     }
   }
 
-  // Partial sums [rows, columns] of a warp to shared memory.
+  // Stores a warp's partial sums [rows, columns] in shared memory.
   __device__ __forceinline__ void store_sums(float* partial, int width) {
     const int g = at.lane / 4, t = at.lane % 4;
     partial += at.warp * kWarpColumns + 8 * g;

@@ -1,4 +1,4 @@
-// The XLA FFI handler of the quantised matmul with `transpose=False` whose products are those of warpgroups.
+// The XLA FFI handler of the quantised matmul with `transpose=False` by warpgroup products (WGMMA).
 #include <string>
 
 #include "quantized_rows_warpgroups.cuh"
@@ -44,7 +44,7 @@ ffi::Error quantized_rows(
   call.n = output->dimensions()[1];
   call.splits = splits;
   const size_t groups = size_t(call.k) * (call.n / kGroup);
-  // The kernels read what the shapes promise.
+  // The kernels rely on the shapes and check nothing.
   if (call.m > 64 || call.k % 8 || call.n % (2 * kGroup) || words.element_count() != groups * (kGroup / 8) ||
       scales.element_count() != groups || zeros.element_count() != groups ||
       output->element_count() != size_t(call.m) * call.n || splits < 1 || splits > kMostSplits) {
@@ -73,5 +73,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::F16>>()
         .Ret<ffi::Buffer<ffi::BF16>>()
         .Attr<int32_t>("splits"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

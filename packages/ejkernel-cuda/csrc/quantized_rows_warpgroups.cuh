@@ -1,12 +1,13 @@
-// The quantised matmul with `transpose=False` of up to 64 rows of bfloat16: products of warpgroups (WGMMA).
+// The quantised matmul with `transpose=False` of up to 64 rows of bfloat16, by warpgroup products (WGMMA).
 //
 //   x, words        device memory -> ring in shared memory (TMA)
 //   scales, zeros   device memory -> shared memory (cp.async) -> producer -> factors of pairs of rows, in the ring
 //   consumers       words, factors -> weights, in registers -> left operand; x -> right operand; sums stay in registers
 //
-// A block has 256 columns. Each of the two consumer warpgroups has half of the codes of every word, so no sums are
-// shared in a block. Blocks of a cluster share the contracted elements of the same columns, and add their sums up
-// through distributed shared memory, in a fixed order.
+// A block has 256 columns. Each of the two consumer warpgroups multiplies half of the codes of every word, so the
+// warpgroups of a block have no sums to add up. Blocks of a cluster split the contracted elements of the same columns,
+// and
+// add up their sums through distributed shared memory, in a fixed order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -25,18 +26,20 @@ struct RowsCall {
   int m, k, n, splits;
 };
 
-// Of two neighbouring contracted elements and a group, each two numbers of bfloat16:
+// The factors of two neighbouring contracted elements and a group, each a pair of bfloat16:
 //
 //   weight = (q - zero) scale = (q - whole) upper + ((q - whole) lower + (whole - zero) scale)
-//
-// `upper` and `lower` are the digits of the scale, `whole` is the zero rounded to an integer. The code is 128 + q:
-// `offset` takes 128 + whole away, exactly, and `rest` is (whole - zero) scale - (128 + whole) lower. What is rounded
+// `upper` and `lower` are the digits of the scale, `whole` is the zero rounded to an integer. The decoded code is 128 +
+// q:
+// subtracting `offset` = 128 + whole is exact, and `rest` is (whole - zero) scale - (128 + whole) lower. The terms that
+// are
+// rounded are small compared with the weight.
 // beside the weight is small.
 struct alignas(16) PairFactors {
   uint32_t upper, lower, rest, offset;
 
   static __device__ __forceinline__ PairFactors of(const float (&scale)[2], const float (&zero)[2]) {
-    constexpr float kMost = 120;  // 128 + whole is exact
+    constexpr float kMost = 120;  // the largest |whole| for which 128 + whole is exact
     float lower[2], rest[2], offset[2];
     const uint32_t upper = Half<__nv_bfloat16>::pack(scale[0], scale[1]);
 #pragma unroll
@@ -50,7 +53,7 @@ struct alignas(16) PairFactors {
             Half<__nv_bfloat16>::pack(offset[0], offset[1])};
   }
 
-  // The weights of two codes on 128.
+  // The weights of two codes that were decoded on 128.
   __device__ __forceinline__ uint32_t weights(uint32_t codes) const {
     const auto two = [](uint32_t bits) { return *reinterpret_cast<const __nv_bfloat162*>(&bits); };
     const __nv_bfloat162 small = __hfma2(two(codes), two(lower), two(rest));
@@ -64,11 +67,11 @@ struct RowsWarpgroups {
   static constexpr int kRows = Rows, kTiles = Rows / 8, kThreads = 384, kConsumers = 256, kWarps = kConsumers / 32;
   static constexpr int kTile = 256, kGroups = kTile / kGroup, kProducers = kThreads - kConsumers;
   static constexpr int kDepth = 128, kPairs = kDepth / 2;  // contracted elements of a stage
-  // Of a stage: x in two parts of 64 contracted elements, rows of words of 128 bytes, factors group by group.
+  // Layout of a stage: x in two halves of 64 contracted elements, rows of words of 128 bytes, factors by group.
   static constexpr int kXPartBytes = Rows * 128, kWordsAt = 2 * kXPartBytes, kWordBytes = kDepth * kTile / 2;
   static constexpr int kFactorsAt = kWordsAt + kWordBytes, kFactorBytes = kPairs * 16;  // of a group
   static constexpr int kStageBytes = kFactorsAt + kGroups * kFactorBytes, kStages = 3;
-  // Scales and zeros as they are: of each producer thread 16 bytes a stage, in a ring of its own.
+  // Scales and zeros before the producer converts them: 16 bytes per producer thread and stage, in a separate ring.
   static constexpr int kAhead = 2, kRawAt = kStages * kStageBytes, kRawBytes = kProducers * 16;
   static constexpr int kBarriersAt = kRawAt + kAhead * kRawBytes, kBytes = kBarriersAt + kStages * 16;
   static_assert(kStageBytes % 1024 == 0 && kWordsAt % 1024 == 0, "the swizzle is that of addresses");
@@ -88,7 +91,7 @@ struct RowsWarpgroups {
   }
 
   __device__ __forceinline__ uint32_t at(int stage) const { return shared_address(shared) + stage * kStageBytes; }
-  // A stage's barriers: its copies and its factors are there, all warps have read it.
+  // A stage's two mbarriers: copies and factors have arrived; all warps have read the stage.
   __device__ __forceinline__ uint32_t filled(int stage) const {
     return shared_address(shared) + kBarriersAt + stage * 16;
   }
@@ -115,7 +118,8 @@ struct RowsWarpgroups {
   }
 
   // The producer warpgroup. A thread has a pair of contracted elements and two groups of each stage: it copies their
-  // scales and zeros to memory that no other thread reads.
+  // scales and
+  // zeros to shared memory that only it reads.
   __device__ __forceinline__ void produce() const {
     const int thread = threadIdx.x - kConsumers, pair = thread / 2, group = thread % 2 * 2;
     const int row_groups = call.n / kGroup;
@@ -169,14 +173,14 @@ struct RowsWarpgroups {
   }
 };
 
-// A consumer thread. Of a warp's group of 64 columns, lane group g has the word of columns 8g to 8g + 7, and the
-// warpgroup `half` its codes 2 half + i and 4 + 2 half + i: rows g and g + 8 of the left operand of product i.
+// A consumer thread. Of a warp's group of 64 columns, lane group g has the word of columns 8g to 8g + 7. Warpgroup
+// `half` multiplies its codes 2 half + i and 4 + 2 half + i: rows g and g + 8 of the left operand of product i.
 template <int Rows>
 struct RowsConsumer {
   using L = RowsWarpgroups<Rows>;
   static constexpr int kTiles = L::kTiles, kSteps = L::kDepth / 16, kBuffers = 4;
 
-  // What a step of 16 contracted elements is made from: of lane t those at 2t, 2t + 1, 2t + 8 and 2t + 9.
+  // The operands of a step of 16 contracted elements: lane t has those at 2t, 2t + 1, 2t + 8 and 2t + 9.
   struct Step {
     uint32_t words[4];
     PairFactors factors[2];
@@ -207,7 +211,7 @@ struct RowsConsumer {
   }
 
   __device__ __forceinline__ void decode(uint32_t (&weights)[2][4], const Step& from) const {
-    const uint32_t low = half ? 0x0501 : 0x0400, high = low + 0x0202;  // selectors: of both words the byte of `half`
+    const uint32_t low = half ? 0x0501 : 0x0400, high = low + 0x0202;  // selectors: byte `half` of both words
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t a = __byte_perm(from.words[2 * i], from.words[2 * i + 1], low);
@@ -219,13 +223,13 @@ struct RowsConsumer {
     }
   }
 
-  // Keeps the compiler from computing weights between products, which would make these wait for each other.
+  // Keeps the compiler from moving the decoding between products, which would then wait for each other.
   static __device__ __forceinline__ void keep(uint32_t (&weights)[2][4]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(weights[i / 4][i % 4])::"memory");
   }
 
-  // WGMMA's descriptor of x: address, steps between pieces of 16 bytes and between eight rows, swizzle.
+  // WGMMA's descriptor of x: address, strides between 16-byte pieces and between eight rows, swizzle.
   static __device__ __forceinline__ uint64_t right(uint32_t x, int step) {
     const uint32_t address = x + step / 4 * L::kXPartBytes + step % 4 * 32;
     return (address & 0x3FFFF) / 16 | 1 << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
@@ -244,7 +248,7 @@ struct RowsConsumer {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         if (step + 1 < kSteps) load(steps[(step + 1) % 2], own, step + 1);
-        // The products that read the registers of the weights that come now.
+        // Wait for the products that read the weight registers which are overwritten next.
         wait_for_products<kBuffers - 1>();
         decode(weights[step % kBuffers], steps[step % 2]);
         keep(weights[step % kBuffers]);
@@ -255,7 +259,7 @@ struct RowsConsumer {
         }
         commit_products();
       }
-      // No product is left where the loop begins again: ptxas would wait for every one otherwise.
+      // No product is in flight at the end of an iteration: otherwise ptxas would wait after every product.
       wait_for_products<0>(sums[0]);
       wait_for_products<0>(sums[1]);
       __syncwarp();
@@ -264,8 +268,9 @@ struct RowsConsumer {
     }
   }
 
-  // Adds up the sums of all blocks of the cluster; each block has its part of the outputs. Of eight columns, pairs are
-  // in another order for every two rows: stores of a half warp are in different banks.
+  // Adds up the sums of all blocks of the cluster; each block computes its share of the outputs. The order of the pairs
+  // of
+  // each eight columns alternates every two rows, so that stores of a half warp are in different banks.
   __device__ __forceinline__ void epilogue() {
     synchronise_first<L::kConsumers>();
     float* const partial = reinterpret_cast<float*>(block.shared);
@@ -284,17 +289,17 @@ struct RowsConsumer {
          i += kBatch * L::kConsumers * block.call.splits) {
       add_up<kBatch>(partial, i);
     }
-    synchronise_cluster();  // other blocks still read this one's sums
+    synchronise_cluster();  // other blocks may still be reading this block's sums
   }
 
-  // Eight columns of `Batch` rows, or of fewer: their loads do not wait for each other.
+  // Eight columns of up to `Batch` rows, whose loads do not depend on each other.
   template <int Batch>
   __device__ __forceinline__ void add_up(float* partial, int begin) const {
     const auto cluster = cooperative_groups::this_cluster();
     const RowsCall& call = block.call;
     constexpr int kEights = L::kTile / 8;
     const int step = L::kConsumers * call.splits, column = begin % kEights * 8;
-    const int swap = threadIdx.x / 4 % 2 * 4;  // half of the lanes begin with the upper four: other banks
+    const int swap = threadIdx.x / 4 % 2 * 4;  // half of the lanes start with the upper four, in other banks
     float4 sum[Batch][2] = {};
     for (int other = 0; other < call.splits; ++other) {
       const float* from = cluster.map_shared_rank(partial, other) + column;

@@ -1,37 +1,38 @@
-// The quantised matmul's layout of `transpose=True`: rows of words are columns, groups are neighbours in a row.
+// The quantised matmul's layout of `transpose=True`: a row of words is one column of the output, a group is a run of
+// its codes.
 #pragma once
 
 #include "quantized_call.cuh"
 
 namespace ejkernel {
 
-// Sums of a group take its scale:
+// The scale is multiplied with the sum over its group:
 //
 //   y = sum over groups of  s (sum_k x (128 + q) - (128 + zero) sum_k x)      the last sum is the same for all columns
 //
-// Weights are the MMA's left operand. Of a word, codes j and j + 4 are in one register, so x comes in the order
-// 0 4 1 5 2 6 3 7. A warp has 32 columns, and 64 bytes of each, two groups, in a stage.
+// Weights are the MMA's left operand. Codes j and j + 4 of a word share a register, so x is permuted to the order
+// 0 4 1 5 2 6 3 7. A stage has 32 columns per warp, with 64 bytes (two groups) of each.
 template <int Tiles>
 struct Transposed {
   static constexpr int kRows = 8 * Tiles, kWarpColumns = 32, kTile = kWarpColumns * kWarps;
-  // Contracted elements of which x and scales are resident.
+  // Contracted elements whose x and scales are resident in shared memory.
   static constexpr int kChunk = Tiles > 4 ? 256 : Tiles > 2 ? 512 : 1024;
   static constexpr bool kResident = true;
   static constexpr int kStep = 128, kWarpBytes = 2048, kStageBytes = kWarps * kWarpBytes;
-  static constexpr int kRowBytes = 2 * kChunk + 16;  // of x: two rows lie in different banks
+  static constexpr int kRowBytes = 2 * kChunk + 16;  // row stride of x, so that two rows are in different banks
   static constexpr int kGroups = kChunk / kGroup;
-  static constexpr int kFactorBytes = 4 * (kGroups + 2);  // of a column: scale and zero of each group
+  static constexpr int kFactorBytes = 4 * (kGroups + 2);  // of a column: scale and zero of each group, and padding
   static constexpr int kFactorsAt = kRows * kRowBytes, kRowSumsAt = kFactorsAt + kTile * kFactorBytes;
   static constexpr int kRingAt = kRowSumsAt + kGroups * kRows * 8;
-  static constexpr int kStages = Tiles == 2 ? 2 : 3, kSteps = kChunk / kStep;  // measured, not derived
+  static constexpr int kStages = Tiles == 2 ? 2 : 3, kSteps = kChunk / kStep;  // chosen by measurement
   static constexpr int kBytes = kRingAt + kStages * kStageBytes;
 
   const QuantizedCall& call;
   const Place<kRows, kTile>& at;
   float sums[2][Tiles][4] = {};
   const uint32_t* from;
-  int copied_k;  // of this lane's copies of the next stage
-  int limit;     // of the rows of this lane's copies
+  int copied_k;  // the contracted element of this lane's copies of the next stage
+  int limit;     // the end of the rows that this lane copies
   uint32_t copied_to;
 
   __device__ __forceinline__ Transposed(const QuantizedCall& c, const Place<kRows, kTile>& p, char*) : call(c), at(p) {
@@ -40,12 +41,13 @@ struct Transposed {
     copied_k = at.first_k + piece * 32;
     limit = call.n - column;
     from = call.words + int64_t(column) * call.row_words + copied_k / 8;
-    // Rows 2 and 3 of each four have their groups exchanged: four rows of a group lie in different banks.
+    // Rows 2 and 3 of every four swap their two groups, so that four rows of a group are in different banks.
     copied_to = at.warp * kWarpBytes + row * 64 + (piece ^ (row & 2)) * 16;
   }
 
-  // Starts the copies of the next stage. What is past the ends stays as it is: any codes are finite numbers, which
-  // x of 0 makes 0, or columns that are not stored.
+  // Starts the copies of the next stage. Words out of bounds are not copied: any bits are finite codes, which are
+  // multiplied
+  // with an x of 0 or belong to columns that are not stored.
   __device__ __forceinline__ void copy(uint32_t stage) {
 #pragma unroll
     for (int pass = 0; pass < 4; ++pass) {
@@ -57,11 +59,11 @@ struct Transposed {
     copied_k += kStep;
   }
 
-  // x, its sums of groups, and scales of a chunk. All of it is loaded at once, so that it takes the time of one load.
+  // A chunk's x, its sums over groups, and its scales. All loads are issued at once, to pay for one latency.
   struct Chunk {
     static constexpr int kFours = kGroups / 4, kCount = kTile * kFours / kThreads;
     XPieces<kRows, kChunk> x;
-    uint2 scales[kCount], zeros[kCount];  // of four groups of 64
+    uint2 scales[kCount], zeros[kCount];  // of four groups each
 
     __device__ __forceinline__ Chunk(const QuantizedCall& call, const Place<kRows, kTile>& at, int first)
         : x(call, at, first) {
@@ -77,7 +79,7 @@ struct Transposed {
       }
     }
 
-    // The float16 of four groups from k on in a row of scales. Past the ends they are 0.
+    // The float16 scales of four groups, from element k on. Out of bounds they are 0.
     __device__ __forceinline__ static uint2 load(
         const QuantizedCall& call, const uint16_t* row, int k, int limit, bool wide) {
       if (wide) return k < limit ? *reinterpret_cast<const uint2*>(row + k / kGroup) : uint2{0, 0};
@@ -102,7 +104,7 @@ struct Transposed {
         *reinterpret_cast<uint4*>(shared + row * kRowBytes + piece * 16) = {
             __byte_perm(eight.x, eight.z, 0x5410), __byte_perm(eight.x, eight.z, 0x7632),
             __byte_perm(eight.y, eight.w, 0x5410), __byte_perm(eight.y, eight.w, 0x7632)};
-        // Eight lanes have a group. All lanes of a warp have the same row.
+        // Eight lanes share a group, and all lanes of a warp a row.
         float sum = pair_sum(eight.x) + pair_sum(eight.y) + pair_sum(eight.z) + pair_sum(eight.w);
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
@@ -123,7 +125,7 @@ struct Transposed {
     const char* factors = shared + kFactorsAt + (at.warp * kWarpColumns + g) * kFactorBytes + step * 8;
     const float2* row_sums = reinterpret_cast<const float2*>(shared + kRowSumsAt) + step * 2 * kRows + 2 * t;
     const char* words = stage + at.warp * kWarpBytes + g * 64 + t % 2 * 8;
-    uint2 stored[4];  // scale and zero of two groups, for each row of words of this lane
+    uint2 stored[4];  // scale and zero of two groups, for each of this lane's rows of words
 #pragma unroll
     for (int r = 0; r < 4; ++r) stored[r] = *reinterpret_cast<const uint2*>(factors + r * 8 * kFactorBytes);
 #pragma unroll
@@ -137,7 +139,7 @@ struct Transposed {
         scale[r] = half_bits_to_float(both & 0xFFFF);
         zero[r] = -half_bits_to_float(both >> 16);
       }
-      // The codes of both words of a group are decoded once; sums of a group are those of one tile of rows at a time.
+      // Both words of a group are decoded once; the sums of a group are kept for one tile of rows at a time.
       uint32_t codes[2][4][4];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -146,7 +148,7 @@ struct Transposed {
       }
 #pragma unroll
       for (int tile = 0; tile < Tiles; ++tile) {
-        // Sums of two rows, and what 128 adds to the products, negative.
+        // Sums of x of two rows, times the -128 that cancels the offset of the decoded codes.
         const float4 sum = *reinterpret_cast<const float4*>(row_sums + group * kRows + tile * 8);
         const char* x_at = x_row + tile * 8 * kRowBytes + group * 128;
         const uint4 x0 = *reinterpret_cast<const uint4*>(x_at), x1 = *reinterpret_cast<const uint4*>(x_at + 16);
@@ -168,7 +170,7 @@ struct Transposed {
     }
   }
 
-  // The left operands of two MMAs: the words of rows g and g + 8.
+  // Decodes the left operands of two MMAs: the words of rows g and g + 8.
   __device__ __forceinline__ static void decode(uint32_t (&codes)[4][4], uint32_t upper, uint32_t lower, int first) {
     codes[first][0] = codes_on_128<0>(upper), codes[first][1] = codes_on_128<0>(lower);
     codes[first][2] = codes_on_128<1>(upper), codes[first][3] = codes_on_128<1>(lower);
@@ -176,7 +178,7 @@ struct Transposed {
     codes[first + 1][2] = codes_on_128<3>(upper), codes[first + 1][3] = codes_on_128<3>(lower);
   }
 
-  // Partial sums [rows, columns] of a warp to shared memory.
+  // Stores a warp's partial sums [rows, columns] in shared memory.
   __device__ __forceinline__ void store_sums(float* partial, int width) {
     const int n = at.warp * kWarpColumns + at.lane / 4, m = at.lane % 4 * 2;
 #pragma unroll

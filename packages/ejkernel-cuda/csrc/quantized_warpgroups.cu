@@ -64,7 +64,7 @@ ffi::Error quantized_warpgroups(
   call.n = output->dimensions()[1];
   call.splits = splits;
   const size_t groups = size_t(call.n) * (call.k / kGroup);
-  // The kernels read what the shapes promise.
+  // The kernels rely on the shapes and check nothing.
   if (call.m > kMostRows || call.k % kUnit || call.n % 4 || words.element_count() != groups * (kGroup / 8) ||
       scales.element_count() != groups || zeros.element_count() != groups ||
       output->element_count() != size_t(call.m) * call.n ||
@@ -94,5 +94,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::BF16>>()
         .Ret<ffi::Buffer<ffi::U8>>()
         .Attr<int32_t>("splits"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

@@ -1,12 +1,13 @@
-// The quantised matmul with `transpose=True` of 17 to 64 rows of bfloat16: products of warpgroups (WGMMA).
+// The quantised matmul with `transpose=True` of 17 to 64 rows of bfloat16, by warpgroup products (WGMMA).
 //
-//   a launch of its own   x -> in the order of the products, sums of its groups -> device memory; first words -> L2
+//   a first launch        x -> permuted, with sums over its groups -> device memory; first words -> L2
 //   producer              x, words, scales, zeros -> ring in shared memory (bulk copies)
 //   consumers             words -> registers -> left operand; x -> right operand; products of a group -> scale -> sums
 //
 // Each of the two consumer warpgroups has 128 columns, in two halves: products of one half run while those of the other
-// are scaled and its next words are decoded. Blocks of a cluster share the contracted elements of the same columns, and
-// add their sums up through distributed shared memory, in a fixed order.
+// are scaled and its next words are decoded. Blocks of a cluster split the contracted elements of the same columns, and
+// add
+// up their sums through distributed shared memory, in a fixed order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -18,9 +19,9 @@
 namespace ejkernel {
 
 constexpr int kUnit = 256, kUnitGroups = kUnit / kGroup;
-constexpr int kColumns = 256;  // of a block
+constexpr int kColumns = 256;  // columns per block
 
-// Describes a matrix to the copy engine.
+// A CUtensorMap: describes a matrix to TMA.
 struct alignas(64) TensorMap {
   char bytes[128];
 };
@@ -28,22 +29,23 @@ struct alignas(64) TensorMap {
 struct ArrangeCall {
   TensorMap words;
   const __nv_bfloat16* x;  // [m, k]
-  char* arranged;          // units of x, one after the other
+  char* arranged;          // units of permuted x, one after the other
   int m, k, n, splits;
 };
 
-// Scales and zeros [n, k / 64], float16: two rows are one of the map, whose stride is a multiple of 16 bytes then.
+// Tensor maps. Two rows of scales and zeros [n, k / 64] are one row of the map, so that its stride is a multiple of 16
+// bytes.
 struct Maps {
   TensorMap words, scales, zeros;
 };
 
 struct WarpgroupsCall {
-  const char* x;          // arranged
+  const char* x;          // x, permuted
   __nv_bfloat16* output;  // [m, n]
   int m, k, n, splits;
 };
 
-// Units of a block: pairs, whose scales are copied together.
+// The range of units of a block. Units come in pairs, whose scales are copied together.
 struct Share {
   int first, count;
   __device__ __forceinline__ Share(int k, int splits, int part) {
@@ -53,18 +55,19 @@ struct Share {
   }
 };
 
-// A unit of x, in shared memory as in device memory. Of a group of 64, lane t of four has the codes of words 2t and
-// 2t + 1; of a word, codes j and j + 4 are in one register. A row of a group has 128 bytes, with the swizzle of WGMMA.
+// A unit of x, with the same layout in shared and device memory. In a group of 64, lane t of four has the codes of
+// words 2t
+// and 2t + 1; codes j and j + 4 of a word share a register. A row of a group has 128 bytes, with the swizzle of WGMMA.
 //
 //   y = sum over groups of  s sum_k x (128 + q)  -  s (128 + zero) sum_k x
 //
-// The second part is one more product a unit, of 16 contracted elements: to group t belong hi hi lo hi of
-// -s (128 + zero), in two digits of bfloat16, and high middle high low of the sum of x, in three.
+// The second term is one more product per unit, of 16 contracted elements. Group t has the factors hi hi lo hi of
+// -s (128 + zero), in two digits of bfloat16, and the factors high middle high low of the sum of x, in three.
 template <int Rows>
 struct XUnit {
   static constexpr int kGroupBytes = Rows * 128, kSumsAt = kUnitGroups * kGroupBytes, kBytes = kSumsAt + Rows * 32;
 
-  // WGMMA's descriptors: address, steps between pieces of 16 bytes and between eight rows, swizzle.
+  // WGMMA's descriptors: address, strides between 16-byte pieces and between eight rows, swizzle.
   static __device__ __forceinline__ uint64_t step(uint32_t unit, int group, int j) {
     return (unit + (group * kGroupBytes + j * 32) / 16) | 1 << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
   }
@@ -72,7 +75,7 @@ struct XUnit {
     return (unit + kSumsAt / 16) | Rows << 16 | uint64_t(128 >> 4) << 32;
   }
 
-  // Brings eight elements of a row, those of a word of its group, into order. Eight lanes have a group.
+  // Stores eight elements of a row, those of one word, in permuted order. Eight lanes share a group.
   static __device__ __forceinline__ void arrange(char* unit, int group, int row, int word, const uint4& eight) {
     const int first = word % 2 * 4, t = word / 2;
     char* const own = unit + group * kGroupBytes + row * 128;
@@ -96,17 +99,17 @@ struct XUnit {
 };
 
 constexpr int kArrangeThreads = 256;
-constexpr int kPrefetchedUnits = 2;  // of each block of the products
+constexpr int kPrefetchedUnits = 2;  // per block of the matmul kernel
 
-// Brings x into order. Rows past the last one are zeros.
+// Permutes x. Rows past the last one are zeros.
 template <int Rows>
 __global__ void __launch_bounds__(kArrangeThreads) arrange_kernel(const __grid_constant__ ArrangeCall call) {
 #if __CUDA_ARCH__ == 900
-  // The products' launch waits for this one before it reads anything.
+  // The matmul kernel waits for this launch before it reads anything.
   start_next_launch();
   const int i = blockIdx.x * kArrangeThreads + threadIdx.x;
   if (i % 32 == 0) {
-    // What comes to L2 now need not be what the launch before leaves there: the products read it after that.
+    // Prefetching into L2 is safe before the previous launch is complete: the matmul kernel reads the data after that.
     const int blocks = (call.n + kColumns - 1) / kColumns * call.splits;
     const int block = i / 32 % blocks, unit = i / 32 / blocks;
     const Share share(call.k, call.splits, block % call.splits);
@@ -129,14 +132,14 @@ struct Warpgroups {
   static constexpr int kRows = Rows, kTiles = Rows / 8, kConsumers = 256, kWarps = kConsumers / 32;
   static constexpr int kThreads = kConsumers + 128, kTile = kColumns;
   static constexpr int kConsumerRegisters = Rows == 64 ? 216 : 184, kProducerRegisters = 24;
-  // Of a stage: x, and 128 bytes of words of each column.
+  // Layout of a stage: x, and 128 bytes of words of each column.
   static constexpr int kWordsAt = X::kBytes, kWordBytes = kTile * 128;
   static constexpr int kStageBytes = kWordsAt + kWordBytes, kStages = 3;
-  // Scales and zeros of two units, 16 bytes a column, twice: first those of even columns, then those of odd ones.
+  // Scales and zeros of two units, 16 bytes per column, double-buffered: first those of even columns, then of odd ones.
   static constexpr int kFactorsAt = kStages * kStageBytes, kOddAt = kTile * 8, kZerosAt = kTile * 16;
   static constexpr int kFactorBytes = kTile * 32;
   static constexpr int kBarriersAt = kFactorsAt + 2 * kFactorBytes, kBytes = kBarriersAt + kStages * 16;
-  static constexpr int kWidth = kTile + 4;  // of partial sums: rows lie in different banks
+  static constexpr int kWidth = kTile + 4;  // row stride of partial sums, so that rows are in different banks
   static_assert(kStageBytes % 1024 == 0 && kWordsAt % 1024 == 0, "the swizzle of words is that of their addresses");
   static_assert(kStages == 3, "with a unit's stage the place of the pair before the last one is free");
   static_assert(Rows * kWidth * 4 <= kBarriersAt, "partial sums take the place of the ring");
@@ -157,12 +160,13 @@ struct Warpgroups {
         share(c.k, c.splits, part) {}
 
   __device__ __forceinline__ uint32_t at(int stage) const { return shared_address(shared) + stage * kStageBytes; }
-  // Copies begin at a multiple of 16 bytes. Where a row of scales is 8 bytes longer, pairs of odd rows begin with odd
-  // units.
+  // Copies start at a multiple of 16 bytes. If a row of scales has an odd number of 8-byte units, pairs of units start
+  // at an
+  // odd unit in odd rows.
   __device__ __forceinline__ int place(int unit, int odd) const { return unit + (odd && call.k % (2 * kUnit)); }
   __device__ __forceinline__ bool begins_pair(int unit, int odd) const { return !unit || place(unit, odd) % 2 == 0; }
   __device__ __forceinline__ static int factors_at(int place) { return kFactorsAt + place / 2 % 2 * kFactorBytes; }
-  // A stage's barriers: its copies have arrived, all warps have read it.
+  // A stage's two mbarriers: its copies have arrived; all warps have read it.
   __device__ __forceinline__ uint32_t copied(int stage) const {
     return shared_address(shared) + kBarriersAt + stage * 16;
   }
@@ -195,7 +199,7 @@ struct Warpgroups {
     }
   }
 
-  // One thread.
+  // The producer: one thread.
   __device__ __forceinline__ void copy_all() const {
     wait_for_previous_launch();
     for (int unit = 0; unit < min(kStages, share.count); ++unit) copy(unit, unit);
@@ -217,10 +221,10 @@ struct WarpgroupsConsumer {
   static constexpr int kTiles = L::kTiles;
 
   const L& block;
-  const int warp, lane, t, row;  // rows of words: `row` and `row` + 1
+  const int warp, lane, t, row;  // the thread's rows of words: `row` and `row` + 1
   float sums[2][kTiles][4] = {};
 
-  // Even rows: four words of a half warp lie in different banks, and eight scales.
+  // Even rows: four words of a half warp are in different banks, and so are eight scales.
   __device__ __forceinline__ explicit WarpgroupsConsumer(const L& b)
       : block(b),
         warp(threadIdx.x / 32),
@@ -228,7 +232,7 @@ struct WarpgroupsConsumer {
         t(lane % 4),
         row(lane / 4 * 2) {}
 
-  // The first column of the warp's half.
+  // The first column of the warp in half `half`.
   __device__ __forceinline__ int columns(int half) const { return warp / 4 * 128 + half * 64 + warp % 4 * 16; }
 
   __device__ __forceinline__ void run() {
@@ -263,9 +267,9 @@ struct WarpgroupsConsumer {
             WarpgroupProduct<kTiles>::multiply(products[half], codes[half][j], X::step(x, group, j), j);
           }
           commit_products();
-          // They arrive while the products run.
+          // These loads overlap with the products.
           if (group < kUnitGroups - 1 || half == 0) load_words(words, own, 1 - half, group + half);
-          // The products of the other half, which came before.
+          // Wait for the products of the other half, which were issued before.
           if (group || half) {
             wait_for_products<1>(products[1 - half]);
             add(1 - half, products[1 - half], scale[1 - half]);
@@ -298,7 +302,7 @@ struct WarpgroupsConsumer {
     }
   }
 
-  // Words of a group.
+  // Loads the words of a group.
   __device__ __forceinline__ void load_words(uint2 (&words)[2], const char* own, int half, int group) const {
     const char* const from = own + (columns(half) + row) * 128 + t % 2 * 8;
     const int at = ((group * 2 + t / 2) ^ row % 8) * 16;
@@ -306,7 +310,7 @@ struct WarpgroupsConsumer {
     words[1] = *reinterpret_cast<const uint2*>(from + 128 + (at ^ 16));
   }
 
-  // The left operand of the sums of x: of group t.
+  // The left operand of the sums of x: lane t has group t.
   __device__ __forceinline__ void decode_offsets(uint32_t (&offsets)[4], const char* const (&factors)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -319,7 +323,7 @@ struct WarpgroupsConsumer {
     }
   }
 
-  // Adds up the sums of all blocks of the cluster; each block has its part of the outputs.
+  // Adds up the sums of all blocks of the cluster; each block computes its share of the outputs.
   __device__ __forceinline__ void epilogue() {
     synchronise_first<L::kConsumers>();
     float* const partial = reinterpret_cast<float*>(block.shared);
@@ -330,7 +334,7 @@ struct WarpgroupsConsumer {
           sums[half][tile][c], sums[half][tile][c + 2]};
     }
     synchronise_stores_of_cluster();
-    // As many loads at a time, of rows or of blocks.
+    // The same number of loads in flight, over rows or over blocks.
     const int splits = block.call.splits;
     if (splits <= 2) {
       add_up<kTiles, 2>(partial);
@@ -339,10 +343,10 @@ struct WarpgroupsConsumer {
     } else {
       add_up<kTiles / 4, kMostSplits>(partial);
     }
-    synchronise_cluster();  // other blocks still read this one's sums
+    synchronise_cluster();  // other blocks may still be reading this block's sums
   }
 
-  // Four columns of `Batch` rows of up to `Most` blocks at a time: their loads do not wait for each other.
+  // Four columns of `Batch` rows, from up to `Most` blocks at a time, whose loads do not depend on each other.
   template <int Batch, int Most>
   __device__ __forceinline__ void add_up(float* partial) const {
     const auto cluster = cooperative_groups::this_cluster();
@@ -394,7 +398,7 @@ __global__ void __launch_bounds__(L::kThreads, 1)
     give_registers<L::kProducerRegisters>();
     if (copies) {
       block.copy_all();
-      // Not before: what the next launch brings to L2 would be in the way.
+      // Not earlier: the next launch's prefetches into L2 would compete for bandwidth.
       start_next_launch();
     }
     __syncwarp();

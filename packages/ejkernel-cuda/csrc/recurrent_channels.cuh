@@ -1,7 +1,9 @@
-// Gates of key channels in the decode step of linear recurrences.
+// Per-key-channel gates (as in KDA and GLA) in the decode step of linear recurrences.
 //
-// Between two tokens of a chunk, each key channel has a decay of its own: pairs of tokens are no product of keys and
-// queries as they are. Sums of gates are made over lanes, which are tokens, and never differences of sums.
+// Each key channel has its own decay between two tokens of a chunk, so the product of a query and a key needs a weight
+// per
+// channel. Sums of log gates are formed over lanes, which are tokens, and never as differences of sums, which would
+// cancel.
 #pragma once
 
 #include "recurrent_state.cuh"
@@ -10,9 +12,9 @@ namespace ejkernel {
 
 constexpr int kStepThreads = 128;
 
-// Gates of one key channel over a chunk: sums of logarithms that belong to token r, which never cancel.
+// Cumulative log gates of one key channel over a chunk, for token r; they are sums, so that nothing cancels.
 struct KeyDecay {
-  float level[3];  // from the middle of a block of 2, 4 or 8 tokens to r, or from r to it
+  float level[3];  // from the middle of the block of 2, 4 or 8 tokens to r, or from r to the middle
   float from_start, to_end, all;
 };
 
@@ -22,7 +24,7 @@ __device__ __forceinline__ KeyDecay key_decay(float gate, int r) {
   decay.to_end = 0.f;
 #pragma unroll
   for (int level = 0; level < 3; ++level) {
-    // r is in the upper half of its block if it has this bit; lanes of the other half hold that half's sum.
+    // r is in the upper half of its block if this bit is set; lanes of the other half have that half's sum.
     const bool upper = r >> level & 1;
     decay.level[level] = upper ? decay.from_start : decay.to_end;
     const float other = __shfl_xor_sync(~0u, decay.all, 4 << level);
@@ -33,12 +35,12 @@ __device__ __forceinline__ KeyDecay key_decay(float gate, int r) {
   return decay;
 }
 
-// Gates of four key channels of a token; 0 where there is none.
+// Loads the gates of four key channels of a token; 0 for a missing token.
 __device__ __forceinline__ float4 load_gates(const float* at, bool there) {
   return there ? *reinterpret_cast<const float4*>(at) : float4{0.f, 0.f, 0.f, 0.f};
 }
 
-// c += a b, both split.
+// c += a b, with both operands split into high and low TF32 parts.
 __device__ __forceinline__ void multiply_split(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
   uint32_t high[4], low[4], b_high[2], b_low[2];
 #pragma unroll
@@ -50,18 +52,19 @@ __device__ __forceinline__ void multiply_split(float (&c)[4], const float (&a)[4
   multiply_tf32(c, high, b_low[0], b_low[1]);
 }
 
-// What the four warps of a head share of a chunk: products of pairs by their shares of the keys, and queries and keys
-// with their decay. Rows begin in different banks.
+// A chunk's data that the four warps of a head share: each warp's partial products of pairs, and the queries and keys
+// with
+// their decay. Rows start in different banks.
 template <int K>
 struct StepShared {
   float4 pairs[kStepThreads];
-  float queries[kStepTokens][K + 4];  // from the start of the chunk
-  float keys[kStepTokens][K + 4];     // likewise
-  float ends[kStepTokens][K + 4];     // keys, to the end of the chunk
-  float all[K];                       // over all of it
+  float queries[kStepTokens][K + 4];  // with the decay from the start of the chunk
+  float keys[kStepTokens][K + 4];     // with the inverse direction's decay, from the start of the chunk
+  float ends[kStepTokens][K + 4];     // keys with the decay to the end of the chunk
+  float all[K];                       // the decay over the whole chunk
 };
 
-// Four key channels of a token.
+// Query, key and gates of four key channels of a token.
 struct ChannelPiece {
   uint2 query, key;
   float4 gates;
@@ -78,7 +81,7 @@ __device__ __forceinline__ ChannelPiece load_piece(
   return piece;
 }
 
-// The sums of what the four warps of a head have.
+// Adds up the partial products of the four warps of a head.
 __device__ __forceinline__ float4 sum_of_warps(float4* exchanged, const float (&found)[4], int lane) {
   exchanged[threadIdx.x] = float4{found[0], found[1], found[2], found[3]};
   __syncthreads();
@@ -91,12 +94,14 @@ __device__ __forceinline__ float4 sum_of_warps(float4* exchanged, const float (&
   return sum;
 }
 
-// Products of token r with tokens 2 c and 2 c + 1, as queries and as keys, with gates of key channels between them; and
-// queries and keys with their decay, for `read_channels`.
+// Computes the products of token r with tokens 2 c and 2 c + 1, as queries and as keys, with the key channels' decay
+// between them; and stores queries and keys with their decay for `read_channels`.
 //
-// The weight of a pair is the exponential of the gates between its tokens, a product of two factors that are at most 1
-// for gates at most 0: up to, and from, the middle of the smallest aligned block that has both. Blocks of 2, 4 and 8
-// tokens are one product each. A warp has its share of the key channels.
+// The weight of a pair is the exponential of the summed gates between its tokens: a product of two factors, up to and
+// from
+// the middle of the smallest aligned block that has both tokens. The factors are at most 1 if gates are at most 0.
+// Blocks of
+// 2, 4 and 8 tokens need one product each. Each warp computes its share of the key channels.
 template <typename T, int K, bool kDelta>
 __device__ __forceinline__ float4 prepare_channels(
     const float* gates, const T* query, const T* key, StepShared<K>& shared, bool there, int lane) {
@@ -152,7 +157,7 @@ __device__ __forceinline__ float4 prepare_channels(
   return sum_of_warps(shared.pairs, found, lane);
 }
 
-// Reads the state by queries and keys that decay from the start of the chunk, and lets it decay to its end.
+// Reads the state by queries and keys that decay from the chunk's start, then decays the state to the chunk's end.
 template <int K, bool kDelta>
 __device__ __forceinline__ void read_channels(
     StepState<K>& state, const StepShared<K>& shared, float (&read)[2][4], float (&known)[2][4], int lane) {

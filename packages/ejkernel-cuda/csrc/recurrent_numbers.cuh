@@ -1,18 +1,19 @@
-// Numbers of tokens in float32 or 16 bits, as the decode step of linear recurrences reads them.
+// Loads of per-token scalars in float32 or 16 bits for the decode step of linear recurrences.
 #pragma once
 
 #include "tensor_core.cuh"
 
 namespace ejkernel {
 
-// Numbers in float32 or in the tokens' dtype, which are small beside states: gates of heads, beta, dt and skip.
+// An array of scalars in float32 or in the tokens' dtype, small compared with the states: gates of heads, beta, dt and
+// skip.
 struct Numbers {
-  const void* data;  // nullptr: there are none
-  long long row, token;  // elements from row to row and from token to token
+  const void* data;  // nullptr if the array is absent
+  long long row, token;  // strides in elements between rows and between tokens
   bool wide;
 };
 
-// Both numbers of a pair, the lower half first.
+// Both elements of a pair in float32, the lower half first.
 template <typename T>
 __device__ __forceinline__ float2 widened_pair(uint32_t pair);
 template <>
@@ -24,7 +25,7 @@ __device__ __forceinline__ float2 widened_pair<__half>(uint32_t pair) {
   return float2{__half2float(__ushort_as_half(pair & 0xffff)), __half2float(__ushort_as_half(pair >> 16))};
 }
 
-// The 32 bits that hold a number. No branch, and nothing is converted yet: loads do not wait for each other.
+// The 32-bit word that holds an element. It neither branches nor converts, so that loads can be in flight together.
 __device__ __forceinline__ uint32_t load_word(const Numbers& numbers, long long at) {
   return static_cast<const uint32_t*>(numbers.data)[numbers.wide ? at : at >> 1];
 }

@@ -14,14 +14,14 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The 8 x 8 matrix of 16-bit numbers whose rows the lanes hold, transposed.
+// Transposes the 8 x 8 matrix of 16-bit elements whose rows the lanes hold.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
   return result;
 }
 
-// A store of 16 bytes; of four numbers in a struct the compiler makes four, each of which writes parts of sectors.
+// A 16-byte store; for a struct of four floats the compiler emits four stores, each of a part of a sector.
 __device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

@@ -1,16 +1,18 @@
 // The state of a linear recurrence in the registers of a warp, and products with it.
 //
-// One arrangement of registers serves all products, since a product may sum its inner axis in any order. A warp holds
+// One register layout serves all products, since a product may sum its inner axis in any order. A warp holds
 // S^T as accumulators of 16 values by 8 keys; lane 4 r + c has
 //
 //   values 4 r + 2 m + half of tile row m   (half: rows r and r + 8 of the instruction)
 //   keys 16 t + 4 c + 2 s + h of tile 2 t + s   (h: columns 2 c and 2 c + 1 of the instruction)
 //
-// so that a lane's values, or keys, are 16 bytes in memory. As an operand the same registers are the values' rows and,
-// with inner index c for h = 0 and c + 4 for h = 1, the keys' columns. Likewise what belongs to tokens 2 c and 2 c + 1
-// leaves a product in the registers in which the next one reads it.
+// so that a lane's values, or keys, are 16 contiguous bytes in memory. As an operand the same registers are the values'
+// rows
+// and, with inner index c for h = 0 and c + 4 for h = 1, the keys' columns. Results of tokens 2 c and 2 c + 1 are also
+// in the
+// registers in which the next product reads them.
 //
-// States are float32: an operand is split into the part that TF32 holds and the rest, which keeps 21 bits of it.
+// States are float32: an operand is split into the part that TF32 represents and the rest, which keeps 21 bits.
 #pragma once
 
 #include "recurrent_numbers.cuh"
@@ -18,16 +20,16 @@
 
 namespace ejkernel {
 
-constexpr int kStepTokens = 8;   // of a chunk: columns of the instruction
-constexpr int kStepValues = 32;  // of a warp
+constexpr int kStepTokens = 8;   // per chunk: columns of the MMA
+constexpr int kStepValues = 32;  // per warp
 
-// x as a number that TF32 holds, and what is left of it.
+// Splits x into a number that TF32 represents, and the remainder.
 __device__ __forceinline__ void split(float x, uint32_t& high, uint32_t& low) {
   high = __float_as_uint(x) & 0xffffe000u;
   low = __float_as_uint(x - __uint_as_float(high));
 }
 
-// Accumulators as the left operand: columns 2 c and 2 c + 1 are its inner indices c and c + 4.
+// Splits accumulators as a left operand: columns 2 c and 2 c + 1 are its inner indices c and c + 4.
 __device__ __forceinline__ void split_operand(const float (&x)[4], uint32_t (&high)[4], uint32_t (&low)[4]) {
   split(x[0], high[0], low[0]);
   split(x[2], high[1], low[1]);
@@ -35,12 +37,12 @@ __device__ __forceinline__ void split_operand(const float (&x)[4], uint32_t (&hi
   split(x[3], high[3], low[3]);
 }
 
-// The state of a warp: [tile of 8 keys][tile of 16 values][registers of an accumulator].
+// A warp's state: [tile of 8 keys][tile of 16 values][registers of an accumulator].
 template <int K>
 using StepState = float[K / 8][2][4];
 
-// The state as it lies in memory: a lane's pieces of 16 bytes. Four numbers of one key, or of one value where the state
-// is [V, K].
+// A lane's 16-byte pieces of the state in memory layout: four elements of one key or, if the state is [V, K], of one
+// value.
 template <int K>
 using StepPieces = float4[K / 16][4];
 
@@ -50,7 +52,7 @@ __device__ __forceinline__ long long piece_offset(int t, int i, int values, int 
   return kTransposed ? value * K + key : key * values + value;
 }
 
-// The number of a state that is number n of a piece.
+// The state element that is element n of a piece.
 template <int K, bool kTransposed>
 __device__ __forceinline__ float& number_of_piece(StepState<K>& state, int t, int i, int n) {
   const int k = kTransposed ? n : i, v = kTransposed ? i : n;
@@ -68,7 +70,8 @@ __device__ __forceinline__ void load_pieces(StepPieces<K>& pieces, const float* 
   }
 }
 
-// The state, or zeros. Whoever waits for the pieces waits here.
+// Puts loaded pieces into the state's layout, or zeros. This is the first use of the loads, so the warp waits for them
+// here.
 template <int K, bool kTransposed>
 __device__ __forceinline__ void arrange_state(StepState<K>& state, const StepPieces<K>& pieces, bool there) {
 #pragma unroll
@@ -96,12 +99,12 @@ __device__ __forceinline__ void store_state(StepState<K>& state, float* base, in
   }
 }
 
-// x[n] += S^T b^T for the tokens of b, whose numbers TF32 holds: pairs of a token's keys, as `load_keys` has them.
+// x[n] += S^T b^T for the tokens of b, which are exact in TF32: pairs of a token's keys, in the layout of `load_keys`.
 template <typename T, int K, bool kDelta>
 __device__ __forceinline__ void read_state(
     const StepState<K>& state, const uint2 (&q)[K / 16], const uint2 (&k)[K / 16], float (&read)[2][4],
     float (&known)[2][4]) {
-  // High and low parts have sums of their own: four products do not wait for each other.
+  // High and low parts have separate accumulators, so that four products do not depend on each other.
   float read_low[2][4] = {}, known_low[2][4] = {};
 #pragma unroll
   for (int n = 0; n < K / 8; ++n) {

@@ -23,7 +23,7 @@ ffi::Error launch(cudaStream_t stream, const RecurrentStep& call) {
   return ffi::Error::Internal(std::string("ejkernel recurrent step: launch: ") + cudaGetErrorString(error));
 }
 
-// What a call wants of a kernel beside the dtype.
+// The template arguments that select a kernel, except for the dtype.
 struct Kind {
   int keys;
   bool channels, transposed;
@@ -49,7 +49,7 @@ ffi::Error launch_for_keys(cudaStream_t stream, const RecurrentStep& call, const
   }
 }
 
-// Numbers [rows or 1, tokens or 1, heads, ...], `each` a token; none where the array has no elements.
+// Describes scalars [rows or 1, tokens or 1, heads, ...], `each` per token; absent if the array has no elements.
 Numbers numbers_of(const ffi::AnyBuffer& array, int64_t each) {
   Numbers numbers{};
   if (array.element_count() == 0) return numbers;
@@ -61,7 +61,7 @@ Numbers numbers_of(const ffi::AnyBuffer& array, int64_t each) {
   return numbers;
 }
 
-// Whether numbers are there for all rows and tokens, in one of the two dtypes.
+// Whether scalars cover all rows and tokens, in one of the two dtypes.
 bool fits(const ffi::AnyBuffer& array, const RecurrentStep& call, int64_t each, ffi::DataType type) {
   if (array.element_count() == 0) return true;
   const auto shape = array.dimensions();
@@ -146,5 +146,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<bool>("transposed")
         .Attr<float>("scale"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

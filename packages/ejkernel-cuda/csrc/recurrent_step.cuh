@@ -1,12 +1,13 @@
-// The decode step of linear recurrences: up to eight tokens at a time against a state in registers.
+// The decode step of linear recurrences: processes up to eight tokens at a time with the state in registers.
 //
 //   state in HBM   32 values x K keys ---- load ---> registers of one warp ----------------> store, in place
 //   q, k, v, gates           load ->  q S0, k S0 | 8 x 8 pairs | solve | + pairs x u | S = decay S0 + u k^T
 //                                    tensor cores                             tensor cores
 //
-// A token at a time, eight tokens are eight sums over keys one after the other, whose instructions and barriers take
-// longer than the state's bytes. Here they are one chunk: products with the state before it by the tensor cores, and
-// the tokens among themselves by 8 x 8 matrices.
+// Token by token, eight tokens would be eight dependent sums over the keys, whose instructions and barriers take longer
+// than
+// reading the state. Here they are one chunk: tensor cores multiply them with the initial state, and the interactions
+// between tokens are 8 x 8 matrices.
 #pragma once
 
 #include "recurrent_channels.cuh"
@@ -17,27 +18,27 @@ struct RecurrentStep {
   const void *query, *key, *value;
   Numbers decay, beta, dt, skip;
   const int *bounds, *slots;
-  const float* initial;  // nullptr: zeros
+  const float* initial;  // nullptr for zeros
   float* final;
   void* output;
   int rows, tokens, sequences, heads, values, slot_count;
-  int query_heads, key_heads, value_heads;  // of so many heads each, `a_query` and so on share one
-  int a_query, a_key, a_value;
+  int query_heads, key_heads, value_heads;
+  int a_query, a_key, a_value;  // state heads per query, key and value head
   float scale;
 };
 
-// Products of gates of a chunk, for the tokens of a lane.
+// Products of the gates of a chunk, for a lane's tokens.
 struct ChunkDecay {
-  float from_start[2];  // of the tokens up to 2 c + n
-  float to_end[2];      // of those behind it
-  float between[2];     // of those behind 2 c + n up to token r; 0 if that is before it
+  float from_start[2];  // up to and including tokens 2 c + n
+  float to_end[2];      // after tokens 2 c + n
+  float between[2];     // after 2 c + n, up to and including token r; 0 if r is before 2 c + n
   float all;
 };
 
-// `factor` is that of token lane % 8, and 1 where there is none.
+// `factor` is the gate of token lane % 8, and 1 for a missing token.
 __device__ __forceinline__ ChunkDecay chunk_decay(float factor, int r, int c) {
   ChunkDecay decay{{1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, 1.f};
-  // Products of factors, no differences of sums: gates of -inf stay exact.
+  // Multiplies factors and never subtracts cumulative sums, so that gates of -inf are exact.
 #pragma unroll
   for (int n = 0; n < kStepTokens; ++n) {
     const float next = __shfl_sync(~0u, factor, n);
@@ -56,7 +57,7 @@ __device__ __forceinline__ ChunkDecay chunk_decay(float factor, int r, int c) {
   return decay;
 }
 
-// What the lane's token n = lane % 8 brings beside its vectors: a gate, and beta or dt; 1 where there is none.
+// The scalars of the lane's token n = lane % 8: a gate, and beta or dt; 1 if absent.
 struct Scalars {
   uint32_t gate, factor;
 };
@@ -77,7 +78,7 @@ __device__ __forceinline__ Scalars load_scalars(
 }
 
 // Solves u_t = beta_t (v_t - known_t - sum of pairs_ti u_i over i < t), for a lane's values of tokens 2 c and 2 c + 1.
-// The pairs are those of token r with 2 c and 2 c + 1, with their decay.
+// `first` and `second` are the pairs of token r with 2 c and 2 c + 1, with their decay.
 __device__ __forceinline__ void solve(float (&u)[2][4], float first, float second, const float (&beta)[2], int lane) {
   const int c = lane % 4;
 #pragma unroll
@@ -100,7 +101,7 @@ __device__ __forceinline__ void solve(float (&u)[2][4], float first, float secon
   }
 }
 
-// Values 4 r to 4 r + 3 of tokens 2 c and 2 c + 1, in the places of accumulators.
+// Converts values 4 r to 4 r + 3 of tokens 2 c and 2 c + 1 to float32, in the layout of accumulators.
 template <typename T>
 __device__ __forceinline__ void widen_values(float (&v)[2][4], const uint2 (&found)[2]) {
 #pragma unroll
@@ -110,7 +111,7 @@ __device__ __forceinline__ void widen_values(float (&v)[2][4], const uint2 (&fou
   }
 }
 
-// The keys of token r that a lane has of each tile: 16 t + 4 c to 16 t + 4 c + 3.
+// Loads the keys of token r that a lane has of each tile: 16 t + 4 c to 16 t + 4 c + 3.
 template <typename T, int K>
 __device__ __forceinline__ void load_keys(uint2 (&keys)[K / 16], const T* row, bool there, int c) {
 #pragma unroll
@@ -119,16 +120,16 @@ __device__ __forceinline__ void load_keys(uint2 (&keys)[K / 16], const T* row, b
   }
 }
 
-// Where a head's tokens are.
+// Pointers to a head's tokens, and their strides.
 template <typename T>
 struct StepHead {
   const T *query, *key, *value;
-  const float* gates;  // of channels
+  const float* gates;  // per key channel
   T* output;
   long long query_stride, key_stride, value_stride, gate_stride, output_stride;
 };
 
-// What a chunk brings, and the products of its tokens with each other.
+// A chunk's loaded inputs, and the products of its tokens with each other.
 template <int K>
 struct Chunk {
   uint2 q[K / 16], k[K / 16], v[2];
@@ -136,7 +137,7 @@ struct Chunk {
   float pairs[4];
 };
 
-// Asks for eight tokens, or `here` of them, from `token` of the row on.
+// Issues the loads of a chunk: `here` tokens, up to eight, starting at `token` of the row.
 template <typename T, int K, bool kDelta, bool kChannels>
 __device__ __forceinline__ void load_chunk(
     Chunk<K>& chunk, const RecurrentStep& call, const StepHead<T>& at, int row, int head, long long token, int here,
@@ -156,7 +157,7 @@ __device__ __forceinline__ void load_chunk(
   chunk.scalars = load_scalars<kDelta, kChannels>(call, row, head, token, here, lane % 8);
 }
 
-// What a chunk with gates of channels needs before the state: see `prepare_channels`.
+// With gates per key channel, prepares a chunk before the state is needed: see `prepare_channels`.
 template <typename T, int K, bool kDelta>
 __device__ __forceinline__ void prepare_chunk(
     Chunk<K>& chunk, const StepHead<T>& at, StepShared<K>& shared, long long token, int here, int lane) {
@@ -167,7 +168,7 @@ __device__ __forceinline__ void prepare_chunk(
   chunk.pairs[0] = found.x, chunk.pairs[1] = found.y, chunk.pairs[2] = found.z, chunk.pairs[3] = found.w;
 }
 
-// A chunk against the state.
+// Computes a chunk's outputs and updates the state.
 template <typename T, int K, bool kDelta, bool kChannels>
 __device__ __forceinline__ void step_chunk(
     const RecurrentStep& call, StepState<K>& state, Chunk<K>& chunk, const StepHead<T>& at,
@@ -187,7 +188,7 @@ __device__ __forceinline__ void step_chunk(
     const bool there = call.decay.data != nullptr && lane % 8 < here;
     const float log = number_of<T>(scalars.gate, call.decay, gate) * 1.4426950408889634f;
     decay = chunk_decay(there ? exp2_fast(log) : 1.f, r, c);
-    // Rows of the left operand are queries, and behind them keys: both products with the keys are one instruction.
+    // Rows of the left operand are queries, then keys: one instruction multiplies both with the keys.
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = 0.f;
 #pragma unroll
@@ -217,7 +218,7 @@ __device__ __forceinline__ void step_chunk(
     }
   }
   if (kDelta) solve(u, pairs[2], pairs[3], factor, lane);
-  // A token reads what it wrote: pairs with itself count.
+  // A token reads what it wrote, so its pair with itself counts.
   uint32_t weight[2], rest[2];
   split(pairs[0], weight[0], rest[0]);
   split(pairs[1], weight[1], rest[1]);
@@ -244,7 +245,7 @@ __device__ __forceinline__ void step_chunk(
   }
 #pragma unroll
   for (int n = 0; n < K / 8; ++n) {
-    // A row of keys of tokens 2 c and 2 c + 1, where the lane has keys of token r.
+    // A row of keys of tokens 2 c and 2 c + 1, from the lane's keys of token r.
     if constexpr (kChannels) {
       const int key = 16 * (n / 2) + 4 * (r / 2) + 2 * (n % 2) + r % 2;
       uint32_t b[2], b_low[2];
@@ -269,7 +270,7 @@ __device__ __forceinline__ void step_chunk(
   }
 }
 
-// Zeros for the outputs of every `step`-th token of no sequence.
+// Writes zeros to the outputs of every `step`-th of the padding tokens.
 template <typename T>
 __device__ __forceinline__ void zero_outputs(
     T* output, long long stride, long long first, long long end, int step, int c) {
@@ -278,7 +279,7 @@ __device__ __forceinline__ void zero_outputs(
   }
 }
 
-// A sequence's tokens and its state.
+// A sequence's range of tokens and its state slot.
 struct Walk {
   int row, number;  // of the sequence in its row
   long long first, end, place;
@@ -291,7 +292,7 @@ __device__ __forceinline__ Walk walk_of(const RecurrentStep& call, unsigned numb
   if (call.bounds != nullptr) walk.first = call.bounds[sequence], walk.end = call.bounds[sequence + 1];
   if (call.slots != nullptr) {
     walk.place = call.slots[sequence];
-    // A sequence without tokens leaves its slot alone, which may be another's too.
+    // A sequence without tokens does not touch its slot, which may belong to another sequence too.
     walk.used = walk.place >= 0 && walk.place < call.slot_count && walk.end > walk.first;
   }
   return walk;
@@ -316,7 +317,7 @@ __device__ __forceinline__ StepHead<T> head_of(const RecurrentStep& call, int ro
   return at;
 }
 
-// All tokens of a sequence, for one head's 32 values.
+// Processes all tokens of a sequence, for 32 values of one head.
 template <typename T, int K, bool kDelta, bool kChannels, bool kTransposed>
 __device__ __forceinline__ void step_head(
     const RecurrentStep& call, const Walk& walk, StepShared<K>* shared, int tile, int head, int lane) {
@@ -329,8 +330,8 @@ __device__ __forceinline__ void step_head(
   Chunk<K> chunk;
   int here = int(min(walk.end - walk.first, (long long)kStepTokens));
   load_chunk<T, K, kDelta, kChannels>(chunk, call, at, walk.row, head, walk.first, here, lane);
-  // Loaded without a branch, and put into place where it is needed: all that a step waits for is on its way at once. A
-  // sequence that has no state reads some memory that there is, and takes zeros.
+  // Loaded without a branch, and rearranged where it is needed, so that all loads of a step are in flight together. A
+  // sequence without a state loads from some valid address, and uses zeros.
   const bool there = walk.used && call.initial != nullptr;
   StepPieces<K> pieces;
   load_pieces<K, kTransposed>(pieces, there ? call.initial + offset : call.final + within, call.values, r, c);
@@ -345,22 +346,23 @@ __device__ __forceinline__ void step_head(
     here = int(min(walk.end - token, (long long)kStepTokens));
     load_chunk<T, K, kDelta, kChannels>(chunk, call, at, walk.row, head, token, here, lane);
     if constexpr (kChannels) {
-      // What the warps share is read before any of them writes it again.
+      // All warps have read the shared data before any of them overwrites it.
       __syncthreads();
       prepare_chunk<T, K, kDelta>(chunk, at, *shared, token, here, lane);
     }
   }
   if (walk.used) store_state<K, kTransposed>(state, call.final + offset, call.values, r, c);
   if (call.bounds != nullptr) {
-    // The warps of all sequences share the tokens of none, which lie before the first and behind the last.
+    // The warps of all sequences share the padding tokens, which are before the first and after the last sequence.
     zero_outputs(at.output, at.output_stride, walk.number, call.bounds[0], call.sequences, c);
     zero_outputs(
         at.output, at.output_stride, call.bounds[call.sequences] + walk.number, call.tokens, call.sequences, c);
   }
 }
 
-// A warp has 32 values of one head of a sequence. With gates of channels the four warps of a block have the same head,
-// whose values are a multiple of 128.
+// A warp has 32 values of one head of a sequence. With gates per key channel the four warps of a block have the same
+// head,
+// so the value dimension is a multiple of 128.
 template <typename T, int K, bool kDelta, bool kChannels, bool kTransposed>
 __global__ void __launch_bounds__(kStepThreads) step_kernel(const __grid_constant__ RecurrentStep call) {
   const unsigned tiles = call.values / kStepValues, heads = call.heads;

@@ -18,7 +18,7 @@ ffi::Error wrong(const char* what) {
 
 template <typename Tile>
 ffi::Error launch(cudaStream_t stream, const SelectiveScan& call) {
-  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
   cudaError_t error =
       cudaFuncSetAttribute(scan_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes);
   if (error != cudaSuccess) return failed("shared memory", error);
@@ -28,7 +28,7 @@ ffi::Error launch(cudaStream_t stream, const SelectiveScan& call) {
   return ffi::Error::Success();
 }
 
-// What a thread has, and how many numbers a state is padded to.
+// The kernel's template sizes: channels and lanes, and the padded state dimension.
 struct Shape {
   int channels, lanes, padded;
 };
@@ -80,7 +80,7 @@ ffi::Error selective_scan(
   call.packing = packing_of(bounds, first_intervals);
   const int64_t rows = call.packing.bounds == nullptr ? packs : packs * call.packing.sequences;
   call.rows = rows;
-  // Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows, and more A and D.
+  // Extra leading axes, which jax.vmap adds to all arrays alike, count as more rows, and more A and D.
   call.rows_a_map = rows / maps;
   const int64_t intervals = stored_intervals(call.packing, packs, call.tokens);
   if (packs % maps != 0 || !belongs(call.packing, bounds, first_intervals, packs) ||
@@ -129,5 +129,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<int32_t>("channels")
         .Attr<int32_t>("lanes"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});
