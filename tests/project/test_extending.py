@@ -1,13 +1,19 @@
-"""The complete minimal operation and kernels of `docs/extending/`, run through dispatch in a process of their own."""
+"""The complete minimal operation and kernels of `docs/extending/`, run through dispatch in a process of their own.
+
+The changes of `add_argument.md` are applied to a copy of the sources, as a reader applies them, and run there.
+"""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs/extending"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs/extending"
 
 PROGRAM = """
 import importlib, sys
@@ -80,6 +86,60 @@ def test_a_complete_example_runs(page, heading, module, checks, tmp_path):
     (tmp_path / f"{module}.py").write_text(block(page, heading), encoding="utf-8")
     interpret = {"TRITON_INTERPRET": "1"} if module == "acme_triton" else {}
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "EJKERNEL_UNCONFIRMED": "allow", **interpret}
-    command = [sys.executable, "-c", PROGRAM + checks, module]
+    run([sys.executable, "-c", PROGRAM + checks, module], environment)
+
+
+def run(command, environment):
+    """Runs a command that has to succeed."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+def apply_diffs(section, folder):
+    """Applies the diffs of a section to the files of a folder: the lines of each hunk are in the file exactly once."""
+    for diff in re.findall(r"^```diff\n\+\+\+ (.*?)^```", section, re.M | re.S):
+        name, hunks = diff.split("\n", 1)
+        file = folder / name
+        text = file.read_text(encoding="utf-8")
+        for hunk in hunks.split("@@\n"):
+            lines = hunk.splitlines()
+            before, after = (
+                "".join(f"{line[1:]}\n" for line in lines if line[:1] in (" ", sign)) for sign in ("-", "+")
+            )
+            assert text.count(before) == 1, f"{name}: {before!r} is there {text.count(before)} times"
+            text = text.replace(before, after)
+        file.write_text(text, encoding="utf-8")
+
+
+def section_of_add_argument(heading):
+    page = (DOCS / "add_argument.md").read_text(encoding="utf-8")
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def python_of(section):
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", section, re.M | re.S))
+
+
+def test_the_page_on_adding_a_field_works_as_it_stands(tmp_path):
+    section = section_of_add_argument("Add a field to a family")
+    sources = [Path("packages/ejkernel-core/src"), Path("packages/ejkernel-xla/src")]
+    for source in sources:
+        shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
+    apply_diffs(section, tmp_path)
+    paths = os.pathsep.join(str(tmp_path / source) for source in sources)
+    environment = {**os.environ, "PYTHONPATH": paths, "EJKERNEL_UNCONFIRMED": "allow"}
+    check = f"import ejkernel, ejkernel_xla\nassert ejkernel.__file__.startswith({str(tmp_path)!r})\n"
+    run([sys.executable, "-c", check + python_of(section)], environment)
+    (suite,) = re.findall(r"^\$ pytest (.*)$", section, re.M)
+    options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-q", "--ejk-transform", "test_gradients"]
+    run([sys.executable, "-m", "pytest", *suite.split(), *options], environment)
+
+
+def test_the_page_on_teaching_a_kernel_an_argument_works_as_it_stands(tmp_path):
+    pytest.importorskip("triton")
+    section = section_of_add_argument("Teach a kernel an argument that its family has")
+    kernel = block("add_backend.md", "The complete minimal kernel in Triton")
+    (tmp_path / "acme_triton.py").write_text(kernel, encoding="utf-8")
+    apply_diffs(section, tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "EJKERNEL_UNCONFIRMED": "allow", "TRITON_INTERPRET": "1"}
+    run([sys.executable, "-c", PROGRAM + python_of(section), "acme_triton"], environment)
