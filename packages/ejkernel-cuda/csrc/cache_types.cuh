@@ -1,8 +1,7 @@
 // The element types that a KV cache may have, and how 8-bit elements become pairs of float16 for the tensor cores.
 //
 // `widen` takes a 32-bit register with the elements a, b, c, d and returns two registers, with the pairs (a, b) and (c,
-// d)
-// or, with `Apart`, (a, c) and (b, d). Each value of these 8-bit types is exact in float16.
+// d) or, with `Apart`, (a, c) and (b, d). Each value of these 8-bit types is exact in float16.
 #pragma once
 
 #include "tensor_core.cuh"
@@ -41,8 +40,8 @@ struct Cache<E4m3> {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       // Without the conversion instruction: the bits of an E4M3 number, shifted to the exponent and mantissa of a
-      // float16, are
-      // the number times 2^-8, subnormal numbers included. 0x7f is NaN in E4M3, and is replaced by a NaN of float16.
+      // float16, are the number times 2^-8, subnormal numbers included. 0x7f is NaN in E4M3, and is replaced by a NaN
+      // of float16.
       const uint32_t bytes = __byte_perm(numbers, 0, kSelect[n]);
       const uint32_t nan = __vcmpeq2(bytes & 0x7f007f00, 0x7f007f00) & 0x7fff7fff;
       const uint32_t bits = (bytes & 0x80008000) | (bytes >> 1 & 0x3f803f80);

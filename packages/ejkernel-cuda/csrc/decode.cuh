@@ -10,8 +10,7 @@
 // `paged_decode.cuh` assign segments to blocks.
 //
 // Keys are in pages, or contiguous. A tile's pages are looked up one tile before its copies are issued, one key per
-// lane.
-// Caches have 16 bits per element, or 8, which are converted to float16 between shared memory and the MMA.
+// lane. Caches have 16 bits per element, or 8, which are converted to float16 between shared memory and the MMA.
 //
 // Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2023, "Flash-Decoding" (splitting the keys); Kwon et
 // al. 2023, arXiv:2309.06180 (paged attention).
@@ -93,8 +92,7 @@ __device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads,
 }
 
 // Merges the softmaxes that a block's warps stored, and stores the segment's result. The caller puts a barrier before
-// it,
-// and another one before a warp's last stage is filled again.
+// it, and another one before a warp's last stage is filled again.
 template <int Size, typename C>
 __device__ __forceinline__ void merge_warps(const Decode& call, const Segment& segment, unsigned char* shared) {
   constexpr int kWarps = Shape<Size, C>::kWarps;

@@ -73,16 +73,14 @@ struct Shape {
 template <int Size, typename C>
 __device__ __forceinline__ uint32_t piece(int row, int chunk) {
   // ldmatrix reads the same piece of eight rows at a time. Rows are a multiple of 128 bytes, or 64 bytes, apart:
-  // without
-  // the XOR all eight, or every other one, would be in the same four banks.
+  // without the XOR all eight, or every other one, would be in the same four banks.
   constexpr int kChunks = Shape<Size, C>::kChunks;
   const int turn = kChunks >= 8 ? row & 7 : row >> 1 & 3;
   return (row * kChunks + (chunk ^ turn)) * 16;
 }
 
 // Starts copying a tile of one head. Lane l passes the offset of key l of the tile, in pieces; missing keys, and
-// columns
-// past `chunks` pieces, become zeros.
+// columns past `chunks` pieces, become zeros.
 template <int Size, typename C>
 __device__ __forceinline__ void copy_tile(uint32_t to, const unsigned char* head, uint32_t offset, int chunks) {
   using S = Shape<Size, C>;
@@ -114,8 +112,7 @@ __device__ __forceinline__ void store_output(const Decode& call, size_t at, floa
 }
 
 // Loads the segment's query heads as the left operand's fragments, and the factors that turn the products of heads lane
-// / 4
-// and lane / 4 + 8 into scores.
+// / 4 and lane / 4 + 8 into scores.
 template <int Size, typename C>
 __device__ __forceinline__ void load_query(
     uint32_t (&query)[Size / 16][4], float (&factors)[2], const Decode& call, const Segment& segment) {
@@ -177,8 +174,7 @@ __device__ __forceinline__ void multiply_keys(
     float (&scores)[Eights][4], const uint32_t (&query)[Size / 16][4], uint32_t tile) {
   using T = typename Cache<C>::Compute;
   // ldmatrix: lanes 8 i to 8 i + 7 address matrix i, with keys 0 to 7 in two pieces, then keys 8 to 15. A key is a
-  // column
-  // of operand B, whose registers run along k, so it is not transposed.
+  // column of operand B, whose registers run along k, so it is not transposed.
   const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
 #pragma unroll
   for (int eight = 0; eight < Eights; ++eight) {
@@ -235,8 +231,7 @@ struct Softmax {
 
 // One step of the online softmax: replaces scores by weights, and rescales the accumulators if a row maximum increased.
 // Bit k of `present` says whether key k of the tile exists. With `Parts` = 1 the segment has at most eight heads, and
-// the
-// weights of the other eight rows are zeros.
+// the weights of the other eight rows are zeros.
 template <int Parts, int Size, int Eights>
 __device__ __forceinline__ void weigh_tile(Softmax<Size>& softmax, float (&scores)[Eights][4], uint32_t present) {
   const int lane = threadIdx.x % 32;
@@ -308,8 +303,7 @@ __device__ __forceinline__ void sum_tile(Softmax<Size>& softmax, const float (&w
         Half<T>::multiply(softmax.acc[step * 2 + 1], left, values[2], values[3]);
       } else {
         // ldmatrix moves two columns at a time: a register has columns 2n and 2n + 1 of one key, the next one those of
-        // the
-        // next key. Repacked as pairs of keys they are operands for the piece's even and odd columns.
+        // the next key. Repacked as pairs of keys they are operands for the piece's even and odd columns.
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           uint32_t first[2], second[2];

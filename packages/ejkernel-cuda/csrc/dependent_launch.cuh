@@ -4,8 +4,7 @@
 //   next          starts | wait_for_previous_launch ........ | reads what the kernel has written
 //
 // Every block of the next kernel waits, even if it reads nothing: a launch is complete when its blocks are, and the
-// launch
-// after it relies on all earlier launches being complete.
+// launch after it relies on all earlier launches being complete.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,8 +12,7 @@
 namespace ejkernel {
 
 // Lets the next launch start as soon as all blocks have called this or have exited. It may be called at any time: the
-// next
-// launch sees this kernel's writes only after it waits.
+// next launch sees this kernel's writes only after it waits.
 __device__ __forceinline__ void start_next_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

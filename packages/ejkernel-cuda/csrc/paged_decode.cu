@@ -178,8 +178,7 @@ ffi::Error prepare(const Arguments& a, PagedDecode& call) {
 }
 
 // Copies a cache array to the result that aliases it, if XLA did not alias them: it does not where the operand is a
-// slice
-// of another array.
+// slice of another array.
 cudaError_t copy_elsewhere(cudaStream_t stream, const ffi::AnyBuffer& from, ffi::AnyBuffer& to) {
   if (from.untyped_data() == to.untyped_data()) return cudaSuccess;
   return cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);

@@ -6,18 +6,13 @@
 //
 // The work is laid out in `lines` sequences of work items (a row with up to 16 query heads of a KV head), measured in
 // rounds (one tile per warp). Consecutive heads are in different lines, so that neighbouring blocks, which run at the
-// same
-// time, read heads of the same keys, which are neighbours in memory. A block processes the segments of its share in
-// order.
-// At most its first segment continues an item of an earlier block, and at most its last one continues in a later block,
-// so
-// a block has at most two partial results. The block that ends an item merges it after its own share, when the flags of
-// all
-// other blocks of the item say that their partial results are complete.
+// same time, read heads of the same keys, which are neighbours in memory. A block processes the segments of its share
+// in order. At most its first segment continues an item of an earlier block, and at most its last one continues in a
+// later block, so a block has at most two partial results. The block that ends an item merges it after its own share,
+// when the flags of all other blocks of the item say that their partial results are complete.
 //
 // Each block computes its share from the lengths of all rows, so no planning or combine kernel is launched. If all rows
-// have
-// one length, shares grow a little to be whole items, or items are a whole number of shares.
+// have one length, shares grow a little to be whole items, or items are a whole number of shares.
 //
 // Source: Osama et al. 2023, arXiv:2301.03598 (Stream-K: equal shares of a linear order of tiles).
 #pragma once
@@ -71,8 +66,7 @@ __device__ inline Place place_of_row(const PagedDecode& call, int row) {
   int first = in_range ? starts[row] : 0, next = in_range ? starts[row + 1] : 0;
   const int live = call.live == nullptr ? call.sequences : min(*call.live, call.sequences);
   // Pure decoding: row n is the only query row of sequence n. Otherwise a binary search finds the last sequence that
-  // begins
-  // at the row or before it, which skips sequences without queries.
+  // begins at the row or before it, which skips sequences without queries.
   if (!(row < live && first == row && next > row)) {
     int low = -1, high = live;
     while (high - low > 1) {
@@ -122,8 +116,7 @@ __device__ inline long long share_size(long long total, int blocks, int keys, in
   const long long size = Share::quotient(total + blocks - 1, blocks);
   if (rounds == 0) return size;
   // If shares end with items, fewer partial results are stored and merged. Growing by more than a few rounds, which
-  // leaves
-  // other blocks idle, costs more than that.
+  // leaves other blocks idle, costs more than that.
   long long whole = size;
   if (size > rounds) {
     whole = Share::quotient(size + rounds - 1, rounds) * rounds;
@@ -260,8 +253,7 @@ __device__ __forceinline__ void await(uint64_t* flag, uint64_t ticket) {
 }
 
 // Prefetches page table entries into L2 while the lengths, which say which entries are needed, are read. L2 is
-// coherent, so
-// this is safe before the previous launch is complete.
+// coherent, so this is safe before the previous launch is complete.
 __device__ __forceinline__ void prefetch_tables(const PagedDecode& call) {
   const int at = (block_number() * blockDim.x + threadIdx.x) * 32;  // 128 bytes per thread
   if (call.tables == nullptr || at >= min(call.sequences * call.columns, kPrefetched)) return;

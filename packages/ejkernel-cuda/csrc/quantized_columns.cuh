@@ -7,8 +7,7 @@
 namespace ejkernel {
 
 // Computes what `Transposed` does, but splits the contracted elements over the warps of one block, not over a cluster:
-// with
-// a narrow matrix, clusters fill the chip only if blocks of 256 columns have short shares.
+// with a narrow matrix, clusters fill the chip only if blocks of 256 columns have short shares.
 //
 //   words, scales, zeros   device memory -> the warp's ring in shared memory (cp.async) -> registers
 //   x                      device memory -> registers, one group ahead; each warp reads another part of it
@@ -50,8 +49,7 @@ struct WholeColumns {
   }
 
   // Starts the copies of a group and, with the first group of a unit, of the unit's scales and zeros. Columns past the
-  // last one
-  // are not copied: their sums are not stored.
+  // last one are not copied: their sums are not stored.
   __device__ __forceinline__ void copy(int group, int stage) {
     const uint32_t to = shared_address(own) + stage * kStageBytes + lane * 16;
 #pragma unroll

@@ -4,8 +4,7 @@
 //   x, scales, zeros: in the ring for the layout of rows, otherwise resident in shared memory
 //
 // Blocks of a cluster split the contracted elements of the same columns, and add up their sums through distributed
-// shared
-// memory, in a fixed order.
+// shared memory, in a fixed order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -91,8 +90,7 @@ __global__ void __launch_bounds__(kThreads, 2) quantized_kernel(const QuantizedC
     for (int step = 0; step < steps; ++step) {
       wait_for_copies<L::kStages - 2>();
       // The copies of other lanes have arrived, and all have read the stage that the next copies overwrite. The barrier
-      // is of
-      // the warp where each warp copies its own words, otherwise of the block.
+      // is of the warp where each warp copies its own words, otherwise of the block.
       if constexpr (L::kResident) {
         __syncwarp();
       } else {

@@ -1,6 +1,5 @@
 // The quantised matmul's layout of `transpose=False`, for up to 8 rows of x: a row of words is one contracted element,
-// and
-// a group is of neighbouring columns.
+// and a group is of neighbouring columns.
 #pragma once
 
 #include "quantized_call.cuh"
@@ -18,8 +17,7 @@ namespace ejkernel {
 //   left operand of zeros  rows 0 and 8: 16        row 1: upper digits, row 9: lower digits; other rows are not read
 //
 // Warps have neighbouring columns and share a ring, so that whole rows of a tile are copied. A stage has 32 rows of
-// words,
-// with their x and scales.
+// words, with their x and scales.
 template <int Tiles>
 struct RowsFirst {
   static constexpr int kRows = 8 * Tiles, kWarpColumns = 64, kTile = kWarpColumns * kWarps;
@@ -81,8 +79,7 @@ struct RowsFirst {
   }
 
   // Starts the copies of the next stage. Words out of bounds are not copied: any bits are finite codes, which are
-  // multiplied
-  // with an x of 0 or belong to columns that are not stored. The same holds for rows of x past the last.
+  // multiplied with an x of 0 or belong to columns that are not stored. The same holds for rows of x past the last.
   __device__ __forceinline__ void copy(uint32_t stage) {
     constexpr int kPassRows = kStep / 2;
     const uint32_t to = stage + words_to;

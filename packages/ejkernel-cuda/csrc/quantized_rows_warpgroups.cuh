@@ -6,8 +6,7 @@
 //
 // A block has 256 columns. Each of the two consumer warpgroups multiplies half of the codes of every word, so the
 // warpgroups of a block have no sums to add up. Blocks of a cluster split the contracted elements of the same columns,
-// and
-// add up their sums through distributed shared memory, in a fixed order.
+// and add up their sums through distributed shared memory, in a fixed order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -30,10 +29,8 @@ struct RowsCall {
 //
 //   weight = (q - zero) scale = (q - whole) upper + ((q - whole) lower + (whole - zero) scale)
 // `upper` and `lower` are the digits of the scale, `whole` is the zero rounded to an integer. The decoded code is 128 +
-// q:
-// subtracting `offset` = 128 + whole is exact, and `rest` is (whole - zero) scale - (128 + whole) lower. The terms that
-// are
-// rounded are small compared with the weight.
+// q: subtracting `offset` = 128 + whole is exact, and `rest` is (whole - zero) scale - (128 + whole) lower. The terms
+// that are rounded are small compared with the weight.
 // beside the weight is small.
 struct alignas(16) PairFactors {
   uint32_t upper, lower, rest, offset;
@@ -118,8 +115,7 @@ struct RowsWarpgroups {
   }
 
   // The producer warpgroup. A thread has a pair of contracted elements and two groups of each stage: it copies their
-  // scales and
-  // zeros to shared memory that only it reads.
+  // scales and zeros to shared memory that only it reads.
   __device__ __forceinline__ void produce() const {
     const int thread = threadIdx.x - kConsumers, pair = thread / 2, group = thread % 2 * 2;
     const int row_groups = call.n / kGroup;
@@ -269,8 +265,7 @@ struct RowsConsumer {
   }
 
   // Adds up the sums of all blocks of the cluster; each block computes its share of the outputs. The order of the pairs
-  // of
-  // each eight columns alternates every two rows, so that stores of a half warp are in different banks.
+  // of each eight columns alternates every two rows, so that stores of a half warp are in different banks.
   __device__ __forceinline__ void epilogue() {
     synchronise_first<L::kConsumers>();
     float* const partial = reinterpret_cast<float*>(block.shared);

@@ -10,8 +10,8 @@ namespace ejkernel {
 //
 //   y = sum over groups of  s (sum_k x (128 + q) - (128 + zero) sum_k x)      the last sum is the same for all columns
 //
-// Weights are the MMA's left operand. Codes j and j + 4 of a word share a register, so x is permuted to the order
-// 0 4 1 5 2 6 3 7. A stage has 32 columns per warp, with 64 bytes (two groups) of each.
+// Weights are the MMA's left operand. Codes j and j + 4 of a word share a register, so x is permuted to the order 0 4 1
+// 5 2 6 3 7. A stage has 32 columns per warp, with 64 bytes (two groups) of each.
 template <int Tiles>
 struct Transposed {
   static constexpr int kRows = 8 * Tiles, kWarpColumns = 32, kTile = kWarpColumns * kWarps;
@@ -46,8 +46,7 @@ struct Transposed {
   }
 
   // Starts the copies of the next stage. Words out of bounds are not copied: any bits are finite codes, which are
-  // multiplied
-  // with an x of 0 or belong to columns that are not stored.
+  // multiplied with an x of 0 or belong to columns that are not stored.
   __device__ __forceinline__ void copy(uint32_t stage) {
 #pragma unroll
     for (int pass = 0; pass < 4; ++pass) {

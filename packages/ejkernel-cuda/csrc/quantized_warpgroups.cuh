@@ -6,8 +6,7 @@
 //
 // Each of the two consumer warpgroups has 128 columns, in two halves: products of one half run while those of the other
 // are scaled and its next words are decoded. Blocks of a cluster split the contracted elements of the same columns, and
-// add
-// up their sums through distributed shared memory, in a fixed order.
+// add up their sums through distributed shared memory, in a fixed order.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -56,13 +55,13 @@ struct Share {
 };
 
 // A unit of x, with the same layout in shared and device memory. In a group of 64, lane t of four has the codes of
-// words 2t
-// and 2t + 1; codes j and j + 4 of a word share a register. A row of a group has 128 bytes, with the swizzle of WGMMA.
+// words 2t and 2t + 1; codes j and j + 4 of a word share a register. A row of a group has 128 bytes, with the swizzle
+// of WGMMA.
 //
 //   y = sum over groups of  s sum_k x (128 + q)  -  s (128 + zero) sum_k x
 //
-// The second term is one more product per unit, of 16 contracted elements. Group t has the factors hi hi lo hi of
-// -s (128 + zero), in two digits of bfloat16, and the factors high middle high low of the sum of x, in three.
+// The second term is one more product per unit, of 16 contracted elements. Group t has the factors hi hi lo hi of -s
+// (128 + zero), in two digits of bfloat16, and the factors high middle high low of the sum of x, in three.
 template <int Rows>
 struct XUnit {
   static constexpr int kGroupBytes = Rows * 128, kSumsAt = kUnitGroups * kGroupBytes, kBytes = kSumsAt + Rows * 32;
@@ -161,8 +160,7 @@ struct Warpgroups {
 
   __device__ __forceinline__ uint32_t at(int stage) const { return shared_address(shared) + stage * kStageBytes; }
   // Copies start at a multiple of 16 bytes. If a row of scales has an odd number of 8-byte units, pairs of units start
-  // at an
-  // odd unit in odd rows.
+  // at an odd unit in odd rows.
   __device__ __forceinline__ int place(int unit, int odd) const { return unit + (odd && call.k % (2 * kUnit)); }
   __device__ __forceinline__ bool begins_pair(int unit, int odd) const { return !unit || place(unit, odd) % 2 == 0; }
   __device__ __forceinline__ static int factors_at(int place) { return kFactorsAt + place / 2 % 2 * kFactorBytes; }

@@ -1,8 +1,7 @@
 // Per-key-channel gates (as in KDA and GLA) in the decode step of linear recurrences.
 //
 // Each key channel has its own decay between two tokens of a chunk, so the product of a query and a key needs a weight
-// per
-// channel. Sums of log gates are formed over lanes, which are tokens, and never as differences of sums, which would
+// per channel. Sums of log gates are formed over lanes, which are tokens, and never as differences of sums, which would
 // cancel.
 #pragma once
 
@@ -53,8 +52,7 @@ __device__ __forceinline__ void multiply_split(float (&c)[4], const float (&a)[4
 }
 
 // A chunk's data that the four warps of a head share: each warp's partial products of pairs, and the queries and keys
-// with
-// their decay. Rows start in different banks.
+// with their decay. Rows start in different banks.
 template <int K>
 struct StepShared {
   float4 pairs[kStepThreads];
@@ -98,10 +96,8 @@ __device__ __forceinline__ float4 sum_of_warps(float4* exchanged, const float (&
 // between them; and stores queries and keys with their decay for `read_channels`.
 //
 // The weight of a pair is the exponential of the summed gates between its tokens: a product of two factors, up to and
-// from
-// the middle of the smallest aligned block that has both tokens. The factors are at most 1 if gates are at most 0.
-// Blocks of
-// 2, 4 and 8 tokens need one product each. Each warp computes its share of the key channels.
+// from the middle of the smallest aligned block that has both tokens. The factors are at most 1 if gates are at most 0.
+// Blocks of 2, 4 and 8 tokens need one product each. Each warp computes its share of the key channels.
 template <typename T, int K, bool kDelta>
 __device__ __forceinline__ float4 prepare_channels(
     const float* gates, const T* query, const T* key, StepShared<K>& shared, bool there, int lane) {

@@ -1,16 +1,14 @@
 // The state of a linear recurrence in the registers of a warp, and products with it.
 //
-// One register layout serves all products, since a product may sum its inner axis in any order. A warp holds
-// S^T as accumulators of 16 values by 8 keys; lane 4 r + c has
+// One register layout serves all products, since a product may sum its inner axis in any order. A warp holds S^T as
+// accumulators of 16 values by 8 keys; lane 4 r + c has
 //
 //   values 4 r + 2 m + half of tile row m   (half: rows r and r + 8 of the instruction)
 //   keys 16 t + 4 c + 2 s + h of tile 2 t + s   (h: columns 2 c and 2 c + 1 of the instruction)
 //
 // so that a lane's values, or keys, are 16 contiguous bytes in memory. As an operand the same registers are the values'
-// rows
-// and, with inner index c for h = 0 and c + 4 for h = 1, the keys' columns. Results of tokens 2 c and 2 c + 1 are also
-// in the
-// registers in which the next product reads them.
+// rows and, with inner index c for h = 0 and c + 4 for h = 1, the keys' columns. Results of tokens 2 c and 2 c + 1 are
+// also in the registers in which the next product reads them.
 //
 // States are float32: an operand is split into the part that TF32 represents and the rest, which keeps 21 bits.
 #pragma once

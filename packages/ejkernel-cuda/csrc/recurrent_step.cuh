@@ -5,9 +5,8 @@
 //                                    tensor cores                             tensor cores
 //
 // Token by token, eight tokens would be eight dependent sums over the keys, whose instructions and barriers take longer
-// than
-// reading the state. Here they are one chunk: tensor cores multiply them with the initial state, and the interactions
-// between tokens are 8 x 8 matrices.
+// than reading the state. Here they are one chunk: tensor cores multiply them with the initial state, and the
+// interactions between tokens are 8 x 8 matrices.
 #pragma once
 
 #include "recurrent_channels.cuh"
@@ -361,8 +360,7 @@ __device__ __forceinline__ void step_head(
 }
 
 // A warp has 32 values of one head of a sequence. With gates per key channel the four warps of a block have the same
-// head,
-// so the value dimension is a multiple of 128.
+// head, so the value dimension is a multiple of 128.
 template <typename T, int K, bool kDelta, bool kChannels, bool kTransposed>
 __global__ void __launch_bounds__(kStepThreads) step_kernel(const __grid_constant__ RecurrentStep call) {
   const unsigned tiles = call.values / kStepValues, heads = call.heads;

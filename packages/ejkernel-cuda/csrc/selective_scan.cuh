@@ -1,19 +1,20 @@
 // The selective scan (Mamba-1) forward: a warp scans all tokens of its channels, whose states stay in registers.
 //
 //   HBM --cp.async--> two stages of a warp: x, dt [tokens][channels]      --LDS--> registers: h, A, y
-//                                           B, C  [tokens][2][numbers]    --LDS--> (one broadcast for all channels)
+//                                           B, C  [tokens][2][N]          --LDS--> (one broadcast for all channels)
 //   state before every interval, y  <--------------------------------------------- registers
 //
-// For each token, number n of a state and channel, with A' = A log2(e):
+// For each token, channel and state element n, with A' = A log2(e):
 //
 //   h_n = exp2(dt A'_n) h_n + (dt x) B_n          y = sum_n h_n C_n + D x
 //
-// One exponential an element is the floor: the special function units have 16 a clock and multiprocessor. What shared
-// memory gives back comes at 128 bytes a clock and multiprocessor, broadcast or not, so with one channel a thread B and
-// C of 16 numbers would take as long as the exponentials. A thread has `Channels` channels, for which it reads B and C
-// once; `Lanes` lanes share the numbers of a state, so that there are as many warps as with one channel a thread.
+// The lower bound is one exponential per element: the special function units compute 16 per clock and multiprocessor.
+// Shared memory delivers 128 bytes per clock and multiprocessor, broadcast or not, so with one channel per thread
+// reading B and C of 16 elements would take as long as the exponentials. A thread has `Channels` channels, for which it
+// reads B and C once; `Lanes` lanes split the elements of a state, so that there are as many warps as with one channel
+// per thread.
 //
-// Warps share nothing: no barrier stops a block, and the B and C that its warps copy each for themselves come from L2.
+// Warps share nothing, so a block has no barrier; each warp copies B and C, which the block's other warps find in L2.
 //
 // Source: Gu & Dao 2023, arXiv:2312.00752.
 #pragma once
@@ -26,18 +27,18 @@ namespace ejkernel {
 
 constexpr int kInterval = 64;  // tokens between stored states: INTERVAL of ejkernel.families.selective_scan
 
-// Where a state's tokens are: those of a row, or of a packed sequence, which begins and ends with states of its own.
-// Nothing of another sequence is read: what it holds, NaN or infinity, stays there.
+// The tokens of one state: a row, or a packed sequence, which has its own initial and final state. Nothing of other
+// sequences is read, so their NaN or infinity cannot leak.
 struct Span {
-  int64_t token;     // its first, of all rows
+  int64_t token;     // its first token, counted over all rows
   int tokens;
-  int64_t interval;  // its first stored state, of all rows
+  int64_t interval;  // its first stored state, counted over all rows
 };
 
-// Packed sequences of every row of tokens; without packing `bounds` is null, and a row has one state.
+// The packed sequences of each row of tokens; without packing `bounds` is null, and a row has one state.
 struct Packing {
   const int* bounds;     // [rows of tokens, sequences + 1], cumulative lengths
-  const int* intervals;  // as many, the first interval of each sequence
+  const int* intervals;  // [rows of tokens, sequences + 1], the first interval of each sequence
   int sequences;
 
   __device__ __forceinline__ Span span(int row, int tokens) const {
@@ -46,11 +47,11 @@ struct Packing {
     }
     const int pack = row / sequences, at = pack * (sequences + 1) + row % sequences;
     const int first = bounds[at];
-    // As many intervals as there can be: `interval_count` of ejkernel.families.selective_scan.packed_scan.
+    // The upper bound on intervals: `interval_count` of ejkernel.families.selective_scan.packed_scan.
     const int64_t stored = int64_t(pack) * (tokens / kInterval + sequences);
     return {int64_t(pack) * tokens + first, bounds[at + 1] - first, stored + intervals[at]};
   }
-  // Calls a function for the tokens of no sequence, of which a row's sequences have a share each.
+  // Calls a function for each padding token; the sequences of a row share them.
   template <typename Zero>
   __device__ __forceinline__ void of_none(int row, int tokens, Zero zero) const {
     if (bounds == nullptr) return;
@@ -73,34 +74,37 @@ struct SelectiveScan {
   float* final;          // [rows, channels, size]
   Packing packing;
   int rows, tokens, channels, size;  // rows of states: packed sequences, or rows of tokens
-  int rows_a_map;        // rows that share A and D
+  int rows_a_map;        // rows that share one A and D
 };
 
-// `Channels` neighbouring channels a thread, the N numbers of whose states are spread over `Lanes` lanes.
+// A tile of the scan: each thread has `Channels` neighbouring channels, and `Lanes` lanes split the N elements of a
+// state.
 template <typename X_, typename Step_, int N_, int Channels_, int Lanes_>
 struct ScanTile {
   using X = X_;
   using Step = Step_;
   static constexpr int N = N_, Channels = Channels_, Lanes = Lanes_;
   static constexpr int kWarps = 4;
-  static constexpr int kTokens = 16;                         // of a stage
-  static constexpr int kChannels = 32 / Lanes * Channels;    // of a warp
-  static constexpr int kNumbers = N / Lanes;                 // of a state in a thread
+  static constexpr int kTokens = 16;                         // per stage
+  static constexpr int kChannels = 32 / Lanes * Channels;    // per warp
+  static constexpr int kNumbers = N / Lanes;                 // state elements per thread
   static constexpr int kColumnBytes = kTokens * 2 * N * 4;
   static constexpr int kXBytes = kTokens * kChannels * sizeof(X);
   static constexpr int kStepBytes = kTokens * kChannels * sizeof(Step);
   static constexpr int kStageBytes = kColumnBytes + kXBytes + kStepBytes;
   static constexpr int kWarpBytes = 2 * kStageBytes;
   static constexpr int kBytes = kWarps * kWarpBytes;
-  // Tokens. All of a stage: 0.765 ms on an H200, 8 of them 0.789, 4 of them 0.811 (docs/lab/selective_scan_gpu.md).
+  // Tokens per unrolled iteration. A whole stage: 0.765 ms on an H200, 8 tokens 0.789, 4 tokens 0.811
+  // (docs/lab/selective_scan_gpu.md).
   static constexpr int kUnrolled = Lanes > 1 ? kTokens : 4;
-  // Copies of 16 bytes want rows that begin at multiples of them, which a row of any length need not.
+  // Whether copies have 16 bytes: rows must then start at multiples of 16 bytes, which only some numbers of channels
+  // give.
   static constexpr bool kPieces = Lanes > 1;
   static_assert(kInterval % kTokens == 0 && kTokens % kUnrolled == 0 && kUnrolled % Lanes == 0, "");
   static_assert(kNumbers % 4 == 0, "columns are read in 16 bytes");
 };
 
-// Consecutive numbers as they lie in memory, which one access moves.
+// Consecutive elements in memory, which one access loads or stores.
 template <typename T, int Count>
 struct alignas(sizeof(T) * Count) Numbers {
   T values[Count];
@@ -110,7 +114,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Two numbers of 16 bits in a register.
+// Splits a register into two 16-bit elements, as float32.
 template <typename T>
 __device__ __forceinline__ void pair_floats(float& low, float& high, uint32_t pair) {
   low = to_float(reinterpret_cast<const T*>(&pair)[0]);
@@ -118,7 +122,7 @@ __device__ __forceinline__ void pair_floats(float& low, float& high, uint32_t pa
 }
 template <>
 __device__ __forceinline__ void pair_floats<__nv_bfloat16>(float& low, float& high, uint32_t pair) {
-  // A bfloat16 is the upper half of a float32: one instruction each.
+  // A bfloat16 is the upper half of the equal float32, so each conversion is one instruction.
   low = __uint_as_float(pair << 16);
   high = __uint_as_float(pair & 0xffff0000u);
 }
@@ -164,7 +168,7 @@ __device__ __forceinline__ void round_floats(Numbers<T, Count>& to, const float 
   }
 }
 
-// Starts copying [kTokens][kChannels] of a [tokens, channels] array from a token on; zeros outside of it.
+// Starts copying [kTokens][kChannels] of a [tokens, channels] array, from `token` on; zeros outside of the array.
 template <typename Tile, typename T>
 __device__ __forceinline__ void copy_tokens(
     unsigned char* to, const T* from, int tokens, int channels, int first_token, int first_channel) {
@@ -178,7 +182,7 @@ __device__ __forceinline__ void copy_tokens(
     for (int t = 0; t < Tile::kTokens; t += kRows) {
       const int token = first_token + t + lane / kRow;
       const bool there = token < tokens && channel < channels;
-      // A copy of 0 bytes reads nothing, wherever its source is.
+      // A copy of 0 bytes reads nothing, so its source may be out of bounds.
       const T* source = from + size_t(token) * channels + channel;
       copy_async(shared_address(to) + t * Tile::kChannels * sizeof(T) + lane * 16, source, there ? 16 : 0);
     }
@@ -196,7 +200,7 @@ __device__ __forceinline__ void copy_tokens(
   }
 }
 
-// Starts copying B and C of a stage's tokens, which lie together.
+// Starts copying B and C of a stage's tokens, which are contiguous.
 template <typename Tile>
 __device__ __forceinline__ void copy_columns(
     unsigned char* to, const float* columns, int tokens, int first_token) {
@@ -211,7 +215,7 @@ __device__ __forceinline__ void copy_columns(
   }
 }
 
-// B and C of a token, the thread's numbers.
+// The thread's elements of B and C of a token.
 template <int Count>
 struct Columns {
   float b[Count], c[Count];
@@ -230,8 +234,8 @@ __device__ __forceinline__ Columns<Tile::kNumbers> load_columns(const float* fro
   return columns;
 }
 
-// Adds up outputs over the lanes of a state. Each lane keeps the token whose number of `Lanes` is its own: halves are
-// exchanged, so a token takes one shuffle a channel less than log2(Lanes) each.
+// Adds up outputs over the lanes of a state. Lane l keeps the tokens t with t % Lanes == l: lanes exchange halves,
+// which takes one shuffle per channel and token less than a butterfly reduction of each token.
 template <int Lanes, int Channels>
 __device__ __forceinline__ void sum_lanes(float (&sum)[Channels], float (&outputs)[Lanes][Channels]) {
 #pragma unroll
@@ -263,7 +267,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
   const int row = int(item / row_warps), first_channel = int(item % row_warps) * Tile::kChannels;
   if (row >= call.rows) return;
   const int channel = first_channel + lane / Lanes * Channels;
-  const bool there = channel < call.channels;  // with several channels a thread all or none of them are
+  const bool there = channel < call.channels;  // a thread's channels are all valid or all out of bounds
   const size_t map_channel = size_t(row / call.rows_a_map) * call.channels + channel;
   const size_t row_channel = size_t(row) * call.channels + channel;
 
@@ -273,12 +277,12 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
 #pragma unroll
     for (int n = 0; n < kNumbers; ++n) {
       const int number = part * kNumbers + n;
-      // Padded numbers have a rate and a B of 0, so their state stays 0.
+      // Padded state elements have a rate and a B of 0, so their state stays 0.
       const bool given = there && number < call.size;
       rates[j][n] = given ? call.decay[(map_channel + j) * call.size + number] * 1.4426950408889634f : 0.f;
       state[j][n] = given && call.initial != nullptr ? call.initial[(row_channel + j) * call.size + number] : 0.f;
     }
-    // One of the lanes of a channel adds D x.
+    // Only one of the lanes of a channel adds D x.
     skip[j] = there && part == 0 ? call.skip[map_channel + j] : 0.f;
   }
 
@@ -302,7 +306,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
   commit_copies();
   for (int first_token = 0, stage = 0; first_token < tokens; first_token += Tile::kTokens, stage ^= 1) {
     wait_for_copies<0>();
-    // All lanes see all copies, and none reads the other stage any more.
+    // All lanes' copies have arrived, and no lane reads the other stage any more.
     __syncwarp();
     if (first_token + Tile::kTokens < tokens) copy(first_token + Tile::kTokens, stage ^ 1);
     commit_copies();
@@ -324,7 +328,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
     const unsigned char* token_x = from + Tile::kColumnBytes + lane / Lanes * Channels * sizeof(X);
     const unsigned char* token_step =
         from + Tile::kColumnBytes + Tile::kXBytes + lane / Lanes * Channels * sizeof(Step);
-    // Tokens whose output this lane stores; none of a channel that is not there.
+    // Tokens whose output this lane stores; none for a channel out of bounds.
     const int left = there ? tokens - first_token - part : 0;
     X* to = output + size_t(first_token + part) * call.channels;
     Columns<kNumbers> now = load_columns<Tile>(token_columns);
@@ -333,7 +337,7 @@ __global__ void __launch_bounds__(Tile::kWarps * 32, 2) scan_kernel(const __grid
 #pragma unroll
       for (int u = 0; u < Tile::kUnrolled; ++u) {
         const int t = t0 + u;
-        // Columns of the next token during the arithmetic of this one; behind the last token, its own once more.
+        // Loads the columns of the next token during the arithmetic of this one; the last token reloads its own.
         const int after = min(t + 1, Tile::kTokens - 1);
         const Columns<kNumbers> next = load_columns<Tile>(token_columns + after * (2 * Tile::N));
         float xs[Channels], steps[Channels];

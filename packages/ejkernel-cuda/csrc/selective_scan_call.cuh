@@ -1,4 +1,4 @@
-// Packed sequences among the arguments of both passes of the selective scan.
+// Packed sequences as arguments of both passes of the selective scan.
 #pragma once
 
 #include "selective_scan.cuh"
@@ -6,7 +6,7 @@
 
 namespace ejkernel {
 
-// The packing of a call; arrays without elements say that there is none.
+// The packing of a call; empty arrays mean that sequences are not packed.
 inline Packing packing_of(
     const xla::ffi::Buffer<xla::ffi::S32>& bounds, const xla::ffi::Buffer<xla::ffi::S32>& intervals) {
   Packing packing{};
@@ -18,7 +18,7 @@ inline Packing packing_of(
   return packing;
 }
 
-// Whether rows of tokens have as many bounds and first intervals as they need.
+// Whether the bounds and first intervals have the sizes that the rows of tokens need.
 inline bool belongs(
     const Packing& packing, const xla::ffi::Buffer<xla::ffi::S32>& bounds,
     const xla::ffi::Buffer<xla::ffi::S32>& intervals, int64_t rows) {
@@ -28,7 +28,7 @@ inline bool belongs(
          int64_t(intervals.element_count()) == count;
 }
 
-// Stored states of all rows of tokens: `interval_count` of ejkernel.families.selective_scan.packed_scan, of packed sequences.
+// Stored states of all rows; with packing `interval_count` of ejkernel.families.selective_scan.packed_scan per row.
 inline int64_t stored_intervals(const Packing& packing, int64_t rows, int64_t tokens) {
   if (packing.bounds == nullptr) return rows * ((tokens + kInterval - 1) / kInterval);
   return rows * (tokens / kInterval + packing.sequences);

@@ -20,7 +20,7 @@ ffi::Error wrong(const char* what) {
 template <typename Tile>
 ffi::Error launch(cudaStream_t stream, const ScanGradient& call, int64_t items) {
   constexpr int kThreads = Tile::kWarpgroups * Tile::kThreads, kBytes = Tile::kWarpgroups * Tile::kBytes;
-  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
   cudaError_t error = cudaFuncSetAttribute(gradient_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return failed("shared memory", error);
   gradient_kernel<Tile><<<(items + Tile::kWarpgroups - 1) / Tile::kWarpgroups, kThreads, kBytes, stream>>>(call);
@@ -75,7 +75,7 @@ ffi::Error selective_scan_gradient(
   const int64_t warpgroups_a_row = (call.channels + kGradientChannels - 1) / kGradientChannels;
   const int64_t items = rows * warpgroups_a_row;
   call.rows = rows;
-  // Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows, and more A and D.
+  // Extra leading axes, which jax.vmap adds to all arrays alike, count as more rows, and more A and D.
   call.rows_a_map = rows / maps;
   const auto has = [](const auto& buffer, int64_t count) { return int64_t(buffer.element_count()) == count; };
   if (packs % maps != 0 || !belongs(call.packing, bounds, first_intervals, packs) ||
@@ -128,5 +128,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<int32_t>("warpgroups"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

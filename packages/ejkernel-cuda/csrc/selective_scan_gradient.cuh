@@ -1,4 +1,4 @@
-// The backward selective scan: recomputes states forwards, and passes their cotangents backwards.
+// The backward selective scan: recomputes states forwards, and propagates their cotangents backwards.
 //
 //   interval of 64 tokens, the last first, from the state that the forward pass stored before it:
 //     1. forwards: the states before its blocks of 8 tokens go to shared memory
@@ -10,12 +10,13 @@
 //   G_t = a_t g_t                   ddt = x s1 + s2        s2 = sum over n of A g w    dC = sum over channels of dy h
 //   a_t = exp(dt A)                 dA = sum over tokens of dt g w                     h_t = w_t + dt x B
 //
-// With w instead of h a half needs no state in front of it: g w is a g h_{t-1}, and dC is a sum over w and one product
-// with B. Dividing by a_t instead of recomputing states would lose all digits where a_t is small.
+// Using w instead of h, half a block does not need the state before it: g w is a g h_{t-1}, and dC is a sum over w plus
+// a product with B. Recovering h_{t-1} by a division by a_t would lose all digits where a_t is small.
 //
-// A thread has 4 channels and 4 numbers of their states, so that 8 lanes share a sum over the 32 channels of a warp and
-// 4 lanes a sum over the 16 numbers of a state. Both exchange halves: 7 and 6 shuffles a token. A warpgroup adds up the
-// sums of its warps in a fixed order, and XLA those of warpgroups: no atomic additions, so runs give the same bits.
+// A thread has 4 channels and 4 elements of their states, so that 8 lanes share a sum over the 32 channels of a warp
+// and 4 lanes a sum over the 16 elements of a state. Both sums exchange halves: 7 and 6 shuffles per token. A warpgroup
+// adds up the sums of its warps in a fixed order, and XLA those of warpgroups: without atomics, results are
+// reproducible bit for bit.
 //
 // Source: Gu & Dao 2023, arXiv:2312.00752.
 #pragma once
@@ -24,7 +25,7 @@
 
 namespace ejkernel {
 
-// The states `Count` tokens on.
+// Advances the states by `Count` tokens.
 template <typename Tile, int Count>
 __device__ __forceinline__ void advance_state(State& state, const float (&rates)[4][4], const Inputs<Tile>& inputs) {
 #pragma unroll
@@ -41,7 +42,7 @@ __device__ __forceinline__ void advance_state(State& state, const float (&rates)
   }
 }
 
-// Stores [kTokens][kChannels] to a [tokens, channels] array from a token on; what `copy_tokens` copies, the other way.
+// Stores [kTokens][kChannels] to a [tokens, channels] array, from `token` on: the reverse of `copy_tokens`.
 template <typename Tile, typename T>
 __device__ __forceinline__ void store_tokens(
     T* to, const unsigned char* from, int tokens, int channels, int first_token, int first_channel) {
@@ -57,20 +58,20 @@ __device__ __forceinline__ void store_tokens(
   }
 }
 
-// What a thread adds up, and passes from token to token, backwards.
+// The sums that a thread carries backwards from token to token.
 struct Cotangents {
-  float g[4][4];       // G: of the states behind the tokens that are left
+  float g[4][4];       // G: of the states after the tokens that remain
   float ddecay[4][4];
-  float dskip;         // of the lane's own channel
+  float dskip;         // of the lane's channel in `Inputs::own_x`
 };
 
-// Gradients of half a block of tokens from the states before it.
+// Computes the gradients of half a block of tokens from the states before it.
 template <typename Tile>
 __device__ __forceinline__ void half_gradients(
     State& state, Cotangents& sums, const float (&rates)[4][4], float skip, const Inputs<Tile>& inputs, int first,
     float* columns_sums) {
   float w[Tile::kHalf][4][4], a[Tile::kHalf][4][4];
-  // Stored behind all tokens: a store between two would keep the loads of the next behind the shuffles of the last.
+  // Stored after all tokens: a store between two tokens would keep the next one's loads from overlapping the shuffles.
   float column[Tile::kHalf], dx[Tile::kHalf], dstep[Tile::kHalf];
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -94,7 +95,7 @@ __device__ __forceinline__ void half_gradients(
     inputs.dt(dt, t), inputs.written(written, t), inputs.dy(dy, t), inputs.b(b, t), inputs.c(c, t);
     float of_channels[8] = {};  // dB and dC
     float of_numbers[8];        // s1 and s2 of channels 0 and 1, then of 2 and 3
-    float both = 0.f;           // sum over channels of dt x dy: the share of dC that is B's
+    float both = 0.f;           // sum over channels of dt x dy: the term of dC that is a multiple of B
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float s1 = 0.f, s2 = 0.f;
@@ -115,19 +116,19 @@ __device__ __forceinline__ void half_gradients(
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) of_channels[4 + n] += both * b[n];
-    // Each lane ends with one of 8 sums of its 4 numbers: the lane's upper bits say which.
+    // Each lane ends with one of 8 sums over channels, of its 4 state elements: its upper index bits say which.
     exchange<16, 8>(of_channels);
     exchange<8, 4>(of_channels);
     exchange<4, 2>(of_channels);
     column[u] = of_channels[0];
-    // And with the sums of one of its 4 channels, the warp's channel of its own number.
+    // Each lane also ends with the sums of one of its 4 channels, the warp's channel of the lane's index.
     exchange<2, 8>(of_numbers);
     float s1[2] = {of_numbers[0], of_numbers[1]}, s2[2] = {of_numbers[2], of_numbers[3]};
     exchange<1, 2>(s1);
     exchange<1, 2>(s2);
     const float own_dy = inputs.own_dy(t), own_x = inputs.own_x(t);
     sums.dskip += own_dy * own_x;
-    // `rates` is A log2(e), so the factor is taken out again.
+    // `rates` is A log2(e), so the gradient is multiplied by ln 2.
     dx[u] = s1[0] * inputs.own_dt(t) + skip * own_dy;
     dstep[u] = s1[0] * own_x + s2[0] * 0.6931471805599453f;
   }
@@ -139,9 +140,9 @@ __device__ __forceinline__ void half_gradients(
   }
 }
 
-constexpr int kStartBarrier = 3;  // behind those of the warpgroups
+constexpr int kStartBarrier = 3;  // follows the warpgroups' barriers
 
-// Waits for as many threads at a barrier, or only counts as one of them.
+// Named barriers: waits until `threads` threads have arrived, or arrives without waiting.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -155,14 +156,14 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
   using X = typename Tile::X;
   using Step = typename Tile::Step;
   extern __shared__ __align__(128) unsigned char all_shared[];
-  // The shuffle tells the compiler that a warp's lanes have the same number.
+  // The shuffle tells the compiler that the value is uniform in a warp.
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / Tile::kThreads, 0);
   const int thread = threadIdx.x % Tile::kThreads, warp = thread / 32, lane = thread % 32, part = lane % 4;
   unsigned char* shared = all_shared + warpgroup * Tile::kBytes;
   const int row_warpgroups = (call.channels + kGradientChannels - 1) / kGradientChannels;
   const int item = blockIdx.x * Tile::kWarpgroups + warpgroup, row = item / row_warpgroups;
   if (row >= call.rows) return;
-  // Channels are a multiple of 8, so that those of a thread are all there or none of them.
+  // Channels are a multiple of 8, so a thread's channels are all valid or all out of bounds.
   const int warp_channel = item % row_warpgroups * kGradientChannels + warp * Tile::kChannels;
   const int channel = warp_channel + lane / 4 * 4;
   const bool there = channel < call.channels, own_there = warp_channel + lane < call.channels;
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
   const float* columns = call.columns + row_tokens * (2 * Tile::N);
   X* dx = static_cast<X*>(call.dx) + row_tokens * call.channels;
   Step* dstep = static_cast<Step*>(call.dstep) + row_tokens * call.channels;
-  // Warpgroup w of a row of tokens has the sums of [w, tokens]: packed sequences share it, each with its own tokens.
+  // Warpgroup w of a row of tokens stores to [w, tokens]; packed sequences share that row, each with its own tokens.
   const int64_t row_of_tokens = call.packing.bounds == nullptr ? row : row / call.packing.sequences;
   const int64_t sums_row = row_of_tokens * row_warpgroups + item % row_warpgroups;
   float* row_partial = call.partial + size_t(sums_row) * call.tokens * (2 * Tile::N);
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
     }
     copy_tokens<Tile>(to + 2 * Tile::kXBytes, step, tokens, call.channels, at.token, warp_channel);
   };
-  // Adds up dB and dC of a block of tokens over warps.
+  // Adds up dB and dC of a block of tokens over the warps.
   const auto flush = [&](int token, int buffer) {
     const float2* sums = reinterpret_cast<const float2*>(column_sums + buffer * Tile::kWarps * (Tile::kSumBytes / 4));
     float2 total = sums[thread];
@@ -234,24 +235,24 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
   static_assert(Tile::kTokens * 2 * Tile::N == Tile::kThreads * 2, "a thread adds up two sums");
 
   Cursor now, ahead;
-  now.enter((intervals - 1) * kInterval, tokens);  // of an empty sequence, past its end
+  now.enter((intervals - 1) * kInterval, tokens);  // for an empty sequence, past its end
   ahead = now;
 #pragma unroll 1
   for (int stage = 0; stage < Tile::kStages - 1; ++stage) {
     if (ahead.first >= 0) copy(ahead, stage), ahead.advance(tokens);
     commit_copies();
   }
-  // Ping-pong scheduling: the second warpgroup starts when the first goes backwards for the first time. Forwards
-  // exponentials are what limits it, backwards the issue of instructions, and each scheduler has a warp of both.
+  // Ping-pong scheduling: the second warpgroup starts when the first begins its backward phase. The forward phase is
+  // limited by exponentials, the backward phase by instruction issue, and each scheduler has a warp in either.
   bool other_waits = Tile::kWarpgroups == 2 && warpgroup == 0;
   if (warpgroup == 1) sync_threads(kStartBarrier, 2 * Tile::kThreads);
   State state;
-  int flushed = -1;  // the block of tokens whose sums are complete behind the next barrier
+  int flushed = -1;  // the block of tokens whose sums are complete after the next barrier
   int stage = 0, buffer = 0;
   for (; now.first >= 0; now.advance(tokens), buffer ^= 1) {
     wait_for_copies<Tile::kStages - 2>();
-    // A warpgroup's threads see all its copies of this step; none reads the stage of the step before any more, and the
-    // sums of that step are there.
+    // The warpgroup's copies of this step have arrived, no thread reads the stage of the last step any more, and the
+    // last step's sums are in shared memory.
     sync_threads(1 + warpgroup, Tile::kThreads);
     if (flushed >= 0) flush(flushed, buffer ^ 1);
     flushed = -1;
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
         from + warp * Tile::kWarpStageBytes, floats,
         reinterpret_cast<const float*>(from + Tile::kWarps * Tile::kWarpStageBytes), lane};
     if (now.entered) {
-      // The forward pass stored this state: the one before the interval's first token.
+      // The state that the forward pass stored: before the interval's first token.
       const size_t interval = span.interval + now.first / kInterval;
       const float* stored = call.states + interval * call.size * call.channels + channel;
 #pragma unroll
@@ -287,7 +288,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
       float* warp_sums = column_sums + (buffer * Tile::kWarps + warp) * (Tile::kSumBytes / 4);
 #pragma unroll 1
       for (int first = Tile::kTokens - Tile::kHalf; first >= 0; first -= Tile::kHalf) {
-        // A lane reads what it saved itself.
+        // A lane reads only what it saved itself.
         state = saved_state(saved);
         if (first > 0) advance_state<Tile, Tile::kHalf>(state, rates, inputs);
         half_gradients<Tile>(state, sums, rates, skip, inputs, first, warp_sums);
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(Tile::kThreads * Tile::kWarpgroups, 2 / Tile::
     }
     stage = stage == Tile::kStages - 1 ? 0 : stage + 1;
   }
-  // The other warpgroup waits for this one, whose sequence may be empty.
+  // Release the other warpgroup, which still waits if this one's sequence was empty.
   if (other_waits) arrive_threads(kStartBarrier, 2 * Tile::kThreads);
   sync_threads(1 + warpgroup, Tile::kThreads);
   if (flushed >= 0) flush(flushed, buffer ^ 1);

@@ -1,11 +1,11 @@
-// What a block of the backward selective scan has in shared memory, and how its threads read it.
+// The shared memory of a block of the backward selective scan, and how its threads read it.
 #pragma once
 
 #include "selective_scan.cuh"
 
 namespace ejkernel {
 
-constexpr int kGradientChannels = 128;  // of a warpgroup, whose sums over channels are one
+constexpr int kGradientChannels = 128;  // channels per warpgroup, which adds up sums over them
 
 struct ScanGradient {
   const void *x, *step;  // [rows of tokens, tokens, channels]
@@ -16,48 +16,49 @@ struct ScanGradient {
   const void* cotangent; // as x, dy
   const float* behind;   // [rows, channels, size], the cotangent of the final states
   void *dx, *dstep;      // as x and step
-  float* partial;        // [rows of tokens, warpgroups of a row, tokens, 2, 16], dB and dC of a warpgroup's channels
+  // [rows of tokens, warpgroups per row, tokens, 2, 16], dB and dC summed over a warpgroup's channels
+  float* partial;      
   float* ddecay;         // [rows, channels, size]
   float* dskip;          // [rows, channels]
   float* dfirst;         // [rows, channels, size], the cotangent of the initial states
   Packing packing;
   int rows, tokens, channels, size;  // rows of states: packed sequences, or rows of tokens
-  int rows_a_map;        // rows that share A and D
+  int rows_a_map;        // rows that share one A and D
 };
 
-// Warpgroups of a block, which share nothing but a start.
+// The sizes of a block: its warpgroups share nothing but the barrier at their start.
 template <typename X_, typename Step_, int Warpgroups_>
 struct GradientTile {
   static constexpr int kWarpgroups = Warpgroups_;
   using X = X_;
   using Step = Step_;
-  static constexpr int N = 16, Channels = 4, Lanes = 4, kNumbers = 4;  // of a thread
-  static constexpr int kWarps = 4, kThreads = kWarps * 32;  // of a warpgroup
-  static constexpr int kStages = sizeof(X) == 4 ? 2 : 3;  // two warpgroups a multiprocessor
-  static constexpr int kTokens = 8, kHalf = 4;  // of a block of tokens
+  static constexpr int N = 16, Channels = 4, Lanes = 4, kNumbers = 4;  // per thread
+  static constexpr int kWarps = 4, kThreads = kWarps * 32;  // per warpgroup
+  static constexpr int kStages = sizeof(X) == 4 ? 2 : 3;  // chosen so that two warpgroups fit on a multiprocessor
+  static constexpr int kTokens = 8, kHalf = 4;  // tokens per block of tokens, and per half of one
   static constexpr int kBlocks = kInterval / kTokens;
-  static constexpr int kChannels = 32;          // of a warp
+  static constexpr int kChannels = 32;          // per warp
   static constexpr bool kPieces = true;
   static constexpr int kXBytes = kTokens * kChannels * sizeof(X);
   static constexpr int kStepBytes = kTokens * kChannels * sizeof(Step);
   static constexpr int kWarpStageBytes = 2 * kXBytes + kStepBytes;       // x, dy, dt
   static constexpr int kColumnBytes = kTokens * 2 * N * 4;
   static constexpr int kStageBytes = kWarps * kWarpStageBytes + kColumnBytes;
-  static constexpr int kStateBytes = kChannels * N * 4;                  // of a warp
-  static constexpr int kSumBytes = kTokens * 2 * N * 4;                  // of a warp
+  static constexpr int kStateBytes = kChannels * N * 4;                  // per warp
+  static constexpr int kSumBytes = kTokens * 2 * N * 4;                  // per warp
   static constexpr int kStates = kStages * kStageBytes;                  // offsets in shared memory
   static constexpr int kSums = kStates + kWarps * kBlocks * kStateBytes;
   static constexpr int kFloats = kSums + 2 * kWarps * kSumBytes;
-  static constexpr int kFloatBytes = 3 * kTokens * kChannels * 4;        // of a warp: dt, dt x, dy
+  static constexpr int kFloatBytes = 3 * kTokens * kChannels * 4;        // per warp: dt, dt x, dy
   static constexpr int kBytes = kFloats + kWarps * kFloatBytes;
   static_assert(kWarps * kChannels == kGradientChannels, "");
 };
 
-// Where the scan is: a block of tokens of an interval, forwards or backwards.
+// The position of the scan: a block of tokens of an interval, in the forward or the backward phase.
 struct Cursor {
   int token;             // the block's first
-  int first, last;       // first tokens of the interval's first and last block; `first` < 0 behind the last step
-  bool entered, back;    // whether it is the interval's first step, and whether it goes backwards
+  int first, last;       // first tokens of the interval's first and last block; `first` < 0 after the last step
+  bool entered, back;    // whether it is the interval's first step, and whether it is in the backward phase
 
   __device__ __forceinline__ void enter(int interval_token, int tokens) {
     token = first = interval_token;
@@ -65,7 +66,7 @@ struct Cursor {
     entered = true;
     back = first == last;
   }
-  // Blocks 0, 1, .. forwards, then from the last on backwards: the last is not scanned forwards.
+  // Steps through the blocks 0, 1, .. forwards, then backwards from the last one, which the forward phase skips.
   __device__ __forceinline__ void advance(int tokens) {
     if (back && token == first) return enter(first - kInterval, tokens);
     entered = false;
@@ -74,7 +75,7 @@ struct Cursor {
   }
 };
 
-// Halves `Count` sums of this lane and of the one whose bit `Span` differs: each keeps the sums of one half.
+// Exchanges half of `Count` sums with the lane whose index differs in bit `Span`: each of the two keeps one half.
 template <int Span, int Count>
 __device__ __forceinline__ void exchange(float* values) {
   const bool upper = threadIdx.x & Span;
@@ -85,9 +86,9 @@ __device__ __forceinline__ void exchange(float* values) {
   }
 }
 
-// A thread's share of the states of a warp.
+// A thread's elements of the states of a warp.
 struct State {
-  float h[4][4];  // [channel][number]
+  float h[4][4];  // [channel][state element]
 };
 
 __device__ __forceinline__ void save_state(unsigned char* to, const State& state) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ State saved_state(const unsigned char* from) {
   return state;
 }
 
-// Four numbers that follow each other.
+// Loads four consecutive elements.
 __device__ __forceinline__ void load_four(float (&to)[4], const float* from) {
   const float4 loaded = *reinterpret_cast<const float4*>(from);
   to[0] = loaded.x, to[1] = loaded.y, to[2] = loaded.z, to[3] = loaded.w;
@@ -118,17 +119,17 @@ __device__ __forceinline__ void put_four(float* to, const float* from) {
   *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
 }
 
-// A block of tokens of a warp in shared memory, as a lane reads it.
+// A lane's view of one warp's block of tokens in shared memory.
 template <typename Tile>
 struct Inputs {
   using X = typename Tile::X;
   using Step = typename Tile::Step;
-  unsigned char* stage;  // x, dy, dt as they were copied
+  unsigned char* stage;  // x, dy, dt in their original dtypes
   float* floats;         // dt, dt x, dy
   const float* columns;
   int lane;
 
-  // Converts what was copied: once, where several lanes and passes read it. Without `Back` there is no dy.
+  // Converts the copied data to float32 once, since several lanes and phases read it. Without `Back` there is no dy.
   template <bool Back>
   __device__ __forceinline__ void convert() const {
     constexpr int kEach = Tile::kTokens * Tile::kChannels / 32;
@@ -156,13 +157,13 @@ struct Inputs {
   __device__ __forceinline__ void c(float (&to)[4], int t) const {
     load_four(to, columns + t * (2 * Tile::N) + Tile::N + lane % 4 * 4);
   }
-  // Those of the channel whose sums this lane ends with.
+  // Inputs of the channel whose sums this lane ends with.
   __device__ __forceinline__ float own_x(int t) const {
     return to_float(reinterpret_cast<const X*>(stage)[t * Tile::kChannels + lane]);
   }
   __device__ __forceinline__ float own_dt(int t) const { return floats[t * Tile::kChannels + lane]; }
   __device__ __forceinline__ float own_dy(int t) const { return floats[2 * kPlane + t * Tile::kChannels + lane]; }
-  // That channel's gradients take the place of x, which no other lane reads any more, and of dt.
+  // Stores that channel's gradients over x and dt, which no other lane reads any more.
   __device__ __forceinline__ void put(int t, float dx, float dstep) const {
     reinterpret_cast<X*>(stage)[t * Tile::kChannels + lane] = round_to<X>(dx);
     reinterpret_cast<Step*>(stage + 2 * Tile::kXBytes)[t * Tile::kChannels + lane] = round_to<Step>(dstep);

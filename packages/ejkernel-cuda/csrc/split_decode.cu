@@ -1,4 +1,4 @@
-// The XLA FFI handler of the split decoding kernels.
+// The XLA FFI handler of split-KV decode attention.
 #include <algorithm>
 #include <string>
 
@@ -18,9 +18,9 @@ template <int Size, typename T>
 ffi::Error launch(cudaStream_t stream, const SplitDecode& call) {
   using S = Shape<Size, T>;
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
-  // One axis of the grid: the others end at 65535 blocks.
+  // One axis of the grid, since the others are limited to 65535 blocks.
   const int64_t blocks = int64_t(call.rows) * call.splits * call.kv_heads * parts;
-  // More than 48 KiB have to be asked for, on every device that a process launches on; so it is done each time.
+  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
   cudaError_t error =
       cudaFuncSetAttribute(split_kernel<Size, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
   if (error != cudaSuccess) return failed("shared memory", error);
@@ -35,7 +35,7 @@ ffi::Error launch(cudaStream_t stream, const SplitDecode& call) {
 
 template <typename T>
 ffi::Error launch_for_size(cudaStream_t stream, const SplitDecode& call) {
-  // Sizes are padded to one of three with zeros in shared memory, for keys and values alike: one shape of tile each.
+  // Head dimensions are padded with zeros in shared memory to one of three sizes, the same for keys and values.
   const int size = std::max(call.size, call.value_size);
   if (size <= 64) return launch<64, T>(stream, call);
   if (size <= 128) return launch<128, T>(stream, call);
@@ -52,7 +52,7 @@ struct Arguments {
   float scale, cap;
 };
 
-// The record of a call. Leading axes beyond the usual ones, which jax.vmap adds to all arrays alike, are more rows.
+// Builds the record of a call. Extra leading axes, which jax.vmap adds to all arrays alike, count as more rows.
 SplitDecode decode_call(const Arguments& a) {
   const auto query = a.query.dimensions(), keys = a.keys.dimensions(), values = a.values.dimensions();
   SplitDecode call{};
@@ -70,7 +70,7 @@ SplitDecode decode_call(const Arguments& a) {
   call.size = query[query.size() - 1];
   call.kv_heads = keys[keys.size() - 2];
   call.value_size = values[values.size() - 1];
-  // A row's keys are one page, its own.
+  // A row's keys are a single page.
   call.pages = 1;
   call.page_size = keys[keys.size() - 3];
   const auto strides = [&](int size) {
@@ -86,14 +86,14 @@ SplitDecode decode_call(const Arguments& a) {
   call.cap = a.cap;
   call.value_scale = 1.f;
   call.bfloat16 = a.query.element_type() == ffi::BF16;
-  // Sinks may be batched by jax.vmap as all arrays are: each of their rows then serves the rows of one element.
+  // jax.vmap may batch sinks like all arrays: each row of sinks then belongs to the rows of one batch element.
   const int sink_rows = a.sinks.element_count() / call.heads;
   call.sinks = sink_rows == 0 ? nullptr : a.sinks.typed_data();
   call.rows_a_sink = sink_rows == 0 ? 1 : call.rows / sink_rows;
   return call;
 }
 
-// Whether the arrays are those of one call: the kernels read what the shapes promise.
+// Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
 bool consistent(const Arguments& a, const SplitDecode& call) {
   const int64_t rows = call.rows, cached = rows * call.page_size * call.kv_heads, heads = rows * call.heads;
   const int64_t split_heads = call.splits > 1 ? call.splits * heads : 0;
@@ -124,7 +124,7 @@ ffi::Error split_decode(
     int32_t left, int32_t right, float scale, float cap) {
   const Arguments arguments{query, keys, values,   starts,      ends,   sinks, *output, *lse,
                             *partial, *statistics, splits, left,  right,   scale, cap};
-  // Also keeps `heads` from being 0 in the divisions below.
+  // Also ensures that `heads` is not 0 in the divisions below.
   if (output->element_count() == 0) return ffi::Error::Success();
   if (query.element_type() != keys.element_type() || query.element_type() != values.element_type()) {
     return ffi::Error::InvalidArgument("ejkernel split decode: query, keys and values differ in dtype");
@@ -161,5 +161,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int32_t>("right")
         .Attr<float>("scale")
         .Attr<float>("cap"),
-    // Launches alone, and no host synchronisation: XLA may record the call in a CUDA graph.
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
     {ffi::Traits::kCmdBufferCompatible});

@@ -1,8 +1,8 @@
-// Decoding over a dense cache with split-KV: equal parts of every row's own keys.
+// Decode attention over a dense cache with split-KV: the keys of each row are split equally over blocks.
 //
-//   keys of a row   |------- split 0 -------|------- split 1 -------| ...      one block a split, KV head and 16 heads
+//   keys of a row   |------- split 0 -------|------- split 1 -------| ...      one block per split and 16 query heads
 //
-// Which block has what follows from its number alone. `paged_decode.cuh` shares keys out by the rows' lengths.
+// A block's work depends on its index only. `paged_decode.cuh` balances the work by the rows' lengths.
 #pragma once
 
 #include "decode.cuh"
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   extern __shared__ __align__(128) unsigned char shared[];
   start_next_launch();
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
-  // Blocks that read the same keys for other query heads are neighbours: the second finds them in L2.
+  // Blocks that read the same keys for other query heads have consecutive indices, so that keys are read from L2.
   const int part = blockIdx.x % parts, kv_head = blockIdx.x / parts % call.kv_heads;
   const int split = blockIdx.x / (parts * call.kv_heads) % call.splits;
   const int row = blockIdx.x / (parts * call.kv_heads * call.splits);
@@ -35,8 +35,9 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
   const int last = call.ends[row] - 1;
   const int start = max(max(call.starts[row], 0), call.left < 0 ? 0 : last - call.left);
   const int end = min(min(last, last + call.right) + 1, call.page_size);
-  // Splits are parts of the row's own range, so rows of any length keep all their blocks busy. Rounded up to whole
-  // rounds of the block's warps: in all splits but the last ones, warps have equally many tiles.
+  // Each row is split over its own range of keys, so that rows of any length keep all their blocks busy. The length is
+  // rounded up to whole rounds of the block's warps: in all splits but the last ones, warps have the same number of
+  // tiles.
   const int share = (max(end - start, 0) + call.splits - 1) / call.splits;
   const int length = (share + S::kRound - 1) / S::kRound * S::kRound;
 
@@ -63,15 +64,15 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const SplitDecode 
     row_sums[split] = call.statistics[(split * heads + place) * 2 + 1];
   }
   __syncthreads();
-  // Each thread goes through all splits by itself: at most 64, and no second barrier. A split without keys has the
-  // maximum -INFINITY, weight 0 and a partial sum of zeros.
+  // Each thread reads the maxima of all splits itself: there are at most 64, and it saves a barrier. A split without
+  // keys has the maximum -INFINITY, weight 0 and a partial sum of zeros.
   float row_max = -INFINITY, row_sum = 0.f;
   for (int split = 0; split < call.splits; ++split) row_max = fmaxf(row_max, row_maxima[split]);
   const float shift = row_max == -INFINITY ? 0.f : row_max;
   for (int split = 0; split < call.splits; ++split) row_sum += exp2f(row_maxima[split] - shift) * row_sums[split];
   const Finish finish(call, place / call.heads, place % call.heads, row_max, row_sum);
   for (int column = threadIdx.x; column < call.value_size; column += kMergeThreads) {
-    // In the order of splits, so two runs give the same bits. Unrolled, so that several loads are under way.
+    // In a fixed order, so that results are reproducible bit for bit. Unrolled, so that several loads are in flight.
     const float* partial = call.partial + place * call.value_size + column;
     float sum = 0.f;
 #pragma unroll 8

@@ -12,13 +12,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// cp.async of 16 bytes that bypasses L1. Bytes from `bytes` on are zero-filled and not read.
+// cp.async of 16 bytes that bypasses L1. The bytes from `bytes` on are not read and become zeros.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
-  // A key is read once, so L1 has no use for it; L2 takes 128 bytes at a time. "memory": other accesses stay in order.
+  // Keys are read once, so L1 would not help; L2 fetches 128 bytes. "memory" keeps other accesses in order.
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// Ends a group of this thread's copies: what `wait_for_copies` counts.
+// Commits a group of this thread's copies, the unit that `wait_for_copies` counts.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until all but the newest `Pending` groups of this thread's copies have arrived.
@@ -27,7 +27,7 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit numbers; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t 
                : "memory");
 }
 
-// The same with each matrix transposed: lanes get columns where `load_matrices` gives rows.
+// The same with each matrix transposed: lanes get columns instead of rows.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4]
                : "memory");
 }
 
-// What depends on the dtype: c += a b for a of 16 x 16 and b of 16 x 8, and rounding.
+// Operations that depend on the dtype: c += a b for a of 16 x 16 and b of 16 x 8, and rounding.
 template <typename T>
 struct Half;
 

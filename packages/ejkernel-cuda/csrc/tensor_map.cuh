@@ -1,4 +1,4 @@
-// Descriptions of matrices for the copy engine (TMA), made on the host.
+// Builds tensor maps, the descriptors that TMA copies matrices by, on the host.
 #pragma once
 
 #include <cuda.h>
@@ -8,17 +8,17 @@
 
 namespace ejkernel {
 
-// A matrix, and its tiles for the copy engine.
+// A matrix, and the tiles that TMA copies.
 struct Described {
   CUtensorMapDataType dtype;
   int bytes, rows, columns, tile_rows, tile_columns;
   CUtensorMapSwizzle swizzle;
 };
 
-// Makes a tensor map. What it returns is an error, or null.
+// Encodes a tensor map. Returns an error message, or null on success.
 template <typename Map>
 const char* describe(Map* map, const void* matrix, const Described& form) {
-  // The library does not link to the driver: whoever starts XLA has loaded it.
+  // The library is not linked to the driver, which XLA has already loaded.
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error = cudaGetDriverEntryPointByVersion(

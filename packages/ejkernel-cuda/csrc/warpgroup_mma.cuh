@@ -5,12 +5,11 @@
 
 namespace ejkernel {
 
-// The products that follow see what this thread wrote to registers.
+// Makes this thread's register writes visible to the products that follow.
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits for all products but the newest `Pending` groups; accumulators that are passed here are read after the wait, not
-// before.
+// Waits for all products but the newest `Pending` groups. Accumulators that are passed are not read before the wait.
 template <int Pending, int Tiles>
 __device__ __forceinline__ void wait_for_products(float (&d)[Tiles][4]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
@@ -18,15 +17,16 @@ __device__ __forceinline__ void wait_for_products(float (&d)[Tiles][4]) {
   for (int i = 0; i < Tiles * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 
-// The same; accumulators are still written to.
+// The same, for accumulators that are not read yet.
 template <int Pending>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// d = a b, or d += a b: a is [64, 16] in the registers of four warps, b [16, 8 Tiles] in shared memory. The descriptor of
-// b: bits 0 to 13 its address, 16 to 29 the step from 8 contracted elements to the next, 32 to 45 from 8 columns to the
-// next, all over 16. 8 of a column are 16 bytes; 8 columns of these follow each other.
+// d = a b, or d += a b: a is [64, 16] in the registers of four warps, b [16, 8 Tiles] in shared memory. The descriptor
+// of b has its address in bits 0 to 13, the stride between 8 contracted elements in bits 16 to 29, and the stride
+// between 8 columns in bits 32 to 45, all divided by 16. 8 elements of a column are 16 bytes, and 8 such columns are
+// contiguous.
 template <int Tiles>
 struct WarpgroupProduct;
 
@@ -95,10 +95,10 @@ struct WarpgroupProduct<8> {
 
 #undef EJKERNEL_D
 
-// Products and bulk copies see what this thread wrote to shared memory.
+// Makes this thread's stores to shared memory visible to products and bulk copies.
 __device__ __forceinline__ void fence_shared_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Registers of a thread of this warpgroup, from now on.
+// Raises or lowers the register limit of the threads of this warpgroup (setmaxnreg).
 template <int Count>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
@@ -118,7 +118,7 @@ __device__ __forceinline__ void start_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Barriers are there for bulk copies, too.
+// Makes initialised mbarriers visible to bulk copies.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -127,7 +127,7 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and makes the phase wait for the bytes of bulk copies, too.
+// Arrives, and adds the bytes of bulk copies that the phase must wait for.
 __device__ __forceinline__ void arrive_and_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -142,7 +142,7 @@ __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t phase)
       : "memory");
 }
 
-// A bulk copy from device memory. Its bytes arrive at the barrier.
+// Bulk copy from device memory, which signals `barrier` with its bytes.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
@@ -150,7 +150,7 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
       : "memory");
 }
 
-// The same of a tile of a matrix that a tensor map describes.
+// The same for a tile of a matrix that a tensor map describes.
 __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int column, int row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
@@ -159,13 +159,13 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int colu
       : "memory");
 }
 
-// Brings such a tile to the second-level cache.
+// Prefetches such a tile into L2.
 __device__ __forceinline__ void prefetch_tile(const void* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
                : "memory");
 }
 
-// Brings the map to where copies find it at once.
+// Prefetches the tensor map itself.
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

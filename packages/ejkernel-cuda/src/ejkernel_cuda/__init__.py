@@ -1,7 +1,7 @@
 """The CUDA backend: CUDA C++ kernels called as XLA FFI handlers, and cuDNN's fused attention, on NVIDIA GPUs.
 
-Importing this module loads no shared library. What a kernel needs is data in its `Implementation`, so a machine
-without CUDA, or an installation without compiled kernels, gets a refusal that says so, not an import error.
+Importing this module loads no shared library. What a kernel needs is data in its `Implementation`, so that on a machine
+without CUDA, or in an installation without compiled kernels, the call is refused with a reason and the import succeeds.
 """
 
 from ejkernel.ops import hookimpl
@@ -11,7 +11,7 @@ from ejkernel_cuda import dense_decode, paged_decode, quantized_matmul, recurren
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
-    """Return the implementations this package registers; an operation it does not serve is simply absent."""
+    """Return the implementations that this package registers."""
     decoding = (*dense_decode.IMPLEMENTATIONS, *paged_decode.IMPLEMENTATIONS)
     matmul = quantized_matmul.IMPLEMENTATIONS
     recurrences = (*recurrent_step.IMPLEMENTATIONS, *selective_scan.IMPLEMENTATIONS)

@@ -1,4 +1,4 @@
-"""The compiled kernels: one shared library, loaded when a kernel of it is first asked for."""
+"""Loads the shared library of compiled kernels when a kernel is first called."""
 
 import ctypes
 import functools
@@ -7,7 +7,7 @@ import importlib.util
 import jax
 
 MODULE = "ejkernel_cuda.compiled_kernels"
-"""What `Requires.modules` calls the library: it lies where an extension module of this name would."""
+"""The module name that `Requires.modules` checks: the library has the path of an extension module of this name."""
 
 
 @functools.cache
@@ -18,10 +18,10 @@ def registered(symbol: str) -> str:
         symbol: The handler's name in the library.
 
     Returns:
-        The name that `jax.ffi.ffi_call` knows it by, which is the same.
+        The handler's name for `jax.ffi.ffi_call`, which is the same as in the library.
 
     Raises:
-        ModuleNotFoundError: This installation of ejkernel-cuda has no compiled kernels.
+        ModuleNotFoundError: This installation of ejkernel-cuda was built without the kernels.
     """
     found = importlib.util.find_spec(MODULE)
     if found is None or found.origin is None:

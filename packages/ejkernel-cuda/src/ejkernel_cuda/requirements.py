@@ -1,4 +1,4 @@
-"""What all decoding kernels need of device, library and dtypes."""
+"""The requirements on device, library and dtypes that all decode attention kernels share."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,11 +8,11 @@ from ejkernel_cuda import library
 
 
 def decoding_requires(*, handles: Iterable[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
-    """NVIDIA GPUs from Ampere on, queries of 16 bits, and the compiled library.
+    """Returns the requirements: NVIDIA GPUs from Ampere on, queries of 16 bits, and the compiled library.
 
     Args:
         handles: Optional fields that the kernels honour.
-        extra: Sentences for what data cannot say.
+        extra: Yields reasons that the other requirements cannot express.
     """
     return Requires(
         devices=frozenset({"nvidia"}),

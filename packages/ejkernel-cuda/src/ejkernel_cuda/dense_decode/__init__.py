@@ -1,4 +1,4 @@
-"""Decoding over a dense cache in CUDA C++: the keys of a row are split over blocks, whose softmaxes are merged."""
+"""Decode attention over a dense cache in CUDA C++ with split-KV: the keys of a row are split over blocks and merged."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from ejkernel_cuda.requirements import decoding_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     query, keys, values = record.query, record.key_pages, record.value_pages
     if record.block_tables is not None or record.query_start is not None or record.kv_layout != "pshd":
         yield "the cache is not dense: one row of keys for each query"

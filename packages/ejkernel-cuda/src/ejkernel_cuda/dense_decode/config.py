@@ -1,4 +1,4 @@
-"""Split-KV: how many blocks share the keys of a row; the heuristic, and the candidates that are worth measuring."""
+"""The split-KV configuration of dense decode attention: its type, the heuristic and the candidates."""
 
 import dataclasses
 
@@ -9,19 +9,19 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 
 HEADS_PER_BLOCK = 16
-"""Query heads of one KV head in a block: the rows of an MMA tile."""
+"""Query heads per block, all of one KV head: the rows of an MMA tile."""
 
 MIN_SPLIT_KEYS = 256
-"""Fewest keys of a split, so that the cost of starting and merging a block stays small."""
+"""The smallest number of keys per split, so that starting and merging a block stays cheap."""
 
 MIN_UNEVEN_KEYS = 4096
-"""Fewest keys of a split where splits balance rows of different lengths."""
+"""The smallest number of keys per split where splits balance rows of different lengths."""
 
 UNEVEN_WAVES = 3
-"""Waves of blocks that balance rows of different lengths."""
+"""Waves of blocks that suffice to balance rows of different lengths."""
 
 MAX_SPLITS = 64
-"""Splits that the kernels can merge."""
+"""The largest number of splits that the kernels can merge."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,52 +29,52 @@ class DecodeSplits:
     """The configuration of the kernels.
 
     Attributes:
-        num_splits: Blocks that share the keys of a row.
+        num_splits: Number of blocks that the keys of a row are split over.
     """
 
     num_splits: int
 
 
 FACES: dict[str, str] = dict.fromkeys(("num_key_splits", "num_kv_splits", "num_splits"), "num_splits")
-"""Fields of the public configurations that set the number of splits."""
+"""Maps the fields of the public configurations to the number of splits."""
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> DecodeSplits:
-    """The fewest splits that keep the chip about as busy as it can be kept.
+    """Returns the smallest number of splits that keeps the chip close to its best occupancy.
 
-    Wave quantisation: blocks run in waves of as many as the chip holds, and a partly empty tail wave wastes its rest.
-    Rows differ in length, which several waves balance; for rows of one length those cost little.
+    Blocks run in waves of as many as the chip holds, and a partly empty tail wave wastes the rest (wave quantisation).
+    Rows of different lengths need several waves for balance; rows of one length lose little by them.
     """
     chip = gpu_of(device)
-    # The driver keeps 1 KiB for each block.
+    # The driver reserves 1 KiB per block.
     wave_blocks = chip.multiprocessors * (chip.total_shared_memory // KIBI // (_shared(record) + 1))
     blocks, limit = _blocks(record), max_splits(record)
-    # Rows of different lengths leave parts of a wave idle. Several waves of shorter blocks balance that, as long as a
-    # split keeps enough keys; a single row has nothing to balance.
+    # Rows of different lengths leave a wave partly idle. Several waves of shorter blocks balance that, as long as a
+    # split has enough keys; a single row needs no balance.
     min_splits = (
         min(-(-UNEVEN_WAVES * wave_blocks // blocks), _keys(record) // MIN_UNEVEN_KEYS)
         if record.query.shape[0] > 1
         else 1
     )
     occupied = {n: _fullness(blocks * n, wave_blocks) for n in range(max(1, min(min_splits, limit)), limit + 1)}
-    # Fewer splits merge fewer partial sums, so the last 5% of occupancy are not worth more of them.
+    # Fewer splits have fewer partial sums to merge, which outweighs the last 5% of occupancy.
     enough = 0.95 * max(occupied.values())
     return DecodeSplits(num_splits=next(n for n, fullness in occupied.items() if fullness >= enough))
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[DecodeSplits, ...]:
-    """Powers of two up to the most splits of a record."""
+    """Returns the powers of two up to the largest number of splits for a record."""
     limit = max_splits(record)
     return tuple(DecodeSplits(num_splits=1 << n) for n in range(limit.bit_length()))
 
 
 def max_splits(record: PagedAttention) -> int:
-    """The most splits that make sense for a record."""
+    """Returns the largest number of splits that leaves each enough keys."""
     return max(1, min(MAX_SPLITS, _keys(record) // MIN_SPLIT_KEYS))
 
 
 def _keys(record: PagedAttention) -> int:
-    """The most keys that a row can attend to, as far as shape and window tell."""
+    """Returns an upper bound on the keys that a row attends to, from shapes and window."""
     left, _ = band(record)
     keys = record.key_pages.shape[1]
     return keys if left is None else min(keys, left + 1)
@@ -87,8 +87,8 @@ def _blocks(record: PagedAttention) -> int:
 
 
 def _shared(record: PagedAttention) -> int:
-    """KiB of shared memory that a block takes."""
-    # As `Shape` in csrc/split_decode.cuh: warps times stages times tiles of keys and values.
+    """Returns the shared memory of a block, in KiB."""
+    # Matches `Shape` in csrc: warps times stages times tiles of keys and values.
     return 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
 
 

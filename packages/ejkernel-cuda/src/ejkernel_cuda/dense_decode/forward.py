@@ -1,4 +1,4 @@
-"""The call of the split decoding kernels (csrc/split_decode.cu)."""
+"""The FFI call of split-KV decode attention (csrc/split_decode.cu)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +8,20 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel_cuda.dense_decode.config import MAX_SPLITS, DecodeSplits
 from ejkernel_cuda.library import registered
 
-# As good as no limit, and sums with a position stay within int32.
+# Stands for an unbounded window; sums with a position stay within int32.
 FAR = 2**30
 
 
 def forward(record: PagedAttention, config: DecodeSplits) -> tuple[tuple[jax.Array, jax.Array], None]:
-    """Output [B, H, Dv] and lse [B, H] of a dense record.
+    """Returns output [B, H, Dv] and lse [B, H] of a record with a dense cache.
 
-    The blocks leave their partial sums in two more outputs of the call, so that XLA owns all of its memory. Axes that
-    `jax.vmap` puts in front of all arrays are more rows to the kernels.
+    Partial sums of the blocks are two more outputs of the call, so that XLA allocates all of its memory. Leading axes
+    that `jax.vmap` adds to all arrays are more rows to the kernels.
     """
-    assert record.value_pages is not None  # a dense record has them
+    assert record.value_pages is not None  # always set for a dense cache
     (rows, heads, _), size = record.query.shape, record.value_pages.shape[-1]
     splits = min(config.num_splits, MAX_SPLITS)
-    # One split writes the output itself, and no combine kernel runs.
+    # With one split the first kernel writes the output, and no combine kernel runs.
     partial = splits if splits > 1 else 0
     left, right = band(record)
     call = jax.ffi.ffi_call(

@@ -1,4 +1,4 @@
-"""Decoding over paged caches of 16 or 8 bits a number in CUDA C++: persistent blocks with equal shares of all keys."""
+"""Decode attention over paged caches of 16 or 8 bits per element in CUDA C++, by a persistent kernel (Stream-K)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,22 +9,22 @@ from ejkernel_cuda.paged_decode import config
 from ejkernel_cuda.requirements import decoding_requires
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
-"""Caches that the kernels take beside those of the query's dtype."""
+"""Cache dtypes that the kernels support in addition to the query's dtype."""
 
 HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_window", "logits_soft_cap"}) | {
     *("new_keys", "new_values", "value_scale")
 }
-"""Optional fields that the kernels honour; a kernel writes new tokens first, in place where the cache is donated."""
+"""Optional fields that the kernels honour; new tokens are written first, in place if the cache is donated."""
 
 PIECE = 16
-"""Bytes of a copy into shared memory: rows of the cache begin and end at multiples of it."""
+"""Bytes per copy into shared memory: rows of the cache must be aligned to it."""
 
 MOST_BYTES = 2**36
-"""Bytes of an array of the cache: offsets in it are 32 bits of pieces."""
+"""The largest size of a cache array in bytes: offsets count pieces in 32 bits."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     query, keys = record.query, record.key_pages
     values = keys if record.value_pages is None else record.value_pages
     if record.kv_layout == paged_cache.LATENT:

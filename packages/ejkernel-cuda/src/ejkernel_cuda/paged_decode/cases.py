@@ -1,4 +1,4 @@
-"""Conformance cases of paged decoding in CUDA C++: one query row a sequence, in 16 bits, caches of 16 and of 8."""
+"""Conformance cases of paged decode attention in CUDA C++: one query row per sequence, and caches of 16 and 8 bits."""
 
 import dataclasses
 from typing import Any
@@ -29,15 +29,15 @@ from ejkernel.modules.operations.unified_attention import UnifiedAttentionArgume
 from ejkernel.ops.model import Case
 
 DECODE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
-"""Lengths that blocks share and lengths that they do not."""
+"""Has sequences whose keys are split over several blocks, and sequences in one block."""
 SMALL = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
 WIDE = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
-"""More query heads than one block has, and pages that end within tiles."""
+"""Has more query heads than fit in one block, and page sizes that do not divide tiles."""
 PACKED = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 UNEVEN = dataclasses.replace(PACKED, q_lens=(0, 3, 0, 1))
-"""As many query rows as sequences, and not one each."""
+"""Has as many query rows as sequences, but not one for each."""
 PADDED = dataclasses.replace(PACKED, h=4, d=96, v=96)
-"""A cache of version 3 with lanes that only pad it."""
+"""Has a cache in the layout of version 3 whose head dimension is padded."""
 PROMPT = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 DENSE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
 WINDOW = {"sliding_window": 30}
@@ -53,12 +53,12 @@ def _nothing(key: jax.Array) -> dict[str, Any]:
 
 
 def _sinks(key: jax.Array) -> dict[str, Any]:
-    """Sinks, which are part of the lse that is returned."""
+    """Returns sinks, and requests the lse, which includes them."""
     return {"softmax_aux": jax.random.normal(key, (8,), jnp.float32), "return_lse": True}
 
 
 def _quantised(inputs: Any, dtype: Any, names: tuple[str, ...] = ("key_cache", "value_cache")) -> Any:
-    """Inputs whose caches are of another floating dtype."""
+    """Returns an input maker that converts the caches to another float dtype."""
 
     def make(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
         given = inputs(key, sizes)
@@ -68,7 +68,7 @@ def _quantised(inputs: Any, dtype: Any, names: tuple[str, ...] = ("key_cache", "
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The conformance cases of each operation, by its name."""
+    """Returns the conformance cases of each operation, by its name."""
     page: tuple[Row[PagedSizes], ...] = (
         ("decode, bfloat16", DECODE, _nothing, (), ()),
         ("decode, head sizes 64 and 48, float16", SMALL, _nothing, (), ()),

@@ -1,4 +1,4 @@
-"""The persistent blocks of paged decoding: how many run, and which of them read neighbouring heads."""
+"""The configuration of paged decode attention: how many persistent blocks run, and how they are spread over heads."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from ejkernel.ops.params import Direction
 from ejkernel_cuda.dense_decode.config import HEADS_PER_BLOCK
 
 ENOUGH_BLOCKS = 0.95
-"""Part of the blocks that the chip can run below which lines of heads are joined."""
+"""The fraction of the chip's resident blocks that must have work: with less, several heads share a line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,9 +18,10 @@ class PagedBlocks:
     """The configuration of the kernels.
 
     Attributes:
-        num_blocks: Persistent thread blocks, at most; each line has equally many.
-        num_lines: Lines of key tiles that are shared out apart, a divisor of the number of KV heads (times the blocks
-            that a KV head's query heads take). As many heads of the same keys are read side by side.
+        num_blocks: The largest number of persistent thread blocks; each line has the same number of them.
+        num_lines: Sequences of work items that are divided into equal shares separately, a divisor of the KV heads
+            (times the blocks that a KV head's query heads need). Blocks of different lines read different heads at the
+            same time.
     """
 
     num_blocks: int
@@ -28,21 +29,21 @@ class PagedBlocks:
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedBlocks:
-    """As many blocks as the chip runs at a time, and a line for each head where that leaves few blocks idle."""
+    """Returns as many blocks as are resident at a time, and a line per head if that leaves few blocks idle."""
     count = _resident(record, device)
     fitting = [n for n in _divisors(_items(record)) if count // n * n >= ENOUGH_BLOCKS * count]
     return PagedBlocks(num_blocks=count, num_lines=max(fitting))
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedBlocks, ...]:
-    """The heuristic's choice, one line for all heads, and twice as many blocks."""
+    """Returns the heuristic's choice, one line for all heads, and twice the blocks."""
     rule = heuristic(record, device, direction)
     others = (dataclasses.replace(rule, num_lines=1), dataclasses.replace(rule, num_blocks=2 * rule.num_blocks))
     return tuple(dict.fromkeys((rule, *others)))
 
 
 def launched(record: PagedAttention, config: PagedBlocks) -> tuple[int, int]:
-    """Blocks and lines of a call: a configuration's, made to fit the record.
+    """Returns the blocks and lines of a call, clamped to what the record allows.
 
     Raises:
         ValueError: The configuration has no block or no line.
@@ -54,15 +55,15 @@ def launched(record: PagedAttention, config: PagedBlocks) -> tuple[int, int]:
 
 
 def _items(record: PagedAttention) -> int:
-    """Blocks' worth of query heads of a row."""
+    """Returns the number of work items per row: blocks that its query heads need."""
     kv_heads = paged_cache.kv_heads(record)
     return kv_heads * -(-record.query.shape[1] // kv_heads // HEADS_PER_BLOCK)
 
 
 def _resident(record: PagedAttention, device: DeviceInfo) -> int:
-    """Blocks that the chip runs at a time."""
+    """Returns the number of blocks that are resident on the chip at a time."""
     chip = gpu_of(device)
-    # As `Shape` in csrc/decode.cuh; of each block's shared memory, the driver keeps 1 KiB.
+    # Matches `Shape` in csrc; the driver reserves 1 KiB of shared memory per block.
     block = 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
     return chip.multiprocessors * max(1, chip.total_shared_memory // KIBI // (block + 1))
 

@@ -1,4 +1,4 @@
-"""The call of the paged decoding kernels (csrc/paged_decode.cu)."""
+"""The FFI call of paged decode attention (csrc/paged_decode.cu)."""
 
 import functools
 import math
@@ -18,18 +18,18 @@ from ejkernel_cuda.paged_decode.config import PagedBlocks, launched
 
 
 def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Array, ...], None]:
-    """Output [T, H, Dv], lse [T, H] and the pages that were written, if any.
+    """Returns output [T, H, Dv], lse [T, H] and, if new tokens are written, the updated pages.
 
-    New tokens are written into their slots by a launch before the other one. Of items that several blocks share,
-    they leave partial results, and flags that those are complete, in further outputs of the call, so that XLA owns all
-    of its memory: two a block, whatever the lengths.
+    A first launch writes the new tokens into their slots. Partial results of work items that several blocks share, and
+    flags that say when those are complete, are further outputs of the call, so that XLA allocates all of its memory:
+    two per block, for any lengths.
     """
     (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
     blocks, lines = launched(record, config)
     caches = (record.key_pages,) if record.value_pages is None else (record.key_pages, record.value_pages)
     tokens = () if record.new_keys is None else (record.new_keys, record.new_values)
-    # Operands 1 and 2 are the cache, which is a result, too, where tokens are written into it: in place, as far as the
-    # caller has donated it.
+    # Operands 1 and 2 are the cache. If new tokens are written, they alias results: the update is in place if the
+    # caller donates the cache.
     written = caches if tokens else ()
     results = (
         jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),
@@ -43,7 +43,7 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
             registered("ejkernel_paged_decode"),
             (*results, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)),
             input_output_aliases={1 + n: len(results) + n for n in range(len(written))},
-            # Each element has a cache of its own, which would be copied to be broadcast.
+            # Each batch element has a cache, and a vectorised call would copy all of them.
             vmap_method="sequential",
         ),
         **_attributes(record, lines),
@@ -51,7 +51,7 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
     operands = (
         record.query,
         record.key_pages,
-        # Without elements where the array of keys has the values, too.
+        # Empty if the array of keys also has the values.
         jnp.zeros(0, record.key_pages.dtype) if record.value_pages is None else record.value_pages,
         *(_integers(x) for x in (record.block_tables, record.kv_lens, record.kv_starts)),
         *(_integers(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs.reshape(-1))),
@@ -63,7 +63,7 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
 
 
 def _attributes(record: PagedAttention, lines: int) -> dict[str, Any]:
-    """What the kernels are told beside arrays."""
+    """Returns the scalar attributes of the call."""
     left, right = band(record)
     return {
         "strides": np.array(strides(record), np.int64),
@@ -81,12 +81,14 @@ def _attributes(record: PagedAttention, lines: int) -> dict[str, Any]:
 
 
 def _integers(x: jax.Array | None) -> jax.Array:
-    """int32, without elements where there is no array."""
+    """Converts to int32; an absent array becomes an empty one."""
     return jnp.zeros(0, jnp.int32) if x is None else x.astype(jnp.int32)
 
 
 def strides(record: PagedAttention) -> tuple[int, ...]:
-    """Elements from page to page, slot to slot and head to head, of keys and of values, and before the first value."""
+    """Returns strides of pages, slots and heads, of keys and of values, in elements, and the offset of the first
+    value.
+    """
     values = record.key_pages if record.value_pages is None else record.value_pages
     first = record.key_pages.shape[-1] if record.value_pages is None else 0
     return (*_strides(record.key_pages, record.kv_layout), *_strides(values, record.kv_layout), first)

@@ -1,4 +1,4 @@
-"""The quantised matmul of few rows in CUDA C++: decoding, where reading the weights takes the time."""
+"""The quantised matmul of few rows in CUDA C++, as in decoding, where reading the weights is the bottleneck."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,19 +11,21 @@ from ejkernel_cuda import library
 from ejkernel_cuda.quantized_matmul import config
 
 MOST_ROWS = 64
-"""Rows of x up to which the weights take the time, not the products."""
+"""The largest number of rows of x for which the weights, and not the products, are the bottleneck."""
 SMALLEST_GROUP = 64
-"""Codes of a group at least, with `transpose`: the sums of a group take its scale. Rows first have just as many: a
-warp's columns."""
+"""The smallest group of codes. With `transpose` the scale is applied to a group's sums; without, a group must be
+exactly a warp's columns.
+"""
 LARGEST = 2**31 - 1
-"""Most elements of an array: indices of rows and tiles have 32 bits."""
+"""The largest number of elements of an array: indices of rows and tiles have 32 bits."""
 FIRST_COLUMNS = 4096
-"""Columns from which on the kernels come before Triton's without `transpose`: fewer have not been timed, and leave
-multiprocessors without a block."""
+"""Columns from which on the kernels have priority over Triton's without `transpose`: smaller matrices have not been
+timed, and leave multiprocessors without a block.
+"""
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     form, (rows, k) = record.format, record.x.shape
     capability = current_device().compute_capability
     if capability is not None and capability >= 10.0:
@@ -44,7 +46,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def _layout_reasons(record: Any) -> Iterable[str]:
-    """What the kernel of a layout has against a record."""
+    """Yields the reasons why the kernel for the record's layout cannot serve it."""
     group, (rows, groups) = record.format.group_size, record.scales.shape
     if group < SMALLEST_GROUP:
         yield f"groups of {group} are smaller than {SMALLEST_GROUP}"
@@ -59,7 +61,9 @@ def _layout_reasons(record: Any) -> Iterable[str]:
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Before Triton's 10, but for few columns without transpose (docs/lab/quantized_matmul_gpu.md)."""
+    """Returns a priority above Triton's 10, except for few columns without transpose
+    (docs/lab/quantized_matmul_gpu.md).
+    """
     return 5 if not record.transpose and columns(record) < FIRST_COLUMNS else 20
 
 

@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 
 def _row(name: str, used: tuple[str, ...] = ("zeros",), options: Any = None, **sizes: Any) -> Row[Any]:
-    """One row of the table, in bfloat16 and groups of 64 unless it says otherwise."""
+    """Returns a row of the table of cases, in bfloat16 and with groups of 64 by default."""
     fields: dict[str, Any] = {"group_size": 64, "dtype": jnp.bfloat16, **sizes}
     made = MatmulSizes(**fields)
     return (name, made, lambda k: options or {}, used, ())
@@ -31,7 +31,7 @@ _ROWS: tuple[Row[Any], ...] = (
         for name, sizes in _SHAPES
     ),
     _row("int4, groups of 128, transposed", m=20, k=384, n=320, group_size=128, transpose=True),
-    # The most candidates: blocks with all contracted elements are among them.
+    # Enough contracted elements that `candidates` includes blocks that contract all of them.
     _row("int4, a share for every warp, transposed", m=9, k=4096, n=96, transpose=True),
     _row("int4, warpgroups, 32 rows, transposed", m=20, k=768, n=300, transpose=True),
     _row("int4, warpgroups, 64 rows, transposed", m=50, k=1280, n=260, transpose=True),
@@ -39,11 +39,11 @@ _ROWS: tuple[Row[Any], ...] = (
     _row("int4, warpgroups, 32 rows", m=20, k=712, n=640),
     _row("int4, warpgroups, 64 rows", m=50, k=1032, n=384),
     _row("int4, square", ("zeros", "transpose"), k=128, n=128, transpose=True),
-    # Transposed: both implementations serve it, and each claims to handle the argument.
+    # With `transpose` both implementations serve the case, and each must show that it handles the argument.
     _row("int4, precision", ("zeros", "precision"), {"precision": jax.lax.Precision.HIGHEST}, k=128, transpose=True),
 )
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The cases by operation."""
+    """Returns the conformance cases of each operation, by its name."""
     return {"quantized_matmul": table(QuantizedMatmulArguments, inputs, _ROWS)}

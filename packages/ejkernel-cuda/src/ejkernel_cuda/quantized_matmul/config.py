@@ -1,4 +1,4 @@
-"""Split-K of the quantised matmul's kernels: the heuristic, and the candidates that are worth measuring."""
+"""The split-K configuration of the quantised matmul: its type, the heuristic and the candidates."""
 
 import dataclasses
 
@@ -7,32 +7,37 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 
 MAX_SPLITS = 8
-"""Blocks of a cluster on every chip that has clusters."""
+"""The largest cluster, in blocks, that every chip with clusters supports."""
 SHARE_STEP = 256
-"""Contracted elements that shares are multiples of."""
+"""Shares of the contracted elements are multiples of this many."""
 RESIDENT = {1: 264, 2: 264, 3: 237, 4: 248, 5: 235, 6: 234, 7: 217, 8: 240}
-"""Blocks that run at a time in clusters of so many, two a multiprocessor: all blocks of one are in one of the chip's
-parts (H200)."""
+"""Resident blocks by cluster size (H200), two per multiprocessor: a cluster cannot span the chip's GPCs, so some
+sizes leave multiprocessors idle.
+"""
 PACE = {1: 1.0, 2: 1.55}
-"""Time of a contracted element where so many blocks share a multiprocessor."""
+"""Time per contracted element if this many blocks share a multiprocessor, relative to one block."""
 OVERHEAD = 200
-"""What a block costs beside its share, in contracted elements: it starts, fills its pipeline, and adds up sums."""
+"""The fixed cost of a block, in contracted elements: starting, filling the pipeline, and adding up sums."""
 
 WHOLE_ROWS, WHOLE_UNIT = 16, 256
-"""Most rows of x of blocks with all contracted elements, and what these are a multiple of: scales of four groups are
-aligned."""
+"""For blocks that contract all of K: the largest number of rows of x, and what K must be a multiple of, so that the
+scales of four groups are aligned.
+"""
 WHOLE_FIRST_COLUMNS, WHOLE_FIRST_K = (2112, 4224), 4096
-"""Where they are faster than clusters: blocks of 32 columns for half of an H200's multiprocessors to all of them, and
-contracted elements that give each of 16 warps a unit."""
+"""The range of columns and the smallest K for which blocks that contract all of K are faster than clusters: blocks
+of 32 columns fill between half of and all of an H200's multiprocessors, and each of 16 warps has a unit of K.
+"""
 
 WARPGROUP_ROWS, WARPGROUP_UNIT, WARPGROUP_COLUMNS = 17, 256, 256
-"""Fewest rows of x whose products are those of warpgroups, contracted elements that their blocks take at a time, and
-columns of a block (csrc/quantized_warpgroups.cuh)."""
+"""The smallest number of rows of x for the WGMMA kernel, and its blocks' unit of K and columns
+(csrc/quantized_warpgroups.cuh).
+"""
 WARPGROUP_OVERHEAD = 768
-"""What such a block costs beside its share, in contracted elements."""
+"""The fixed cost of a block of the WGMMA kernel, in contracted elements."""
 ROWS_FIRST_ROWS, ROWS_FIRST_COLUMNS, ROWS_FIRST_UNIT = 8, 8192, 128
-"""Without `transpose`: rows of x up to which, and columns from which on, other products are faster than those of
-warpgroups, and contracted elements that the blocks of these take at a time (csrc/quantized_rows_warpgroups.cuh)."""
+"""Without `transpose`: up to this many rows of x, and from this many columns on, the MMA kernel is faster than the
+WGMMA kernel; and the WGMMA kernel's unit of K (csrc/quantized_rows_warpgroups.cuh).
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,19 +45,19 @@ class QuantizedSplits:
     """The configuration of the kernels.
 
     Attributes:
-        splits: Split-K: blocks, a cluster, that share the contracted elements of the same columns. With 0 a block has
-            all of its columns, and its warps share them: only `transpose`, up to 16 rows.
+        splits: Split-K: the number of blocks (a cluster) that split the contracted elements of the same columns. With 0
+            a block contracts all of K, split over its warps: only with `transpose`, and up to 16 rows.
     """
 
     splits: int
 
 
 FACES = {"splits": "splits", "split_k": "splits"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of `QuantizedSplits`."""
 
 
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedSplits:
-    """The splits that should take the least time."""
+    """Returns the number of splits with the lowest estimated cost."""
     least, most = WHOLE_FIRST_COLUMNS
     if has_whole_columns(record) and least <= columns(record) <= most and record.x.shape[1] >= WHOLE_FIRST_K:
         return QuantizedSplits(splits=0)
@@ -61,41 +66,43 @@ def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction)
 
 
 def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedSplits, ...]:
-    """All numbers of splits of which each has something to do."""
+    """Returns all numbers of splits that leave no block without work."""
     steps = -(-record.x.shape[1] // SHARE_STEP)
     least = 0 if has_whole_columns(record) else 1
     return tuple(QuantizedSplits(splits=splits) for splits in range(least, min(MAX_SPLITS, steps) + 1))
 
 
 def has_whole_columns(record: QuantizedMatmul) -> bool:
-    """Whether blocks can have all contracted elements of their columns."""
+    """Returns whether a kernel whose blocks contract all of K serves the record."""
     rows, k = record.x.shape
     return record.transpose and record.format.group_size == 64 and rows <= WHOLE_ROWS and k % WHOLE_UNIT == 0
 
 
 def has_warpgroups(record: QuantizedMatmul) -> bool:
-    """Whether the products are those of warpgroups, which more rows are faster with."""
+    """Returns whether to use the WGMMA kernel, which is faster for more rows."""
     rows, k = record.x.shape
     return record.transpose and record.format.group_size == 64 and rows >= WARPGROUP_ROWS and k % WARPGROUP_UNIT == 0
 
 
 def has_row_warpgroups(record: QuantizedMatmul) -> bool:
-    """The same without `transpose`, where few columns are faster with them, too."""
+    """Returns the same without `transpose`, where the WGMMA kernel is also faster for few columns."""
     few = record.x.shape[0] <= ROWS_FIRST_ROWS and columns(record) >= ROWS_FIRST_COLUMNS
     return not record.transpose and not few
 
 
 def tile(record: QuantizedMatmul) -> tuple[int, int]:
-    """Rows of x and columns of a block (csrc/quantized_rows.cuh and csrc/quantized_transposed.cuh)."""
+    """Returns the rows of x and the columns of a block's tile (csrc/quantized_rows.cuh and
+    csrc/quantized_transposed.cuh).
+    """
     most, width = (64, 256) if record.transpose else (8, 512)
     return min(most, max(8, 1 << (record.x.shape[0] - 1).bit_length())), width
 
 
 def cost(record: QuantizedMatmul, splits: int) -> float:
-    """Time by rule, in contracted elements of a block that has a multiprocessor to itself.
+    """Estimates the time of a call, in contracted elements of a block that has a multiprocessor to itself.
 
-    Wave quantisation: as many blocks as the chip holds run at a time, and a partly empty wave takes as long as the
-    fullest multiprocessor.
+    Resident blocks run together, and a partly empty wave takes as long as its fullest multiprocessor (wave
+    quantisation).
     """
     if has_warpgroups(record) or has_row_warpgroups(record):
         return _warpgroup_cost(record, splits)
@@ -108,7 +115,7 @@ def cost(record: QuantizedMatmul, splits: int) -> float:
 
 
 def _warpgroup_cost(record: QuantizedMatmul, splits: int) -> float:
-    """The same where a block has a multiprocessor to itself, and all rows."""
+    """Returns the same for the WGMMA kernels, whose blocks have a multiprocessor to themselves, and all rows."""
     blocks = -(-columns(record) // WARPGROUP_COLUMNS) * splits
     unit = 2 * WARPGROUP_UNIT if record.transpose else ROWS_FIRST_UNIT  # shares are multiples of it
     share = -(-record.x.shape[1] // (splits * unit)) * unit

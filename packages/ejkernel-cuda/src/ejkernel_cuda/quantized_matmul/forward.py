@@ -1,4 +1,4 @@
-"""The calls of the quantised matmul's kernels (csrc/quantized_matmul.cu and csrc/quantized_*warpgroups.cu)."""
+"""The FFI calls of the quantised matmul's kernels (csrc/quantized_matmul.cu and csrc/quantized_*warpgroups.cu)."""
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from ejkernel_cuda.quantized_matmul.config import (
 
 
 def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.
-        config: Splits.
+        config: The split-K configuration.
 
     Returns:
         [M, N] in x's dtype. There are no residuals.
@@ -31,11 +31,11 @@ def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array
     if has_row_warpgroups(record):
         return _rows_first(record, config), ()
     whole = config.splits == 0 and has_whole_columns(record)
-    assert record.zeros is not None  # affine codes have them
+    assert record.zeros is not None  # set for affine codes
     call = jax.ffi.ffi_call(
         registered("ejkernel_quantized_matmul"),
         jax.ShapeDtypeStruct((record.x.shape[0], columns(record)), record.x.dtype),
-        # The elements of a batch have weights of their own, so each is a call.
+        # Each batch element has its own weights, so each is a separate call.
         vmap_method="sequential",
     )
     output = call(
@@ -51,14 +51,14 @@ def forward(record: QuantizedMatmul, config: QuantizedSplits) -> tuple[jax.Array
 
 
 def _warpgroups(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
-    """The output, from products of warpgroups."""
+    """Returns the output, computed by the WGMMA kernel for `transpose`."""
     assert record.zeros is not None
     rows, k = record.x.shape
     call = jax.ffi.ffi_call(
         registered("ejkernel_quantized_warpgroups"),
         (
             jax.ShapeDtypeStruct((rows, columns(record)), record.x.dtype),
-            # A launch before that of the products writes x there, in their order.
+            # A first kernel writes x here, permuted for the products.
             jax.ShapeDtypeStruct((arranged_bytes(rows, k),), jnp.uint8),
         ),
         vmap_method="sequential",
@@ -69,7 +69,7 @@ def _warpgroups(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
 
 
 def _rows_first(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
-    """The same without `transpose`, where x is in order."""
+    """Returns the output, computed by the WGMMA kernel without `transpose`, which does not permute x."""
     assert record.zeros is not None
     call = jax.ffi.ffi_call(
         registered("ejkernel_quantized_rows"),
@@ -81,6 +81,6 @@ def _rows_first(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
 
 
 def arranged_bytes(rows: int, k: int) -> int:
-    """Bytes of x in the order of the products, and of the sums of its groups (csrc/quantized_warpgroups.cuh)."""
+    """Returns the bytes of permuted x and of its sums over groups (csrc/quantized_warpgroups.cuh)."""
     padded = 32 if rows <= 32 else 64
     return k // WARPGROUP_UNIT * padded * (2 * WARPGROUP_UNIT + 32)

@@ -1,4 +1,6 @@
-"""The decode step of linear recurrences in CUDA C++: eight tokens at a time by the tensor cores, states in place."""
+"""The decode step of linear recurrences in CUDA C++: up to eight tokens at a time on tensor cores, updating states
+in place.
+"""
 
 from collections.abc import Iterable
 
@@ -9,27 +11,30 @@ from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
 
 HANDLES = frozenset({"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"})
-"""Optional fields that the kernel honours beside these two."""
+"""Optional fields that the kernel honours."""
 
 STEP = 8
-"""Most tokens a sequence; of packed sequences, on average."""
+"""The largest number of tokens per sequence; for packed sequences, on average."""
 
 LONGEST = 256
-"""Most tokens of packed sequences beyond one each: one of them may have all, eight of which are worked on at a time."""
+"""The largest number of tokens of packed sequences beyond one each: a single sequence may have all of them, in
+chunks of 8.
+"""
 
 FEWEST, FEWEST_CHANNELS = 4, 7
-"""Tokens a sequence from which on the kernel is faster than Triton's, and with gates of channels, on an H200
-(docs/lab/linear_recurrence_gpu.md)."""
+"""The number of tokens per sequence, without and with gates per key channel, from which on the kernel is faster than
+Triton's on an H200 (docs/lab/linear_recurrence_gpu.md).
+"""
 
 KEYS = (64, 128)
-"""Key channels that the kernel is compiled for."""
+"""Key dimensions that the kernel is compiled for."""
 
 WARP_VALUES, BLOCK_VALUES = 32, 128
-"""Value channels of a warp and of a block."""
+"""Value channels per warp and per block."""
 
 
 def _reasons(record: LinearRecurrence) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     tokens, sequences = record.query.shape[1], 1
     if record.cu_seqlens is not None:
         sequences = record.cu_seqlens.shape[0] - 1
@@ -48,7 +53,7 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
 
 
 def _state_reasons(record: LinearRecurrence) -> Iterable[str]:
-    """What the kernel has against states and gates."""
+    """Yields the reasons why the kernel cannot serve the record's states and gates."""
     keys, columns = record.query.shape[3], record.value.shape[3]
     channels = by_channel(record)
     if keys not in KEYS:
@@ -65,7 +70,9 @@ def _state_reasons(record: LinearRecurrence) -> Iterable[str]:
 
 
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
-    """Before Triton's step where there are tokens enough, which is slower there; no chip has run it with fewer."""
+    """Returns a priority above that of Triton's step if there are enough tokens for it to be faster; fewer were not
+    measured.
+    """
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     fewest = FEWEST_CHANNELS if by_channel(record) else FEWEST
     return 25 if record.query.shape[1] >= fewest * sequences else -1

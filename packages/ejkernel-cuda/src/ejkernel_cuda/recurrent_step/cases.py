@@ -1,4 +1,4 @@
-"""Conformance cases of the decode step: sizes that its kernel is compiled for, in 16 bits, with states in float32."""
+"""Conformance cases of the decode step: sizes that the kernel is compiled for, in 16 bits, with float32 states."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ KEPT = {"return_state": True}
 
 
 def _delta(gate: str, **constants: Any) -> Any:
-    """Beta and a decay of heads or of channels, and a state."""
+    """Returns an input maker with beta, a decay per head or per key channel, and a state."""
 
     def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
         made = gates("beta", "gk" if gate == "channels" else "decay", "initial_state", **constants)(key, sizes)
@@ -29,7 +29,7 @@ def _delta(gate: str, **constants: Any) -> Any:
 
 
 def _packed_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-    """Sequences of which one has no tokens and one no slot; one has more tokens than the kernel takes at once."""
+    """Returns packed sequences, one without tokens, one without a slot, and one with more tokens than a chunk."""
     slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 2))
     starts, indices = jnp.array([0, 1, 1, 14, 15], jnp.int32), jnp.array([-1, 3, 5, 2], jnp.int32)
     made = gates("g", **KEPT)(key, sizes)
@@ -94,7 +94,7 @@ _STATE_SPACE: tuple[state_space.Row, ...] = (
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The cases by operation."""
+    """Returns the conformance cases of each operation, by its name."""
     return {
         "gated_linear_attention": make_cases(GLAttentionArguments, _GATED),
         "recurrent_attention": make_cases(RecurrentAttentionArguments, _PLAIN),

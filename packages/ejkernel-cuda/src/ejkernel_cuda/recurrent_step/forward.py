@@ -1,4 +1,4 @@
-"""The call of the decode step of linear recurrences (csrc/recurrent_step.cu)."""
+"""The FFI call of the decode step of linear recurrences (csrc/recurrent_step.cu)."""
 
 import functools
 from typing import Any
@@ -14,17 +14,17 @@ from ejkernel_cuda.library import registered
 
 
 def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record.
+    """Returns the output and the final states of a record.
 
-    States in float32 are updated in their own memory: XLA copies them before only if they are used elsewhere, as those
-    of a call that does not donate them are.
+    float32 states are updated in place: XLA copies them first only if they are used elsewhere, for example by a caller
+    that does not donate them.
 
     Args:
         record: The canonical arguments.
-        config: It leaves nothing to choose.
+        config: Unused: the kernel has no options.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states in float32, or the slots; no residuals.
+        Output [B, T, H, V] in the query's dtype, and the final states in float32 or the array of slots; no residuals.
     """
     (rows, tokens, _, keys), heads, float32 = record.query.shape, head_count(record), jnp.float32
     packed, columns = record.cu_seqlens is not None, record.value.shape[3]
@@ -36,9 +36,9 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         jax.ffi.ffi_call(
             registered("ejkernel_recurrent_step"),
             (jax.ShapeDtypeStruct((rows, tokens, heads, columns), record.query.dtype), final),
-            # Operand 9 are the states, which the kernel changes where they are.
+            # Operand 9 is the array of states, which the kernel updates in place.
             input_output_aliases={} if initial is None else {9: 1},
-            # Leading axes of gates may be 1.
+            # The leading axes of gates may have size 1, so arrays do not batch alike.
             vmap_method="sequential",
         ),
         transposed=record.transposed_states,
@@ -53,14 +53,14 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         ),
         jnp.zeros(0, float32) if initial is None else initial.astype(float32),
     )
-    # Under `jax.vmap` a loop has the barriers of `unfused` inside, where the slices are.
+    # Under `jax.vmap` the loop's body has the barriers of `unfused`, so that they also apply to its slices.
     run = call if initial is None else custom_batching.sequential_vmap(functools.partial(unfused, call))
     output, states = run(*operands)
     return (output, states), ()
 
 
 def _numbers(x: jax.Array | None, record: LinearRecurrence) -> jax.Array:
-    """Gates and factors in the query's dtype or in float32, without elements where there are none."""
+    """Returns gates or factors in the query's dtype or in float32; an absent array becomes an empty one."""
     if x is None:
         return jnp.zeros(0, jnp.float32)
     channels = x.ndim == 4 and x.shape[3] > 1  # always read as float32

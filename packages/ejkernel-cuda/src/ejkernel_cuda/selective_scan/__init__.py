@@ -11,16 +11,18 @@ from ejkernel_cuda import library
 from ejkernel_cuda.selective_scan import config
 
 SMALL = 8
-"""Numbers of a state up to which Triton's backward pass is faster: 3.13 ms with this forward pass instead of 3.72."""
+"""The state dimension up to which Triton's backward pass is faster: 3.13 ms with this forward pass instead of 3.72."""
 
 FEWEST = 128
-"""Warpgroups of the backward kernel from which on it is faster than Triton's, which cuts sequences into segments."""
+"""The number of warpgroups from which on the backward kernel is faster than Triton's, which splits sequences into
+segments.
+"""
 
 DTYPES = ("float16", "bfloat16", "float32")
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     arrays = (record.x, record.decay, record.initial_state)
     if not all(array.size for array in arrays if array is not None):
         yield "an array is empty"
@@ -29,7 +31,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def _gradient_reasons(record: Any) -> Iterable[str]:
-    """What the backward kernel has against a record beside that."""
+    """Yields the additional reasons why the backward kernel cannot serve a record."""
     yield from _reasons(record)
     channels = record.x.shape[2]
     if channels % config.PIECE_CHANNELS:
@@ -40,9 +42,10 @@ def _gradient_reasons(record: Any) -> Iterable[str]:
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Above Triton's 10: 0.70 ms instead of 1.06 forward on an H200, and more of fewer rows (docs/cuda.md).
+    """Returns a priority above Triton's 10: 0.70 ms instead of 1.06 forward on an H200, and more for fewer rows
+    (docs/cuda.md).
 
-    Triton's backward pass is faster with small states and few rows, with which no chip has run the backward kernel.
+    Triton's backward pass is faster with small states and with few rows, which were not measured here.
     """
     if direction == "backward" and (record.decay.shape[1] <= SMALL or config.warpgroups(record) < FEWEST):
         return -1

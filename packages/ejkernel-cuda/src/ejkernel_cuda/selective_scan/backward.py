@@ -1,4 +1,4 @@
-"""The call of the backward scan (csrc/selective_scan_gradient.cu)."""
+"""The FFI call of the backward scan (csrc/selective_scan_gradient.cu)."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
 
 @with_state_gradients
 def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, states before every interval, cotangents of output and final states, and the wanted names.
-        config: Warpgroups of a block.
+        pullback: Record, stored states, cotangents of output and final states, and the names of the requested fields.
+        config: Warpgroups per block.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     record: SelectiveScan = pullback.record
     (rows, tokens, channels), size = record.x.shape, record.decay.shape[1]
@@ -44,7 +44,7 @@ def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
     dx, dstep, partial, ddecay, dskip, dfirst = call(
         *inputs, *packed_operands(record), warpgroups=np.int32(config.warpgroups)
     )
-    # Every warpgroup has dB and dC of its channels; the sum over them has a fixed order.
+    # Each warpgroup has summed dB and dC over its channels; the sum over warpgroups has a fixed order.
     pairs = partial.sum(axis=1)
     found = {
         "x": dx,

@@ -1,4 +1,4 @@
-"""Conformance cases of the selective scan in CUDA C++: as many blocks as its backward pass wants, and its dtypes."""
+"""Conformance cases of the selective scan in CUDA C++: enough blocks for its backward pass, and its dtypes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ejkernel.modules.operations.cases.tables import tagged
 from ejkernel.modules.operations.state_space_v1 import OP, StateSpaceV1Arguments
 from ejkernel.ops.model import Case
 
-# Name, (rows, tokens, channels, numbers of a state), dtype of x and others, dtype of dt, whether with initial states.
+# Name, (rows, tokens, channels, state dimension), dtype of x and others, dtype of dt, whether with initial states.
 _ROWS = (
     ("many rows, bfloat16", (128, 70, 24, 16), jnp.bfloat16, jnp.bfloat16, False),
     ("many rows, dt float32", (64, 67, 136, 13), jnp.bfloat16, jnp.float32, True),
@@ -34,5 +34,5 @@ def _case(name: str, sizes: tuple[int, int, int, int], dtype: Any, step: Any, in
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The conformance cases of each operation, by its name."""
+    """Returns the conformance cases of each operation, by its name."""
     return {"state_space_v1": tuple(_case(*row) for row in _ROWS)}

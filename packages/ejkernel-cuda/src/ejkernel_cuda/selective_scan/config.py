@@ -1,4 +1,4 @@
-"""How the channels of the scan and the numbers of their states are spread over threads."""
+"""The configurations of the scan: how channels and state elements are spread over threads."""
 
 import dataclasses
 
@@ -8,13 +8,13 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 
 LARGEST = 16
-"""Numbers of a state that the kernels hold."""
+"""The largest state dimension of the kernels."""
 
 PIECE_CHANNELS = 8
-"""Rows of so many channels, or of multiples, begin where copies of 16 bytes can."""
+"""Channels must be a multiple of this for rows to be aligned for copies of 16 bytes."""
 
 WARPGROUP_CHANNELS = 128
-"""Channels of a warpgroup of the backward kernel, which adds up dB and dC over them."""
+"""Channels per warpgroup of the backward kernel, which adds up dB and dC over them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class ScanTile:
     """The configuration of the forward kernel.
 
     Attributes:
-        channels: Neighbouring channels of a thread, which reads B and C once for all of them.
-        lanes: Lanes that share the numbers of a channel's state.
+        channels: Neighbouring channels per thread, which reads B and C once for all of them.
+        lanes: Lanes that split the elements of a channel's state.
     """
 
     channels: int
@@ -31,7 +31,7 @@ class ScanTile:
 
     @property
     def warp_channels(self) -> int:
-        """Channels of a warp."""
+        """Returns the number of channels per warp."""
         return 32 // self.lanes * self.channels
 
 
@@ -40,7 +40,7 @@ class GradientTile:
     """The configuration of the backward kernel.
 
     Attributes:
-        warpgroups: Warpgroups of a block, 1 or 2; two alternate between the passes (ping-pong scheduling).
+        warpgroups: Warpgroups per block, 1 or 2; two alternate between the phases (ping-pong scheduling).
     """
 
     warpgroups: int
@@ -50,25 +50,27 @@ ANY = ScanTile(channels=1, lanes=1)
 """The tile for any number of channels."""
 
 WIDE, EVEN, NARROW = (ScanTile(channels=c, lanes=n) for c, n in ((2, 2), (2, 4), (1, 4)))
-"""Those for multiples of `PIECE_CHANNELS`, the one with the fewest instructions an element first."""
+"""The tiles for multiples of `PIECE_CHANNELS`, from the fewest instructions per element to the most warps."""
 
 ENOUGH_WARPS = {WIDE: 1024, EVEN: 512}
-"""Warps from which on a tile is faster than the next, which has more of them for the same channels.
+"""The number of warps from which on a tile is faster than the next one, which has more warps for the same channels.
 
 Measured on an H200 (docs/lab/selective_scan_gpu.md) with 4096 channels and 1, 2, 4 and 8 rows.
 """
 
 BUSY_WARPGROUPS = 256
-"""Warpgroups from which on pairs of them in a block are 2% faster; of fewer, pairs would leave multiprocessors idle."""
+"""The number of warpgroups from which on two per block are 2% faster; with fewer, pairs would leave multiprocessors
+idle.
+"""
 
 
 def warpgroups(record: SelectiveScan) -> int:
-    """Warpgroups of the backward kernel."""
+    """Returns the number of warpgroups of the backward kernel."""
     return sequences(record) * -(-record.x.shape[2] // WARPGROUP_CHANNELS)
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
-    """The tile with the fewest instructions that fills the chip, or the one with the most warps."""
+    """Returns the tile with the fewest instructions that fills the chip, or else the one with the most warps."""
     if direction == "backward":
         return GradientTile(warpgroups=2 if warpgroups(record) >= BUSY_WARPGROUPS else 1)
     rows, channels = sequences(record), record.x.shape[2]
@@ -81,12 +83,12 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
 
 
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[ScanTile | GradientTile, ...]:
-    """All tiles that the library has for a record."""
+    """Returns all tiles that the library has for a record."""
     if direction == "backward":
         return tuple(GradientTile(warpgroups=n) for n in (1, 2))
     return (ANY,) if record.x.shape[2] % PIECE_CHANNELS else (WIDE, EVEN, NARROW, ANY)
 
 
 def padded(size: int, tile: ScanTile) -> int:
-    """Numbers that a state has in the forward kernel."""
+    """Returns the padded state dimension of the forward kernel."""
     return 8 if size <= 8 and tile == WIDE else LARGEST

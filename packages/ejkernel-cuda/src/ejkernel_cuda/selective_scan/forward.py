@@ -1,4 +1,4 @@
-"""The call of the forward scan (csrc/selective_scan.cu)."""
+"""The FFI call of the forward scan (csrc/selective_scan.cu)."""
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,13 @@ from ejkernel_cuda.selective_scan.config import PIECE_CHANNELS, ScanTile, padded
 
 @with_states
 def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """Output [B, T, I] in x's dtype, final states [B, I, E] float32, and the states before every interval.
+    """Returns output [B, T, I] in x's dtype, final states [B, I, E] in float32, and the states before every interval.
 
-    Of packed sequences, final states are [N, I, E], and each sequence is a row of its own to the kernel.
-
-    Axes that `jax.vmap` puts in front of all arrays are more rows to the kernel.
+    With packed sequences the final states are [N, I, E], and each sequence is a row to the kernel. Leading axes that
+    `jax.vmap` adds to all arrays are more rows, too.
 
     Raises:
-        ValueError: A tile was asked for that the number of channels does not fit.
+        ValueError: The configuration's tile does not divide the number of channels.
     """
     (rows, tokens, channels), size = record.x.shape, record.decay.shape[1]
     if config.lanes > 1 and channels % PIECE_CHANNELS:
@@ -49,20 +48,20 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
 
 
 def packed_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array]:
-    """The bounds of packed sequences and their first intervals, [N + 1] int32 both; without elements for none."""
+    """Returns bounds and first intervals of packed sequences, both int32 [N + 1]; empty arrays without packing."""
     if record.cu_seqlens is None:
         return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
     return record.cu_seqlens.astype(jnp.int32), packed_scan.first_intervals(record.cu_seqlens)
 
 
 def scan_operands(record: SelectiveScan, size: int) -> tuple[jax.Array, ...]:
-    """x, dt, A, the pairs of B and C and D as the kernels take them.
+    """Returns x, dt, A, the pairs of B and C, and D, in the kernels' layout.
 
-    B and C of every token are one array [B, T, 2, size] in float32, padded with zeros: they are small, and the kernels
-    copy them as they are.
+    B and C of every token are one float32 array [B, T, 2, size], padded with zeros: they are small, and the kernels
+    copy them without conversion.
     """
     float32 = jnp.float32
-    # The kernels have a dt of x's dtype or of float32, in which no other dtype loses anything.
+    # The kernels read dt in x's dtype or in float32, to which any other dtype converts exactly.
     step = record.step if record.step.dtype == record.x.dtype else record.step.astype(float32)
     pairs = jnp.stack([record.write.astype(float32), record.read.astype(float32)], axis=2)
     columns = jnp.pad(pairs, ((0, 0), (0, 0), (0, 0), (0, size - record.decay.shape[1])))

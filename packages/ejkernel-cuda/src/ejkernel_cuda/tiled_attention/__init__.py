@@ -1,9 +1,8 @@
-"""Tiled softmax attention by cuDNN, through the custom calls that XLA has for it.
+"""Tiled softmax attention by cuDNN, through XLA's custom calls.
 
-cuDNN's gradients differ from run to run in their last bits, and XLA asks for those that do not only where the whole
-process is told to, by `XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true` or `--xla_gpu_deterministic_ops=true`.
-The backward pass is registered only then; otherwise gradients are left to the other backends, which take the residuals
-of this forward pass.
+By default cuDNN's gradients differ in their last bits from run to run. XLA requests deterministic ones only if
+`XLA_FLAGS` has `--xla_gpu_exclude_nondeterministic_ops=true` or `--xla_gpu_deterministic_ops=true`. The backward pass
+is registered only then; otherwise another backend computes gradients from the residuals of this forward pass.
 """
 
 import os
@@ -16,14 +15,14 @@ from ejkernel.ops.device import current_device
 
 
 def deterministic() -> bool:
-    """Whether XLA's flags ask for operations that give the same bits in every run."""
+    """Returns whether XLA's flags request deterministic operations."""
     names = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_deterministic_ops")
     given = os.environ.get("XLA_FLAGS", "").split()
     return any(flag.partition("=")[0] in names and flag.partition("=")[2] in ("", "true", "1") for flag in given)
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     (_, t, _, d), s = record.query.shape, record.key.shape[1]
     left, right = band(record)
     if not (record.query.size and record.key.size and record.value.size):
@@ -61,7 +60,7 @@ _REQUIRES = Requires(
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """cuDNN; with its backward pass where that is deterministic."""
+    """Returns cuDNN's implementation, with its backward pass if that is deterministic."""
     backward = deterministic()
     return (
         Implementation(

@@ -9,7 +9,8 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.tiled_attention.kernels.cudnn import call, finite, inputs_of, present
 
-# The products of attention by name: contracted and batch axes of both operands, as arrays lie in memory.
+# The matrix products of attention by name: contracted and batch axes of both operands, for arrays in their memory
+# layout.
 BACKWARD_PRODUCTS = {
     "bmm1_grad_gemm1": ((2, 1), ((0, 1), (0, 2))),
     "bmm1_grad_gemm2": ((3, 1), ((0, 1), (0, 2))),
@@ -19,15 +20,16 @@ BACKWARD_PRODUCTS = {
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Gradients of query, key, value and bias."""
+    """Returns the gradients of query, key, value and bias."""
     record: TiledAttention = pullback.record
     lse = pullback.residuals.lse
     if record.bias is not None:
-        # Rows that attend to nothing have lse -inf. With 0, their weights exp(s - lse) are 0, and all gradients too.
+        # Rows that attend to nothing have lse -inf. With 0 instead, their weights exp(s - lse) are 0, and so are all
+        # gradients.
         record, lse = finite(record), jnp.where(lse == -jnp.inf, 0, lse)
     saved = (lse, pullback.cotangent)
-    # The order of XLA's custom call: the output comes after the bias.
+    # The order of operands of XLA's custom call: the output comes after the bias.
     operands = present(*inputs_of(record), *saved, record.bias, pullback.output)
     made = call(record, "Backward", BACKWARD_PRODUCTS, operands, inputs_of(record), present(record.bias))
-    # Not strict: without a bias there is no gradient of it.
+    # Not strict, since without a bias its gradient is missing.
     return dict(zip(("query", "key", "value", "bias"), made, strict=False))

@@ -10,12 +10,13 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, 
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel_cuda.tiled_attention.kernels.cudnn import call, finite, inputs_of, present
 
-# The products of attention by name: contracted and batch axes of both operands, as arrays lie in memory.
+# The matrix products of attention by name: contracted and batch axes of both operands, for arrays in their memory
+# layout.
 FORWARD_PRODUCTS = {"bmm1": ((3, 3), ((0, 2), (0, 2))), "bmm2": ((3, 1), ((0, 1), (0, 2)))}
 
 
 def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Output [B, T, H, Dv] and lse [B, H, T]."""
+    """Returns output [B, T, H, Dv] and lse [B, H, T]."""
     if record.bias is None:
         return _run(record)
     attends = _rows_that_attend(record)
@@ -25,8 +26,8 @@ def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResi
 
 
 def _rows_that_attend(record: TiledAttention) -> jax.Array:
-    """Whether a query attends to any key, bool [B|1, H|1, T], of a record with a bias: -inf masks."""
-    assert record.bias is not None  # the caller looked
+    """Returns whether each query attends to any key, as bool [B|1, H|1, T]; the record has a bias, where -inf masks."""
+    assert record.bias is not None  # checked by the caller
     left, right = band(record)
     steps = jnp.arange(record.key.shape[1]) - jnp.arange(record.query.shape[1])[:, None]
     seen = record.bias > -jnp.inf
@@ -39,7 +40,7 @@ def _run(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     given = inputs if record.bias is None else {**inputs, "bias": record.bias}
 
     def run(given: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
-        # `in_rows` leaves an operand that all rows share with one row. cuDNN takes that of a bias alone.
+        # `in_rows` keeps an operand that all rows share at one row, which cuDNN supports for a bias only.
         broadcast = {name: jnp.broadcast_to(given[name], (rows, *given[name].shape[1:])) for name in inputs}
         return _forward(dataclasses.replace(record, **{**given, **broadcast}))
 

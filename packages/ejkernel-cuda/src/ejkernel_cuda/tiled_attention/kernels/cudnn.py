@@ -1,7 +1,7 @@
-"""cuDNN's fused attention, called as XLA calls it.
+"""cuDNN's fused attention, through the custom calls that XLA's compiler replaces by cuDNN graphs.
 
-`jax.nn.dot_product_attention` rounds the logarithm of the denominator to the query's dtype, and its backward pass takes
-no other's residuals. So this makes the custom calls itself, which XLA's compiler replaces by cuDNN graphs.
+`jax.nn.dot_product_attention` emits them too, but rounds the logarithm of the denominator to the query's dtype, and its
+backward pass accepts only its own residuals.
 """
 
 import dataclasses
@@ -14,15 +14,19 @@ import jax.numpy as jnp
 from ejkernel.families.tiled_attention import TiledAttention, band
 
 HEADS_FIRST = (0, 2, 1, 3)
-"""Permutation between [B, T, H, D], which arrays have, and [B, H, T, D], which the calls' results are said to have."""
+"""The permutation between [B, T, H, D], the arrays' layout, and [B, H, T, D], the declared shape of the calls'
+results.
+"""
 
 MASKED = {"bfloat16": -1e30, "float16": -6e4}
-"""A bias so low that its weight is 0 next to any other; both dtypes hold it."""
+"""A bias so low that its weight is 0 next to any other one, and finite in the dtype."""
 
 
 def finite(record: TiledAttention) -> TiledAttention:
-    """The record with a bias without -inf: in a row of nothing else, cuDNN's softmax is free to divide 0 by 0."""
-    assert record.bias is not None  # the caller looked
+    """Returns the record with -inf in the bias replaced: in a row of nothing else, cuDNN's softmax may divide 0 by
+    0.
+    """
+    assert record.bias is not None  # checked by the caller
     bias = jnp.where(record.bias == -jnp.inf, MASKED[record.bias.dtype.name], record.bias)
     return dataclasses.replace(record, bias=bias.astype(record.bias.dtype))
 
@@ -33,7 +37,7 @@ def inputs_of(record: TiledAttention) -> tuple[jax.Array, ...]:
 
 
 def present(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
-    """Returns the arrays that are there."""
+    """Returns the arrays that are not None."""
     return tuple(x for x in arrays if x is not None)
 
 
@@ -45,24 +49,24 @@ def call(
     arrays: tuple[Any, ...],
     others: tuple[Any, ...],
 ) -> tuple[jax.Array, ...]:
-    """One of XLA's custom calls for cuDNN.
+    """Emits one of XLA's custom calls for cuDNN.
 
     Args:
         record: The call's record.
-        direction: What the name of the custom call ends with.
+        direction: The last word of the custom call's name.
         products: The matrix products in it.
         operands: Its operands.
-        arrays: What is like its results of shape [B, T, H, D].
-        others: What is like its other results.
+        arrays: Arrays with the shapes and dtypes of the results of shape [B, T, H, D].
+        others: Arrays with the shapes and dtypes of the other results.
 
     Returns:
         The results, in that order.
     """
-    # Results are declared as [B, H, T, D], as XLA's pass wants them, with a layout in which they lie as [B, T, H, D]:
-    # the transposition at the end moves nothing.
+    # XLA's pass expects results of shape [B, H, T, D]; the declared layout stores them as [B, T, H, D], so that the
+    # transposition at the end moves no data.
     turned = [jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST], x.dtype) for x in arrays]
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others]
-    # XLA's compiler puts the size in when it has made cuDNN's graph.
+    # XLA's compiler replaces this size once it has built cuDNN's graph.
     workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
     results = jax.ffi.ffi_call(
         f"__cudnn$fmha{'' if record.bias is None else 'ScaleBias'}Softmax{direction}",
@@ -76,7 +80,7 @@ def call(
 
 
 def _description(record: TiledAttention, products: dict[str, Any]) -> dict[str, Any]:
-    """What XLA's compiler wants to know of a call, in the words of its protocol buffer."""
+    """Returns the call's description, with the fields of the protocol buffer that XLA's compiler reads."""
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     left, right = band(record)
     scores = {
@@ -90,7 +94,7 @@ def _description(record: TiledAttention, products: dict[str, Any]) -> dict[str, 
         "intermediate_tensor_shape": scores,
         "is_flash_attention": True,
         "mask_type": "NO_MASK" if right is None else "CAUSAL",
-        # cuDNN counts the query's own position as one of the window; 0 is no window.
+        # cuDNN's window counts the query's own position; 0 means no window.
         "sliding_window_length": 0 if left is None else left + 1,
         "max_seg_per_batch": 1,
     }
