@@ -16,7 +16,7 @@ each. Triton 3.10 no longer fuses where it is not told."""
 
 @functools.cache
 def triton_call() -> Any:
-    """`jax_triton.triton_call`."""
+    """Returns `jax_triton.triton_call`."""
     module = importlib.import_module("jax_triton")
     _mend_dead_code_rule()
     return module.triton_call
@@ -42,7 +42,7 @@ def _mend_dead_code_rule() -> None:
 
 @functools.cache
 def output_argument() -> str:
-    """What `jax_triton.triton_call` calls the outputs' shapes: `out_shape` in 0.3, `out_type` in 0.4."""
+    """Returns what `jax_triton.triton_call` calls the outputs' shapes: `out_shape` in 0.3, `out_type` in 0.4."""
     parameters = inspect.signature(triton_call()).parameters
     return "out_type" if "out_type" in parameters else "out_shape"
 
@@ -63,7 +63,7 @@ def call_kernel(
         kernel: The `triton.jit` function; of its outputs, those that are aliased are declared first.
         arrays: Its inputs.
         outputs: Shapes and dtypes.
-        aliases: Input number -> output number.
+        aliases: Input index -> output index.
         options: Further arguments of `triton_call`.
 
     Returns:
@@ -139,7 +139,7 @@ def cache_folder() -> Generator[None]:
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Whether `triton.jit` made a function for the interpreter, as it does with TRITON_INTERPRET=1."""
+    """Returns whether `triton.jit` made a function for the interpreter, as it does with TRITON_INTERPRET=1."""
     return isinstance(kernel, _interpreter().InterpretedFunction)
 
 
@@ -172,7 +172,7 @@ def mend_interpreter() -> None:
 
 
 def _without_bfloat16(compute: Any) -> Any:
-    """An operation of the interpreter that refuses bfloat16."""
+    """Returns an operation of the interpreter that refuses bfloat16."""
 
     @functools.wraps(compute)
     def checked(builder: Any, operand: Any, *rest: Any) -> Any:

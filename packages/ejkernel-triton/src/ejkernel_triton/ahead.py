@@ -97,7 +97,7 @@ def compile_for(call: Launch, chip: str) -> Resources:
 
 
 def mixed_lanes(ptx: str) -> list[str]:
-    """Instructions that put a product wider than 32 bits into the low half of a pair of 32-bit numbers.
+    """Returns instructions that put a product wider than 32 bits into the low half of a pair of 32-bit numbers.
 
     Triton 3.6 compiles some kernels so, wrongly: LLVM joins `x << 28`, whose result is unread, and `y << 1` into one
     shift of two lanes, both marked as not overflowing, and its NVPTX backend packs the lanes into 64 bits. It widens
@@ -136,7 +136,7 @@ def _options(call: Launch) -> dict[str, Any]:
 
 
 def _source(call: Launch, make: Any) -> Any:
-    """What jax-triton compiles: arrays that begin at multiples of 16 bytes, and constants."""
+    """Returns what jax-triton compiles: arrays that begin at multiples of 16 bytes, and constants."""
     names = call.kernel.arg_names
     arrays = (*call.inputs, *call.outputs)
     signature = {name: POINTERS[jnp.dtype(x.dtype).name] for name, x in zip(names, arrays, strict=False)}
@@ -154,12 +154,12 @@ def _usage(binary: bytes) -> tuple[int, int]:
 
 
 def machine_code(binary: bytes) -> str:
-    """The instructions of an NVIDIA binary (SASS), as text."""
+    """Returns the instructions of an NVIDIA binary (SASS), as text."""
     return _run_tool("nvdisasm", "-c", binary)
 
 
 def _run_tool(name: str, option: str, binary: bytes) -> str:
-    """What a tool for binaries, of those in Triton's package, prints."""
+    """Returns what a tool for binaries, of those in Triton's package, prints."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

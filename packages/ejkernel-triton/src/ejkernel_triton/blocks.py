@@ -18,9 +18,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def grouped_tile(program, ROWS, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """(row, column) of a program in a grid of tiles that goes down GROUP rows before the next column.
+    """Returns (row, column) of a program in a grid of tiles that goes down GROUP rows before the next column.
 
-    Programs that run together then share the columns' operand in L2, instead of reading all of it once a row.
+    Programs that run together then share the columns' operand in L2, instead of reading all of it once per row.
     """
     per_group = GROUP * COLUMNS
     first = (program // per_group) * GROUP
@@ -80,7 +80,7 @@ def store_tile(
 
 @triton.jit
 def load_vector(base, index, valid, MASKED: tl.constexpr):
-    """What is at the indices; 0 where it is not valid, if MASKED."""
+    """Returns what is at the indices; 0 where it is not valid, if MASKED."""
     if MASKED:
         return tl.load(base + index, mask=valid, other=0)
     else:
@@ -89,7 +89,7 @@ def load_vector(base, index, valid, MASKED: tl.constexpr):
 
 @triton.jit
 def within(index, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which indices of a tile are below LENGTH: by construction all, where tiles end with it."""
+    """Returns which indices of a tile are below LENGTH: by construction all, where tiles end with it."""
     if LENGTH % BLOCK == 0:
         return tl.full([BLOCK], True, tl.int1)
     else:
@@ -98,7 +98,7 @@ def within(index, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dot(a, b, spec: tl.constexpr):
-    """a b, in float32 at the spec's precision."""
+    """Returns a b, in float32 at the spec's precision."""
     if spec.WIDEN:  # Triton's interpreter multiplies bfloat16 as the integers that hold its bits
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=spec.PRECISION)
     else:
@@ -116,7 +116,7 @@ def add_dot(acc, a, b, spec: tl.constexpr):
 
 @triton.jit
 def load_piece(rows_of, column, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """[ROWS, PIECE] of a RowTile from a column on; 0 from column WIDTH on and in rows that are not valid."""
+    """Returns [ROWS, PIECE] of a RowTile from a column on; 0 from column WIDTH on and in rows that are not valid."""
     tile, base, start, valid, STRIDE = rows_of
     rows = tl.arange(0, tile.shape[0])
     columns = column + tl.arange(0, spec.PIECE)
@@ -142,7 +142,7 @@ def add_dot_rows(acc, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def dot_rows(a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """a b^T of two RowTiles, in float32."""
+    """Returns a b^T of two RowTiles, in float32."""
     a_tile, _, _, _, _ = a
     b_tile, _, _, _, _ = b
     return add_dot_rows(tl.zeros([a_tile.shape[0], b_tile.shape[0]], tl.float32), a, b, WIDTH, spec)
@@ -150,7 +150,7 @@ def dot_rows(a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def finite(x):
-    """x with 0 for -inf: rows that have seen nothing keep weights of exp2(-inf - 0) = 0 instead of NaN."""
+    """Returns x with 0 for -inf: rows that have seen nothing keep weights of exp2(-inf - 0) = 0 instead of NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
@@ -165,7 +165,7 @@ def round_bfloat16(x):
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
-    """tanh, by NVIDIA's approximate instruction if FAST: 11 bits, enough next to operands of 16 bits."""
+    """Returns tanh, by NVIDIA's approximate instruction if FAST: 11 bits, enough next to operands of 16 bits."""
     if FAST:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -175,7 +175,7 @@ def tanh(x, FAST: tl.constexpr):
 
 @triton.jit
 def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
+    """Returns where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
     # The product has 64 bits because `batch` has: callers cast it.
     return array + (batch // PER) * ELEMENTS
 
@@ -192,7 +192,7 @@ def tokens_of(bounds, sequence):
 
 @triton.jit
 def slot_of(slots, sequence, first, end, SLOTS: tl.constexpr):
-    """(slot of a sequence with the tokens first to end, 1 if its state is read and kept there, else 0)."""
+    """Returns (slot of a sequence with the tokens first to end, 1 if its state is read and kept there, else 0)."""
     slot = tl.load(slots + sequence, eviction_policy="evict_last").to(tl.int64)
     # A sequence without tokens leaves its slot alone, which may be another's too.
     return slot, tl.cast((slot >= 0) & (slot < SLOTS) & (end > first), tl.int32)
@@ -209,7 +209,7 @@ def zero_outputs(
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes 0 to a sequence's share of the outputs of tokens of none, in columns below WIDTH.
+    """Writes 0 to a sequence's share of the outputs of padding tokens, in columns below WIDTH.
 
     The output's memory is not initialised. The programs of all sequences share those tokens, which lie before the first
     sequence and after the last; rows of the output are STRIDE apart.

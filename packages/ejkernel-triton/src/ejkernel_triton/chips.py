@@ -35,7 +35,7 @@ class Chip:
 
     @property
     def capability(self) -> int:
-        """The number in NVIDIA's name: 90 for `sm_90`; 0 for another vendor's."""
+        """Returns the number in NVIDIA's name: 90 for `sm_90`; 0 for another vendor's."""
         return int(self.target[3:]) if self.vendor == "nvidia" else 0
 
 
@@ -57,7 +57,7 @@ CHIPS = {
 
 
 def named(target: str) -> Chip:
-    """The chip that Triton calls so.
+    """Returns the chip that Triton calls so.
 
     Raises:
         ValueError: It is not in the table.
@@ -68,7 +68,7 @@ def named(target: str) -> Chip:
 
 
 def chip_of(device: DeviceInfo) -> Chip:
-    """The chip of a device; of one that is not in the table, the newest of its vendor that is not newer.
+    """Returns the chip of a device; of one that is not in the table, the newest of its vendor that is not newer.
 
     A CPU, where Triton's interpreter runs, counts as the largest: it has no limits of its own.
     """

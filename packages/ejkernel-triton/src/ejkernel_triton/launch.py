@@ -37,10 +37,10 @@ class Launch:
         inputs: Shapes of the input arrays.
         outputs: Shapes of the arrays that it writes.
         grid: Programs.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Depth of the software pipelines.
         constants: Its `tl.constexpr` arguments by name.
-        aliases: Input number -> output number: an input whose memory the output takes over, with what is in it.
+        aliases: Input index -> output index: an input whose memory the output takes over, with what is in it.
     """
 
     kernel: Any
@@ -101,7 +101,7 @@ def launch(
             says why).
         batch: Number of batch rows.
         grid: Number of programs, in proportion to the batch.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Depth of the software pipelines.
         constants: Hashable `tl.constexpr` arguments other than `per`, none of which depends on the batch.
 
@@ -168,7 +168,7 @@ def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
 
 
 def _per(kernel: Any, batch: int, arrays: Sequence[Any]) -> Any:
-    """The constant `per` of a kernel: for each array that is there, how many batch rows share a row of it."""
+    """Returns the constant `per` of a kernel: for each array that is there, how many batch rows share a row of it."""
     # Not strict: constants follow the arrays among a kernel's parameters.
     named = zip(kernel.arg_names, arrays, strict=False)
     per = {name.upper(): batch // x.shape[0] for name, x in named if x is not None}

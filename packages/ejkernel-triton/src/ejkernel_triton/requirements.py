@@ -47,7 +47,7 @@ def triton_implementation(
     priority: int | Callable[[Any, DeviceInfo, Direction], int] = 10,
     **fields: Any,
 ) -> Implementation:
-    """An implementation in Triton.
+    """Returns an implementation in Triton.
 
     Args:
         family: The family it serves.

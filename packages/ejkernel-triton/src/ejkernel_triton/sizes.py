@@ -12,10 +12,10 @@ def ceil_div(size: int, block: int) -> int:
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The smallest power of two that is neither below a size nor below `least`, itself a power of two."""
+    """Returns the smallest power of two that is neither below a size nor below `least`, itself a power of two."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def padded_for_dot(size: int) -> int:
-    """The smallest power of two that is not below a size and that `tl.dot` takes: at least 16."""
+    """Returns the smallest power of two that is not below a size and that `tl.dot` takes: at least 16."""
     return padded(size, 16)

@@ -15,7 +15,7 @@ def hopper_requires(
     head_dims: tuple[int, ...] | None = None,
     dtypes: Iterable[str] = ("float16", "bfloat16"),
 ) -> Requires:
-    """NVIDIA's GPUs of compute capability 9.0, and 16-bit dtypes unless others are named.
+    """Returns NVIDIA's GPUs of compute capability 9.0, and 16-bit dtypes unless others are named.
 
     Args:
         handles: Optional fields that the kernels honour.

@@ -2,12 +2,12 @@
 
 
 def is_wide(kind: str) -> bool:
-    """Whether matrix units multiply 256 by 256 numbers at a time: on v6e and v7x."""
+    """Returns whether matrix units multiply 256 by 256 numbers at a time: on v6e and v7x."""
     return "v6" in kind or is_v7x(kind)
 
 
 def is_v7x(kind: str) -> bool:
-    """Whether it is v7x.
+    """Returns whether it is v7x.
 
     Its matrix units keep sums; it copies keys about as fast as it decodes with them; and the compiler takes twice as
     long for large products.

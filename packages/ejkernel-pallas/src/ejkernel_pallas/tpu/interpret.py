@@ -11,10 +11,10 @@ VARIABLE = "EJKERNEL_TPU_INTERPRET"
 
 
 def interpreting() -> bool:
-    """Whether this process interprets TPU kernels; what `interpret=` of `pallas_call` is to be."""
+    """Returns whether this process interprets TPU kernels; what `interpret=` of `pallas_call` is to be."""
     return os.environ.get(VARIABLE, "0").lower() in ("1", "true", "yes", "on")
 
 
 def devices() -> frozenset[str]:
-    """What an implementation for TPUs says that it serves."""
+    """Returns what an implementation for TPUs says that it serves."""
     return frozenset({"tpu", "cpu"}) if interpreting() else frozenset({"tpu"})

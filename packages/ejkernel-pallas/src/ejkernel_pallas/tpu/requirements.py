@@ -13,7 +13,7 @@ DTYPES = frozenset({"bfloat16", "float32"})
 def tpu_requires(
     *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]] = lambda record: (), head_dims: range | None = None
 ) -> Requires:
-    """TPUs; the CPU too where kernels are interpreted.
+    """Returns TPUs; the CPU too where kernels are interpreted.
 
     Args:
         handles: Optional fields that the kernels honour.

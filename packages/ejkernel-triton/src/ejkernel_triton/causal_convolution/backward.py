@@ -15,14 +15,14 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangents of output and final states, and the wanted names.
+        pullback: Record, cotangents of output and final states, and the names of the requested fields.
         config: Tiles, blocks and warps.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     from ejkernel_triton.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd_kernel
 

@@ -18,7 +18,7 @@ class ConvolutionForward:
     Attributes:
         block_t: Tokens of a program.
         block_c: Channels of a program.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
     """
 
     block_t: int
@@ -34,7 +34,7 @@ class ConvolutionBackward:
         block_t: Tokens of a block, whose rows are read while those before are worked on.
         block_c: Channels of a program.
         blocks: Blocks of a program, over which it adds up the gradients of the weights.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Blocks that are on their way at a time, and the one that is worked on.
     """
 
@@ -49,13 +49,13 @@ RESIDENT = 7
 """Programs of the backward pass a multiprocessor from which on longer scans are faster; it holds eight."""
 
 FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 def heuristic(
     record: CausalConvolution, device: DeviceInfo, direction: Direction
 ) -> ConvolutionForward | ConvolutionBackward:
-    """Tiles for a record on a device, by rule: a thread has four channels side by side, two of float32."""
+    """Returns tiles for a record on a device, by rule: a thread has four channels side by side, two of float32."""
     most = 1 << (record.x.shape[2] - 1).bit_length()
     lanes = 64 if device.vendor == "amd" else 32
     # Measured on an H200 (docs/lab/selective_scan_gpu.md): forward 256 channels, 2 warps and 16 tokens 0.146 ms, 512
@@ -77,7 +77,7 @@ def heuristic(
 def candidates(
     record: CausalConvolution, device: DeviceInfo, direction: Direction
 ) -> tuple[ConvolutionForward | ConvolutionBackward, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     sizes = [(first.block_c, first.num_warps), (2 * first.block_c, first.num_warps), (first.block_c // 2, 2)]
     shapes = [
@@ -94,5 +94,5 @@ def candidates(
 
 
 def _fitting(tokens: int, most: int) -> int:
-    """The tokens of a block: no more than there are."""
+    """Returns the tokens of a block: no more than there are."""
     return min(most, 1 << (tokens - 1).bit_length())

@@ -11,7 +11,7 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def forward(record: CausalConvolution, config: ConvolutionForward) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -37,7 +37,7 @@ def forward(record: CausalConvolution, config: ConvolutionForward) -> tuple[tupl
 
 
 def kernel_inputs(record: CausalConvolution) -> tuple[jax.Array | None, ...]:
-    """x, W^T and bias in float32, the state's tokens as rows, and the first token of every token's sequence."""
+    """Returns x, W^T and bias in float32, the state's tokens as rows, and the first token of every token's sequence."""
     before = None if record.initial_state is None else jnp.swapaxes(states(record), 1, 2)
     bias = None if record.bias is None else record.bias.astype(jnp.float32)[None]
     starts = None

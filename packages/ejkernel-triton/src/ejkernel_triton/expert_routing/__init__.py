@@ -12,7 +12,7 @@ MOST_EXPERTS = 1024
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     tokens, experts = record.logits.shape
     if not tokens:
         yield "an array is empty"
@@ -21,7 +21,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "expert_routing",

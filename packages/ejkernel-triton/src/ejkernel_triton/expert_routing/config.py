@@ -18,7 +18,7 @@ class RoutingTiles:
 
     Attributes:
         block_t: Tokens of a program; a power of two.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
     """
 
     block_t: int
@@ -32,11 +32,11 @@ class RoutingTiles:
 
 
 FACES = {"block_t": "block_t", "num_warps": "num_warps"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 def heuristic(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> RoutingTiles:
-    """Tiles for a record on a device, by rule: as many tokens as registers hold the logits of."""
+    """Returns tiles for a record on a device, chosen by rule: as many tokens as registers hold the logits of."""
     if interpreting():
         return RoutingTiles(block_t=16, num_warps=1)
     warps, lanes = 4, 64 if device.vendor == "amd" else 32
@@ -45,6 +45,6 @@ def heuristic(record: ExpertRouting, device: DeviceInfo, direction: Direction) -
 
 
 def candidates(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> tuple[RoutingTiles, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     return first, dataclasses.replace(first, block_t=max(1, first.block_t // 2))

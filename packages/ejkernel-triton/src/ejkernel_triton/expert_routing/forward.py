@@ -11,7 +11,7 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple[()]]:
-    """The routing of a record.
+    """Returns the routing of a record.
 
     Args:
         record: The canonical arguments.

@@ -19,7 +19,7 @@ class RoutingSpec:
     Attributes:
         T: Tokens.
         E: Experts.
-        K: Experts a token.
+        K: Experts per token.
         PADDED_E: E, padded to a power of two.
         PADDED_K: K, too.
         BLOCK_T: Tokens of a program.
@@ -40,7 +40,7 @@ class RoutingSpec:
 
 
 def make_spec(record: ExpertRouting, config: RoutingTiles) -> RoutingSpec:
-    """The constants of a record's kernels."""
+    """Returns the constants of a record's kernels."""
     (tokens, experts), top_k = record.logits.shape, record.top_k
     blocks = ceil_div(tokens, config.block_t)
     return RoutingSpec(

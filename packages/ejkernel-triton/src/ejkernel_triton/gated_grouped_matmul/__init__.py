@@ -10,7 +10,7 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     rows = record.lhs if record.indices is None else record.indices
     if not (record.lhs.size and rows.shape[0]):
         yield "an array is empty"
@@ -19,7 +19,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "gated_grouped_matmul",

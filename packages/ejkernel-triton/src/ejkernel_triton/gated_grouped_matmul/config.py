@@ -19,9 +19,9 @@ class GatedTiles:
     Attributes:
         block_m: Rows of a tile.
         block_n: Columns of a tile of the output; as many of the gate and of the others are multiplied.
-        block_k: Contracted elements a step.
+        block_k: Contracted elements per step.
         num_programs: Programs that share the tiles.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of operands.
     """
 
@@ -34,7 +34,7 @@ class GatedTiles:
 
 
 FACES = {name: name for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages")}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 GROUP_M = 4
 """Tiles of rows that run before the next column of tiles; on an H200 8 and 16 are 1 % and 2 % slower."""
@@ -53,12 +53,12 @@ WIDE_TILES = (TileChoice(64, 32, 32, 4, 3), TileChoice(32, 32, 32, 4, 3))
 
 
 def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> GatedTiles:
-    """Tiles for a record on a device, by rule."""
+    """Returns tiles for a record on a device, chosen by rule."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GatedTiles, ...]:
-    """Tiles worth measuring for a record on a device, the best first."""
+    """Returns tiles worth measuring for a record on a device, the best first."""
     if interpreting():
         return (_configured(TileChoice(32, 32, 32, 4, 1), chip_of(device)),)
     chip, few = chip_of(device), average_rows(product_record(record, rows_shape(record), record.lhs.dtype))
@@ -73,7 +73,7 @@ def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direct
 
 
 def rows_shape(record: GatedGroupedMatmul) -> Any:
-    """Shape and dtype of the rows, which are nowhere in memory."""
+    """Returns shape and dtype of the rows, which are nowhere in memory."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
     return Shape((rows, record.lhs.shape[1]), record.lhs.dtype)
 
@@ -83,7 +83,7 @@ def _stage_bytes(tile: TileChoice, size: int) -> int:
 
 
 def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Chip) -> TileChoice:
-    """A tile with as few stages as the chip's shared memory holds; AMD's have two."""
+    """Returns a tile with as few stages as the chip's shared memory holds; AMD's have two."""
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     while stages > 1 and stages * _stage_bytes(tile, record.lhs.dtype.itemsize) > chip.shared_memory - 2 * KIBI:
         stages -= 1

@@ -11,7 +11,7 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.

@@ -17,7 +17,7 @@ class GatedSpec:
         ACTIVATION: Of the gate.
         BLOCK_M: Rows of a tile.
         BLOCK_N: Columns of a tile of the output.
-        BLOCK_K: Contracted elements a step.
+        BLOCK_K: Contracted elements per step.
         ENTRIES: Entries of the tile list.
         PROGRAMS: Programs that share the tiles.
         GROUP_M: Tiles of rows that run before the next column of tiles.

@@ -9,13 +9,13 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not (record.rows.size and record.indices.size and record.inverse.size):
         yield "an array is empty"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "gather_reduce",

@@ -12,7 +12,7 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
-    """Gradients of the rows and of the weights, which one kernel makes.
+    """Returns gradients of the rows and of the weights, which one kernel makes.
 
     Args:
         pullback: Record and cotangent [T, D].

@@ -9,7 +9,7 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
 IN_FLIGHT = 4
-"""Rows that a program loads before it waits, of 16 bytes a thread; the fastest of 1 to 8 on an H200."""
+"""Rows that a program loads before it waits, of 16 bytes per thread; the fastest of 1 to 8 on an H200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class GatherTiles:
     Attributes:
         block_t: Sums of a program: tokens forward, rows backward; a power of two.
         block_d: Channels of a program; a power of two.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         scatter: Whether rows are read once and written to every token that names them; programs have rows forward then.
     """
 
@@ -36,11 +36,11 @@ class GatherTiles:
 
 
 FACES = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_warps"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) -> GatherTiles:
-    """Tiles for a record on a device, by rule: a thread has 16 bytes of each row that it loads."""
+    """Returns tiles for a record on a device, chosen by rule: a thread has 16 bytes of each row that it loads."""
     sums, terms = record.indices.shape if direction == "forward" else record.inverse.shape
     lanes, each = 64 if device.vendor == "amd" else 32, 16 // record.rows.dtype.itemsize
     channels = padded(record.rows.shape[1])
@@ -59,12 +59,12 @@ def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) ->
 
 
 def is_copy(record: GatherReduce) -> bool:
-    """Whether tokens are copies of rows, several of one row: the dispatch of a mixture of experts."""
+    """Returns whether tokens are copies of rows, several of one row: the dispatch of a mixture of experts."""
     return record.weights is None and record.indices.shape[1] == 1 and record.inverse.shape[1] > 1
 
 
 def candidates(record: GatherReduce, device: DeviceInfo, direction: Direction) -> tuple[GatherTiles, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     gathers = dataclasses.replace(first, scatter=False)
     found = [dataclasses.replace(first, block_t=2)] if first.scatter else []

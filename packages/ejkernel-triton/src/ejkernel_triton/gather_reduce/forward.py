@@ -41,7 +41,7 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
 
 
 def _copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
-    """The output of a record whose tokens are copies of rows."""
+    """Returns the output of a record whose tokens are copies of rows."""
     from ejkernel_triton.gather_reduce.kernels.scatter_copies import scatter_copies_kernel
 
     if not is_copy(record):

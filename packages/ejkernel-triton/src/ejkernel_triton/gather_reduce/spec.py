@@ -21,8 +21,8 @@ class GatherSpec:
     Attributes:
         R: Rows.
         T: Tokens.
-        K: Indices a token.
-        M: Pairs a row.
+        K: Indices per token.
+        M: Pairs per row.
         D: Channels.
         WEIGHTS: Whether there are weights.
         DOTS: Whether the weights' gradient is wanted.
@@ -54,7 +54,7 @@ class GatherSpec:
 
 
 def make_spec(record: GatherReduce, config: GatherTiles, *, sums: int, terms: int, dots: bool = False) -> GatherSpec:
-    """The constants of a kernel that makes `sums` sums of `terms` terms."""
+    """Returns the constants of a kernel that makes `sums` sums of `terms` terms."""
     (rows, channels), (tokens, count) = record.rows.shape, record.indices.shape
     return GatherSpec(
         R=rows,

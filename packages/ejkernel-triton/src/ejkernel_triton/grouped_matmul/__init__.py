@@ -25,7 +25,7 @@ LARGEST = 2**31 - 1
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     if not (rows and contracted):
         yield "lhs is empty"
@@ -43,7 +43,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "grouped_matmul",

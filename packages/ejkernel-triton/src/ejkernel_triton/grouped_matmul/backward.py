@@ -21,14 +21,14 @@ from ejkernel_triton.sizes import ceil_div
 
 
 def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangent [M, N], and the wanted names.
+        pullback: Record, cotangent [M, N], and the names of the requested fields.
         config: Tile sizes, programs, warps and stages of both kernels.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     if pullback.record.lhs_scale is not None:
         return _scaled_row_gradients(pullback, config)
@@ -60,7 +60,7 @@ def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[s
 def _matrix_gradients(
     record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, wanted: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Gradients of the matrices and of their scales."""
+    """Returns gradients of the matrices and of their scales."""
     if record.rhs_scale is None:
         return {"rhs": _matrix_sums(record, cotangent, config, record.rhs.dtype)}
     sums, found = _matrix_sums(record, cotangent, config, jnp.float32), {}
@@ -117,14 +117,14 @@ def _bias_sums(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
 
 
 def _bounds(record: GroupedMatmul) -> jax.Array:
-    """First row of every matrix's group and the row after its last, [1, E, 2]."""
+    """Returns first row of every matrix's group and the row after its last, [1, E, 2]."""
     return jnp.stack(group_rows(record), axis=1)[None]
 
 
 def _spec(
     record: GroupedMatmul, pair: tuple[jax.Array, jax.Array], blocks: tuple[int, int, int]
 ) -> GroupedMatricesSpec:
-    """The constants of a kernel that sums over rows of a pair of operands."""
+    """Returns the constants of a kernel that sums over rows of a pair of operands."""
     left, right = pair
     return GroupedMatricesSpec(
         ROWS=left.shape[0],

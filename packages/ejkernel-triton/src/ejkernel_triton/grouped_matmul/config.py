@@ -22,11 +22,11 @@ class GroupedForward:
     Attributes:
         block_m: Rows of a tile.
         block_n: Columns of a tile.
-        block_k: Contracted elements a step.
+        block_k: Contracted elements per step.
         flatten: Whether the loops over tiles and over steps become one, so that a tile's first copies are in flight
             while the epilogue stores the tile before.
         num_programs: Programs that share the tiles.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of operands.
     """
 
@@ -47,7 +47,7 @@ class GroupedBackward(GroupedForward):
         rhs_block_m: Rows of a tile of a matrix's gradient.
         rhs_block_n: Columns of it.
         rhs_block_k: Rows of lhs and of the cotangent a step.
-        rhs_num_warps: Warps a program of that kernel.
+        rhs_num_warps: Warps per program of that kernel.
         rhs_num_stages: Pipeline stages of it.
     """
 
@@ -65,7 +65,7 @@ FACES = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 class TileChoice(NamedTuple):
@@ -136,12 +136,12 @@ SMALL_TILES = {
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> GroupedForward:
-    """Tile sizes for a record on a device."""
+    """Returns tile sizes for a record on a device."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:
-    """Tile sizes worth measuring for a record on a device, the best first."""
+    """Returns tile sizes worth measuring for a record on a device, the best first."""
     chip = chip_of(device)
     step = float8_step(record) if direction == "forward" else 0
     tiles = _float8_tiles(record, step, chip) if step else _row_tiles(scaled_rows(record), chip, direction)
@@ -156,7 +156,7 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
 
 
 def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple[TileChoice, ...]:
-    """Tiles of `grouped_gemm_kernel` for operands of 16 and 32 bits."""
+    """Returns tiles of `grouped_gemm_kernel` for operands of 16 and 32 bits."""
     adds = record.existing_out is not None or record.rhs_bias is not None
     adds = direction == "forward" and (adds or (_is_wide_output(record) and chip.architecture != "hopper"))
     height = _height(record)
@@ -177,7 +177,7 @@ def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple
 
 
 def _float8_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[TileChoice, ...]:
-    """Tiles of the forward kernel where tensor cores multiply 8-bit operands."""
+    """Returns tiles of the forward kernel where tensor cores multiply 8-bit operands."""
     height = _height(record)
     if height < 128:
         tiles = tuple(tile._replace(k=128) for tile in SMALL_TILES[height])
@@ -190,13 +190,13 @@ def _float8_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[TileCho
 
 
 def _height(record: GroupedMatmul) -> int:
-    """Rows of a tile."""
+    """Returns rows of a tile."""
     few = average_rows(record)
     return next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
 
 
 def _wide(record: GroupedMatmul, direction: Direction) -> bool:
-    """Whether operands are multiplied in float32."""
+    """Returns whether operands are multiplied in float32."""
     others = () if record.rhs_scale is None else (jnp.float32,)
     others += (record.out_dtype,) if direction == "backward" else ()  # the dtype of the cotangent
     return operand_dtype(record, *others).itemsize > 2
@@ -212,7 +212,7 @@ def _warps(record: GroupedMatmul) -> int:
 
 
 def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
-    """Tiles of `grouped_gemm_drhs_kernel`."""
+    """Returns tiles of `grouped_gemm_drhs_kernel`."""
     if _wide(record, "backward"):
         tiles = (TileChoice(64, 64, 32, _warps(record), 3), TileChoice(64, 128, 32, 8, 3))
     elif chip.architecture not in ("hopper", "blackwell"):
@@ -223,7 +223,7 @@ def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
 
 
 def _shrunk(tile: TileChoice, chip: Chip, size: int = 2, stored: int = 2) -> TileChoice:
-    """A tile with as few stages as the chip's shared memory holds; AMD's have two.
+    """Returns a tile with as few stages as the chip's shared memory holds; AMD's have two.
 
     Args:
         tile: What is wanted.

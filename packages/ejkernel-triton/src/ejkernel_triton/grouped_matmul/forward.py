@@ -24,7 +24,7 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.
@@ -47,7 +47,7 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
 
 
 def _float8_product(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
-    """The output of 8-bit rows and matrices, multiplied by tensor cores without conversion."""
+    """Returns the output of 8-bit rows and matrices, multiplied by tensor cores without conversion."""
     step, (lhs_blocks, rhs_blocks) = float8_step(record), blocks_of_scales(record)
     if step % config.block_k:
         raise ValueError(f"cfg: got block_k={config.block_k}, wants a divisor of {step}, which share a scale")
@@ -62,7 +62,7 @@ def _float8_product(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
 
 
 def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
-    """The cotangent's rows times the transposed matrix of their group; 0 for left-over rows.
+    """Returns the cotangent's rows times the transposed matrix of their group; 0 for left-over rows.
 
     Args:
         record: The canonical arguments.
@@ -86,7 +86,7 @@ def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: Grouped
 
 
 def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> GroupedRowsSpec:
-    """The constants of the forward kernel."""
+    """Returns the constants of the forward kernel."""
     (rows, contracted), width, scale = record.lhs.shape, columns(record), record.rhs_scale
     blocks = 1 if scale is None else scale.shape[1]
     return GroupedRowsSpec(
@@ -120,7 +120,7 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> Groupe
 def multiply(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedRowsSpec, config: GroupedForward, dtype: Any
 ) -> jax.Array:
-    """The rows times the matrices of their groups, as a spec has them.
+    """Returns the rows times the matrices of their groups, as a spec has them.
 
     Args:
         record: The record with the groups and matrices.

@@ -27,7 +27,7 @@ class GroupedRowsSpec:
         RHS_STRIDES: Elements from one contracted element, and from one column, of a matrix to the next.
         BLOCK_M: Rows of a tile.
         BLOCK_N: Columns of a tile.
-        BLOCK_K: Contracted elements a step.
+        BLOCK_K: Contracted elements per step.
         FLATTEN: Whether the loops over tiles and over steps become one, so that a tile's first copies are in flight
             while the epilogue stores the tile before.
         ENTRIES: Entries of the tile list.
@@ -114,7 +114,7 @@ MIN_STEP = 32
 
 
 def blocks_of_scales(record: GroupedMatmul) -> tuple[int, int]:
-    """Blocks of contracted elements that have a scale each, of rows and of matrices."""
+    """Returns blocks of contracted elements that have a scale each, of rows and of matrices."""
     left, right = (1 if x is None else x.shape[1] for x in (record.lhs_scale, record.rhs_scale))
     return left, right
 
@@ -135,7 +135,7 @@ def float8_step(record: GroupedMatmul) -> int:
 
 
 def scaled_rows(record: GroupedMatmul) -> GroupedMatmul:
-    """A record whose rows are multiplied with their scales; rows of 8 bits become float32."""
+    """Returns a record whose rows are multiplied with their scales; rows of 8 bits become float32."""
     if record.lhs_scale is None:
         return record
     dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_dtype(record, jnp.float32)
@@ -168,10 +168,10 @@ def dot_precision(record: GroupedMatmul) -> str:
 
 
 def widens(dtype: Any) -> bool:
-    """Whether operands of a dtype become float32 first."""
+    """Returns whether operands of a dtype become float32 first."""
     return interpreting() and jnp.dtype(dtype) != jnp.float32
 
 
 def as_row(x: jax.Array | None) -> jax.Array | None:
-    """An array as the only row of a batch."""
+    """Returns an array as the only row of a batch."""
     return None if x is None else x[None]

@@ -23,8 +23,8 @@ class ChunkPasses:
         state_block_v: Value channels of it.
         state_stages: Pipeline stages: chunks whose copies are in flight, plus one; in the delta rule fewer where shared
             memory has no room for as many.
-        score_block_k: Key channels at once, where the scores of pairs of tokens with gates of channels are made.
-        output_block_t: Tokens of a program that makes outputs, at most a chunk; with gates of channels always that.
+        score_block_k: Key channels at once, where the scores of pairs of tokens with gates per key channel are made.
+        output_block_t: Tokens of a program that makes outputs, at most a chunk; with gates per key channel always that.
         output_block_k: Key channels at once, where outputs and gradients of values are made.
         output_block_v: Value channels of a program there.
         output_warps: Warps of it.

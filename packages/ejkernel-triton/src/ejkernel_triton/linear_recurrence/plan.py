@@ -42,12 +42,12 @@ class ChunkIndex(NamedTuple):
 
     @property
     def per_chunk(self) -> tuple[jax.Array | None, ...]:
-        """What kernels of single chunks read."""
+        """Returns what kernels of single chunks read."""
         return self.starts, self.ends
 
     @property
     def per_scan(self) -> tuple[jax.Array | None, ...]:
-        """What kernels read that scan along the chunks of a sequence."""
+        """Returns what kernels read that scan along the chunks of a sequence."""
         return self.bounds, self.first_chunks, self.order
 
 
@@ -63,7 +63,7 @@ class RecurrenceCall:
         value: [B, T, HV, V].
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `cumulative_gates`; [B|1, H] where gates are
             constant; factors of chunks where queries and keys are decayed already; None without gates.
-        scores: [B, H, CHUNKS * CHUNK, CHUNK], from `forward.intra_chunk_scores`; None without gates of channels.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], from `forward.intra_chunk_scores`; None without gates per key channel.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.
         chunk_index: Where the chunks of packed sequences lie.
@@ -89,7 +89,7 @@ WGMMA_ROWS = 64
 
 
 def make_chunk_index(record: LinearRecurrence, spec: RecurrenceSpec) -> ChunkIndex:
-    """Where the chunks of packed sequences lie: each sequence is cut into chunks from its first token on."""
+    """Returns where the chunks of packed sequences lie: each sequence is cut into chunks from its first token on."""
     if record.cu_seqlens is None:
         return ChunkIndex(None, None, None, None, None)
     bounds, sequences = record.cu_seqlens.astype(jnp.int32), record.cu_seqlens.shape[0] - 1
@@ -146,14 +146,14 @@ def make_call(
     *,
     cumulative: bool = True,
 ) -> RecurrenceCall:
-    """The call of a record.
+    """Returns the call of a record.
 
     Args:
         record: The canonical arguments.
         config: Chunks and tiles.
         chunk: Tokens of a chunk, which of the two lengths.
         gates: Cumulative gates, where the forward pass kept them.
-        scores: Scores of pairs of tokens with gates of channels, where the forward pass kept them.
+        scores: Scores of pairs of tokens with gates per key channel, where the forward pass kept them.
         cumulative: Whether cumulative gates are made where they were not kept.
     """
     spec = make_spec(record, chunk, config.segments)
@@ -208,7 +208,7 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, chunk_index:
 
 
 def state_stages(call: RecurrenceCall, most: int, *, block_k: int, block_v: int, written: bool) -> int:
-    """The stages with which the delta rule's state passing fits the chip in use.
+    """Returns the stages with which the delta rule's state passing fits the chip in use.
 
     Args:
         call: What the launches of the call share.
@@ -227,7 +227,7 @@ def _room(chip: Chip) -> int:
 
 
 def _bytes(call: RecurrenceCall, chip: Chip, stages: int, state: tuple[int, int], written: bool) -> int:
-    """Bytes of the chunks that are copied ahead and of the state, an operand of the product with `w`."""
+    """Returns bytes of the chunks that are copied ahead and of the state, an operand of the product with `w`."""
     size, chunk = call.query.dtype.itemsize, call.spec.CHUNK
     block_k, block_v = state
     unit = chip.architecture in ("hopper", "blackwell")

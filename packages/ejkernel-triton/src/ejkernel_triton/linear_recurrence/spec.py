@@ -72,7 +72,7 @@ class RecurrenceSpec:
 
 
 def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> RecurrenceSpec:
-    """The constants of a record's kernels on the device in use.
+    """Returns the constants of a record's kernels on the device in use.
 
     Args:
         record: The canonical arguments.
@@ -124,7 +124,7 @@ def _is_constant(record: LinearRecurrence) -> bool:
 
 
 def state_dtype(record: LinearRecurrence) -> Any:
-    """In which chunk states are stored: float16 has not the range for sums over a sequence."""
+    """Returns in which chunk states are stored: float16 has not the range for sums over a sequence."""
     return jnp.bfloat16 if record.query.dtype == jnp.bfloat16 else jnp.float32
 
 
@@ -137,7 +137,7 @@ def canonical(record: LinearRecurrence) -> LinearRecurrence:
 
 
 def _precision(record: LinearRecurrence) -> str:
-    """Products of float32 keep its digits; those of states with float16 need no more than float16's."""
+    """Returns products of float32 keep its digits; those of states with float16 need no more than float16's."""
     if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
         return "ieee"
     return "tf32x3" if record.query.dtype == jnp.float32 else "tf32"

@@ -33,7 +33,7 @@ CACHES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     arrays = (record.query, record.key_pages, record.kv_lens, record.value_pages)
     if not all(array.size for array in arrays if array is not None):
         yield "an array is empty"

@@ -28,7 +28,7 @@ class PagedForward:
         block_q: Query rows of one sequence a tile; with all query heads of a KV head they make a tile of scores.
         block_kv: Keys a tile.
         num_programs: Persistent programs, each with an equal share of the key tiles of a call (stream-K).
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of key and value tiles.
         whole_pages: Whether a tile that lies in one page reads the page's number once, not for every key.
     """
@@ -48,7 +48,7 @@ FACES = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-"""Fields of the public configurations and what they set here."""
+"""Maps fields of the public configurations to fields of this one."""
 
 SCORE_ROWS = 64
 """Most rows of a tile of scores in decoding and short prefills."""
@@ -137,7 +137,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     if record.latent is not None:
         return _latent_candidates(record, device)
     if _score_rows(record, device) == PREFILL_SCORE_ROWS:
@@ -148,7 +148,7 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
 
 
 def too_large(record: PagedAttention, device: DeviceInfo) -> str:
-    """Why the kernel cannot run for a record on a device; empty where it can."""
+    """Returns why the kernel cannot run for a record on a device; empty where it can."""
     chip, smallest = chip_of(device), heuristic(record, device, "forward")
     if fits(record, smallest, chip):
         return ""
@@ -172,7 +172,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
 
 
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
-    """Tile sizes for sequences with many query rows, the best guess first."""
+    """Returns tile sizes for sequences with many query rows, the best guess first."""
     chip, page = chip_of(device), paged_cache.page_size(record)
     sized = [_sized(record, device, *x) for x in PREFILL]
     sized = [x for x in sized if fits(record, x, chip)] or [fitted(record, sized[-1], chip)]
@@ -180,12 +180,12 @@ def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Pag
 
 
 def _is_wide(record: PagedAttention) -> bool:
-    """Whether tiles of 64 keys are too large for the pipeline."""
+    """Returns whether tiles of 64 keys are too large for the pipeline."""
     return record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
 
 
 def _average_query_rows(record: PagedAttention) -> int:
-    """Query rows of a sequence."""
+    """Returns query rows of a sequence."""
     return 1 if record.query_start is None else ceil_div(record.query.shape[0], max(1, record.kv_lens.shape[0]))
 
 
@@ -197,7 +197,7 @@ def _score_rows(record: PagedAttention, device: DeviceInfo) -> int:
 
 
 def _query_rows(record: PagedAttention, device: DeviceInfo) -> int:
-    """Query rows of a tile: a power of two, with all heads no more than a tile of scores has rows."""
+    """Returns query rows of a tile: a power of two, with all heads no more than a tile of scores has rows."""
     most = max(1, _score_rows(record, device) // group_of(record, chip_of(device)))
     return min(padded(_average_query_rows(record)), 1 << (most.bit_length() - 1))
 
@@ -235,7 +235,7 @@ def _most_heads(record: PagedAttention, chip: Chip) -> int:
 
 
 def shared_memory(record: PagedAttention, config: Any, chip: Chip) -> int:
-    """The most bytes of shared memory that a program of the kernel takes.
+    """Returns the most bytes of shared memory that a program of the kernel takes.
 
     Args:
         record: The canonical arguments.
@@ -247,7 +247,7 @@ def shared_memory(record: PagedAttention, config: Any, chip: Chip) -> int:
 
 
 def fits(record: PagedAttention, config: Any, chip: Chip) -> bool:
-    """Whether a chip holds a program of the kernel."""
+    """Returns whether a chip holds a program of the kernel."""
     return shared_memory(record, config, chip) <= chip.shared_memory
 
 
@@ -310,7 +310,7 @@ def _on_nvidia(shape: TileShape, chip: Chip) -> int:
 
 
 def _on_amd(shape: TileShape) -> int:
-    """The same on CDNA, where registers hold the queries, and the weights of 16 rows of 16 bits too."""
+    """Returns the same on CDNA, where registers hold the queries, and the weights of 16 rows of 16 bits too."""
     copied = (shape.stages - 1) * shape.keys * shape.read_columns * shape.stored
     if shape.rows > MIN_TILE or shape.operand > 2:
         copied += shape.rows * shape.keys * shape.operand

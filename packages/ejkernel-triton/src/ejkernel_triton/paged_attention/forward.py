@@ -20,7 +20,7 @@ MERGED_NUMBERS = 2048
 
 
 def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Array, ...], None]:
-    """Attention output of a record.
+    """Returns attention output of a record.
 
     Args:
         record: The canonical arguments.
@@ -43,7 +43,7 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
 
 
 def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of a record whose tokens are all in their pages.
+    """Returns output and lse of a record whose tokens are all in their pages.
 
     Args:
         record: The record.
@@ -55,7 +55,7 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
 
 
 def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and lse with 0 and -inf in rows of no sequence, which are in no entry of the work list."""
+    """Returns output and lse with 0 and -inf in rows of no sequence, which are in no entry of the work list."""
     if record.query_start is None:
         return output, lse
     # Rows of sequences follow each other.
@@ -72,7 +72,7 @@ def _attend(
     plan: tuple[jax.Array, jax.Array],
     config: PagedForward,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of the rows that are in the work list."""
+    """Returns output and lse of the rows that are in the work list."""
     from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
     from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
 
@@ -121,14 +121,14 @@ def _attend(
 def merge_prefix(
     prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, Dv] and lse [T, H] over the keys of both."""
+    """Returns output [T, H, Dv] and lse [T, H] over the keys of both."""
     parts = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix)]
     output, lse = merge(*parts)
     return output[0].astype(suffix[0].dtype), lse[0].T
 
 
 def write_cache(record: PagedAttention, work: jax.Array, block_q: int) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
-    """The record with its new tokens in its pages, and those pages; as `paged_cache.write`.
+    """Returns the record with its new tokens in its pages, and those pages; as `paged_cache.write`.
 
     Args:
         record: The record.
@@ -159,7 +159,7 @@ def _write_one(
     work: jax.Array,
     block_q: int,
 ) -> jax.Array:
-    """One array of the cache with the tokens in it."""
+    """Returns one array of the cache with the tokens in it."""
     from ejkernel_triton.paged_attention.kernels.cache_write import cache_write_kernel
 
     assert record.block_tables is not None

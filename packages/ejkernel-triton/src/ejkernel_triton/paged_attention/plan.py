@@ -32,7 +32,7 @@ MAX_PLANNED = 8192
 
 
 def spec_of_work(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> PagedSpec:
-    """The constants of a record's kernels, with room for the longest work list."""
+    """Returns the constants of a record's kernels, with room for the longest work list."""
     sequences = record.kv_lens.shape[0]
     # The most entries that these rows can make: each sequence may have one tile that is not full.
     tiles = record.query.shape[0] // config.block_q + sequences
@@ -66,19 +66,19 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
 
 
 def _entries(work: Work, schedule: Deal) -> jax.Array:
-    """The work list, computed by XLA."""
+    """Returns the work list, computed by XLA."""
     fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
     return jnp.stack((*fields, schedule.start, schedule.tiles), axis=1)
 
 
 def _shares(schedule: Deal) -> jax.Array:
-    """Where programs begin and, last, the size of a share and of all."""
+    """Returns where programs begin and, last, the size of a share and of all."""
     rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
     return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
 
 
 def split_prefix(record: PagedAttention) -> tuple[PagedAttention, PagedAttention]:
-    """The record of the prefix and that of the keys after it."""
+    """Returns the record of the prefix and that of the keys after it."""
     assert record.shared_prefix is not None
     assert record.block_tables is not None
     assert record.query_start is not None

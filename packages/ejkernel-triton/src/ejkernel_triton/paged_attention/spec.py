@@ -169,7 +169,7 @@ class WriteSpec:
 
 
 def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary: Rotary | None = None) -> PagedSpec:
-    """The constants of a record's kernels on the device in use.
+    """Returns the constants of a record's kernels on the device in use.
 
     Args:
         record: The canonical arguments, without new tokens.
@@ -244,7 +244,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
 
 
 def promoted(query: Any, stored: Any) -> Any:
-    """The wider of two dtypes; caches of 8 bits are read in the query's."""
+    """Returns the wider of two dtypes; caches of 8 bits are read in the query's."""
     return jnp.dtype(query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored))
 
 
@@ -259,7 +259,7 @@ def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, St
 
 
 def strides_of(pages: jax.Array, layout: str) -> Strides:
-    """Elements from page to page, slot to slot and head to head of an array of the cache."""
+    """Returns elements from page to page, slot to slot and head to head of an array of the cache."""
     sizes = dict(zip(layout, pages.shape, strict=True))
     strides: dict[str, int] = {}
     step = 1

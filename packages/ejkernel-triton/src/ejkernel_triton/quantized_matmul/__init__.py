@@ -16,7 +16,7 @@ LARGEST = 2**31 - 1
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not (record.x.size and record.packed.size):
         yield "an array is empty"
     if record.format.bits not in (4, 8):
@@ -26,12 +26,12 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Before XLA's, which dequantises once, up to as many rows as that takes longer for."""
+    """Returns before XLA's, which dequantises once, up to as many rows as that takes longer for."""
     return 10 if record.x.shape[0] <= MOST_ROWS else -1
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "quantized_matmul",

@@ -9,10 +9,10 @@ from ejkernel_triton.quantized_matmul.forward import matmul_over_rows, matmul_ov
 
 
 def backward(pullback: Pullback, config: QuantizedTiles) -> dict[str, jax.Array]:
-    """The gradient of x: the cotangent times the transposed matrix, by the kernel of the other layout.
+    """Returns the gradient of x: the cotangent times the transposed matrix, by the kernel of the other layout.
 
     Args:
-        pullback: Record, cotangent [M, N], and the wanted names.
+        pullback: Record, cotangent [M, N], and the names of the requested fields.
         config: Tiles, splits, warps and stages.
 
     Returns:

@@ -20,7 +20,7 @@ class QuantizedTiles:
         block_r: Rows of packed weights a tile.
         block_w: Words of packed weights a tile.
         splits: Split-K: parts of the contracted axis, each in another program; XLA adds up the parts.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of packed words.
     """
 
@@ -33,7 +33,7 @@ class QuantizedTiles:
 
 
 FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)} | {"split_k": "splits"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 OVER_ROWS = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
 """Rows, words, warps and stages of kernels that contract the rows of the packed matrix."""
@@ -44,12 +44,12 @@ PROGRAMS_PER_SM = 4
 
 
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedTiles:
-    """Tiles for a record on a device, by rule."""
+    """Returns tiles for a record on a device, chosen by rule."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedTiles, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     over_rows = record.transpose == (direction == "backward")
     # Tiles of 32 rows are slower than tiles of 64: 112 us instead of 49 (docs/lab/quantized_matmul_gpu.md).
     block_m = 16 if record.x.shape[0] <= 16 else 64
@@ -73,7 +73,7 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
 def _splits(
     record: QuantizedMatmul, device: DeviceInfo, over_rows: bool, blocks: tuple[int, int, int], per_sm: int
 ) -> int:
-    """Split-K: as many parts as fill the device, each with four tiles or more."""
+    """Returns split-K: as many parts as fill the device, each with four tiles or more."""
     if interpreting():
         return 2
     block_m, block_r, block_w = blocks

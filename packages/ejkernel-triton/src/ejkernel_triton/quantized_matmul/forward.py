@@ -12,7 +12,7 @@ from ejkernel_triton.sizes import ceil_div
 
 
 def forward(record: QuantizedMatmul, config: QuantizedTiles) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.
@@ -26,7 +26,7 @@ def forward(record: QuantizedMatmul, config: QuantizedTiles) -> tuple[jax.Array,
 
 
 def matmul_over_rows(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
-    """left [M, R] times the packed matrix, [M, columns]."""
+    """Returns left [M, R] times the packed matrix, [M, columns]."""
     from ejkernel_triton.quantized_matmul.kernels.matmul_over_rows import matmul_over_rows_kernel
 
     spec = make_spec(record, config)
@@ -38,7 +38,7 @@ def matmul_over_rows(record: QuantizedMatmul, left: jax.Array, config: Quantized
 
 
 def matmul_over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
-    """left [M, columns] times the transposed packed matrix, [M, R]."""
+    """Returns left [M, columns] times the transposed packed matrix, [M, R]."""
     from ejkernel_triton.quantized_matmul.kernels.matmul_over_words import matmul_over_words_kernel
 
     spec = make_spec(record, config)
@@ -59,7 +59,7 @@ def _launch(
     extent: int,
     block: int,
 ) -> jax.Array:
-    """The sum of all splits' outputs, float32 of the given shape; `extent` is cut into blocks, one a program."""
+    """The sum of all splits' outputs, float32 of the given shape; `extent` is cut into blocks, one per program."""
     zeros = None if record.zeros is None else record.zeros[None]
     table = jnp.asarray(NF4, jnp.float32)[None] if spec.TABLE else None
     (parts,) = launch(
@@ -72,5 +72,5 @@ def _launch(
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
-    # Split-K: a sum in a fixed order, so every run gives the same bits, where atomic additions would not.
+    # Split-K: a sum in a fixed order, so results are reproducible bit for bit, where atomic additions would not.
     return parts[0].sum(axis=0)

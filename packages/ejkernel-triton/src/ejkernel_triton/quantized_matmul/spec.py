@@ -57,7 +57,7 @@ class QuantizedSpec:
 
 
 def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
-    """The constants of a record's kernels on the device in use."""
+    """Returns the constants of a record's kernels on the device in use."""
     form, (rows, words) = record.format, record.packed.shape
     return QuantizedSpec(
         M=record.x.shape[0],

@@ -8,7 +8,7 @@ FAMILY = "ejkernel_triton.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return tuple(
         ring_implementation(tiled, forward=f"{FAMILY}.forward:forward", backward=f"{FAMILY}.backward:backward")
         for tiled in tiled_attention.implementations()

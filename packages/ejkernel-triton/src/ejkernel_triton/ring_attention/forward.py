@@ -11,5 +11,5 @@ from ejkernel_triton.ring_attention.plan import KERNEL
 
 
 def forward(record: RingAttention, params: Any) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of one device's queries, [B, T, H, Dv] in the query's dtype."""
+    """Returns attention output and residuals of one device's queries, [B, T, H, Dv] in the query's dtype."""
     return ring_loop.forward(record, params, KERNEL)

@@ -11,7 +11,7 @@ from ejkernel_triton.segment_pooling.spec import backward_spec
 
 
 def backward(pullback: Pullback, config: PoolingBackward) -> dict[str, jax.Array]:
-    """Gradient of the values.
+    """Returns gradient of the values.
 
     Args:
         pullback: Record and cotangent [B, M, H, D].

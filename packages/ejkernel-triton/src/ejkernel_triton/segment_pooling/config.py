@@ -25,7 +25,7 @@ class PoolingForward:
         span: Tokens of a block, whose pools a program sums; a pool of several blocks takes a second kernel.
         block_t: Tokens that are loaded together; a power of two.
         block_c: Channels of a program; a power of two.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         prefetch: Whether a tile of tokens is loaded while the one before is added; it takes registers.
     """
 
@@ -47,7 +47,7 @@ class PoolingBackward:
         block_t: Tokens of a program, which looks up the pools of all at once; a power of two.
         block_c: Channels that it writes together; a power of two.
         tiles: Such tiles of channels of a program.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
     """
 
     block_t: int
@@ -60,11 +60,11 @@ class PoolingBackward:
 
 
 FACES = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warps"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) -> PoolingForward | PoolingBackward:
-    """Tiles for a record on a device, by rule: a warp loads 16 bytes a thread of one token's channels."""
+    """Returns tiles for a record on a device, by rule: a warp loads 16 bytes per thread of one token's channels."""
     rows, tokens, heads, size = record.values.shape
     channels, lanes = heads * size, 64 if device.vendor == "amd" else 32
     block_c = max(16, min(padded(channels), lanes * 16 // record.values.dtype.itemsize))
@@ -84,7 +84,7 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
 
 
 def _span(programs: int, tokens: int, device: DeviceInfo, resident: int) -> int:
-    """Tokens of a block: as many as make one wave of programs, or several of equal length.
+    """Returns tokens of a block: as many as make one wave of programs, or several of equal length.
 
     Args:
         programs: Programs that share a block of tokens, and rows.
@@ -102,7 +102,7 @@ def _span(programs: int, tokens: int, device: DeviceInfo, resident: int) -> int:
 def candidates(
     record: SegmentPooling, device: DeviceInfo, direction: Direction
 ) -> tuple[PoolingForward | PoolingBackward, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     if interpreting():
         other = dataclasses.replace(first, block_t=4)
@@ -131,7 +131,7 @@ def _check(config: Any) -> None:
 
 
 def _typical(record: SegmentPooling) -> int:
-    """About the tokens of a pool."""
+    """Returns about the tokens of a pool."""
     if record.ranges is None:
         return record.chunk_size
     return record.values.shape[1] // record.ranges.shape[0]

@@ -10,7 +10,7 @@ from ejkernel_triton.segment_pooling.spec import forward_spec
 
 
 def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, tuple[()]]:
-    """Means of a record.
+    """Returns means of a record.
 
     Args:
         record: The canonical arguments.
@@ -51,5 +51,5 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
 
 
 def pool_ranges(record: SegmentPooling) -> jax.Array | None:
-    """The ranges as the one row's, [1, M, 2] int32."""
+    """Returns the ranges as the one row's, [1, M, 2] int32."""
     return None if record.ranges is None else record.ranges.astype(jnp.int32)[None]

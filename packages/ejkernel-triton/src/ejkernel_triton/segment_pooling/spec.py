@@ -104,7 +104,7 @@ def _shared(record: SegmentPooling) -> dict[str, Any]:
 
 
 def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
-    """The constants of a record's forward kernels."""
+    """Returns the constants of a record's forward kernels."""
     shared = _shared(record)
     channels = shared["C"]
     ways = 4 if interpreting() else 128  # interpreted tests have few pools, and are to take several steps
@@ -126,7 +126,7 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
 
 
 def backward_spec(record: SegmentPooling, config: PoolingBackward) -> BackwardSpec:
-    """The constants of a record's backward kernel."""
+    """Returns the constants of a record's backward kernel."""
     shared = _shared(record)
     tiles = ceil_div(shared["C"], config.block_c)
     steps = min(config.tiles, tiles)

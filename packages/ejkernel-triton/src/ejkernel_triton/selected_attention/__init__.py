@@ -32,7 +32,7 @@ HEADS = 64
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not (record.query.size and record.key.size and record.value.size and slots(record)):
         yield "an array is empty"
     elif config.group_size(record) > HEADS:
@@ -42,7 +42,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "selected_attention",

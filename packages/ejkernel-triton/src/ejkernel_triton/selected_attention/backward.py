@@ -32,14 +32,14 @@ Rows = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        pullback: Record, residuals, output and its cotangent, and the names of the requested fields.
         config: Tiles, warps and stages of the selected branch.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     selected = functools.partial(selected_gradients, config=config)
     return selected_branches.backward(pullback, selected, DENSE)
@@ -48,7 +48,7 @@ def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
 def selected_gradients(
     record: SelectedAttention, branch: Branch, cotangent: jax.Array, wanted: frozenset[str], config: SelectedBackward
 ) -> Gradients:
-    """Gradients of query, key and value, as far as they are wanted, in the selected branch."""
+    """Returns gradients of query, key and value, as far as they are wanted, in the selected branch."""
     delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1)
     lse = branch.lse.swapaxes(1, 2) * LOG2E
     rows = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
@@ -119,7 +119,7 @@ def _merge_split_lists(
     spec: SelectedSpec,
     config: SelectedBackward,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of key and value with those of blocks whose lists were split."""
+    """Returns gradients of key and value with those of blocks whose lists were split."""
     from ejkernel_triton.selected_attention.kernels.split_combine import split_combine_kernel
 
     dkey, dvalue, key_sums, value_sums = gradients

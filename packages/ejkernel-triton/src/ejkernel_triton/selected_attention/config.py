@@ -27,7 +27,7 @@ class SelectedForward:
 
     Attributes:
         block_kv: Keys of a listed block a tile.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of key and value tiles.
     """
 
@@ -79,7 +79,7 @@ WGMMA_ROWS, WGMMA_WARPS = 64, 4
 
 
 def kind(record: SelectedAttention) -> str | None:
-    """What calls with enough work for a large GPU have in common that share a measured configuration."""
+    """Returns what calls with enough work for a large GPU have in common that share a measured configuration."""
     batch, tokens, heads, size = record.query.shape
     if batch * tokens * heads < 2**18:
         return None
@@ -92,27 +92,27 @@ def kind(record: SelectedAttention) -> str | None:
 
 
 def group_size(record: SelectedAttention) -> int:
-    """Query heads per KV head."""
+    """Returns query heads per KV head."""
     return record.query.shape[2] // record.key.shape[2]
 
 
 def heuristic(
     record: SelectedAttention, device: DeviceInfo, direction: Direction
 ) -> SelectedForward | SelectedBackward:
-    """Tile sizes for a record on a device, not measured."""
+    """Returns tile sizes for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(
     record: SelectedAttention, device: DeviceInfo, direction: Direction
 ) -> tuple[SelectedForward | SelectedBackward, ...]:
-    """Tile sizes worth measuring for a record on a device, the most likely first."""
+    """Returns tile sizes worth measuring for a record on a device, the most likely first."""
     made = _forward(record, device) if direction == "forward" else _backward(record, device)
     return tuple(dict.fromkeys(fitted(record, x, chip_of(device)) for x in made))
 
 
 def too_large(record: SelectedAttention, device: DeviceInfo) -> str:
-    """Why the kernels cannot run for a record on a device; empty where they can."""
+    """Returns why the kernels cannot run for a record on a device; empty where they can."""
     chip = chip_of(device)
     passes: tuple[Direction, ...] = ("forward", "backward")
     took = max(shared_memory(record, heuristic(record, device, x), chip) for x in passes)
@@ -160,7 +160,7 @@ def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBac
 
 
 def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
-    """Keys and warps of programs of one query each: the fewest warps whose registers hold the tile."""
+    """Returns keys and warps of programs of one query each: the fewest warps whose registers hold the tile."""
     if interpreting():
         return min(padded_for_dot(record.block_size), 16), 4
     # One warp needs no barrier and no exchange through shared memory: 1.6 ms forward with 64 keys and two stages,
@@ -191,12 +191,12 @@ def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, 
 
 
 def _row_bytes(record: SelectedAttention) -> int:
-    """Bytes of the longest row, padded."""
+    """Returns bytes of the longest row, padded."""
     return padded_for_dot(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
 
 
 def fitted(record: SelectedAttention, config: Any, chip: Chip) -> Any:
-    """The configuration, with fewer keys and stages until the chip holds it; the smallest where none fits."""
+    """Returns the configuration, with fewer keys and stages until the chip holds it; the smallest where none fits."""
     backward = hasattr(config, "key_block_kv")
     while _of_queries(record, config, chip, backward) > chip.shared_memory:
         if config.block_kv > MIN_TILE:
@@ -216,7 +216,7 @@ def fitted(record: SelectedAttention, config: Any, chip: Chip) -> Any:
 
 
 def shared_memory(record: SelectedAttention, config: Any, chip: Chip) -> int:
-    """Bytes that the largest of a pass's programs takes."""
+    """Returns bytes that the largest of a pass's programs takes."""
     backward = hasattr(config, "key_block_kv")
     of_queries = _of_queries(record, config, chip, backward)
     return max(of_queries, _of_keys(record, config, chip)) if backward else of_queries

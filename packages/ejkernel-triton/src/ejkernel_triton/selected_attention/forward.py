@@ -28,7 +28,7 @@ MAX_BLOCKS = 16384
 
 
 def forward(record: SelectedAttention, config: SelectedForward) -> tuple[jax.Array, SelectedResiduals]:
-    """Output and residuals of a record.
+    """Returns output and residuals of a record.
 
     Args:
         record: The canonical arguments.
@@ -48,7 +48,7 @@ def operands(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
 
 
 def selected(record: SelectedAttention, config: SelectedForward) -> Branch:
-    """The selected branch of a record whose padding is zeros."""
+    """Returns the selected branch of a record whose padding is zeros."""
     from ejkernel_triton.selected_attention.kernels.selected_fwd import selected_fwd_kernel
 
     (b, t, h, _), (hk, dv) = record.query.shape, record.value.shape[2:]
@@ -66,7 +66,7 @@ def selected(record: SelectedAttention, config: SelectedForward) -> Branch:
 
 
 def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
-    """The blocks that each query of a record reads, [B, T, Hk, N] int32.
+    """Returns the blocks that each query of a record reads, [B, T, Hk, N] int32.
 
     Scratch memory: each of the `PROGRAMS_PER_SM` programs a multiprocessor has a float32 for each query of a tile and
     each block.

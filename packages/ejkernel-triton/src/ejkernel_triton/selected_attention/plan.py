@@ -58,7 +58,7 @@ MIN_QUERIES = 256
 
 
 def find_readers(record: SelectedAttention, length: int) -> Readers:
-    """The lists of a record, and their parts of at most `length` queries."""
+    """Returns the lists of a record, and their parts of at most `length` queries."""
     listed, count = record.block_indices, blocks(record)
     assert listed is not None  # selected by now
     if record.q_segment_ids is not None:
@@ -133,7 +133,7 @@ def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def backward_in_splits(pullback: Pullback) -> dict[str, jax.Array]:
-    """Gradients of query, key and value of a branch, as far as they are wanted."""
+    """Returns gradients of query, key and value of a branch, as far as they are wanted."""
     record: TiledAttention = pullback.record
     splits = query_splits(record)
     if splits == 1:
@@ -167,7 +167,7 @@ def query_splits(record: TiledAttention) -> int:
 
 
 def _split_queries(pullback: Pullback, splits: int) -> Pullback:
-    """The same backward pass with splits of the queries as rows of the batch."""
+    """Returns the same backward pass with splits of the queries as rows of the batch."""
     record: TiledAttention = pullback.record
     batch, tokens = record.query.shape[:2]
     length = ceil_div(tokens, splits)

@@ -62,7 +62,7 @@ class SelectedSpec:
 
 
 def make_spec(record: SelectedAttention) -> SelectedSpec:
-    """The constants of a record's kernels on the device in use."""
+    """Returns the constants of a record's kernels on the device in use."""
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
     count = slots(record)
     return SelectedSpec(

@@ -11,7 +11,7 @@ LARGEST = 32
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """The scan and its decode step; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the scan and its decode step; for the CPU too where Triton's interpreter is switched on."""
     return (
         triton_implementation(
             "selective_scan",

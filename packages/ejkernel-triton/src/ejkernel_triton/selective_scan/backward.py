@@ -16,14 +16,14 @@ Gradients = dict[str, jax.Array]
 
 @with_state_gradients
 def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
         pullback: Record, states between intervals, cotangents of output and final states, and the wanted names.
         config: Tiles and segments.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     record: SelectiveScan = pullback.record
     spec = make_spec(
@@ -64,7 +64,7 @@ def _launch(
     starts: jax.Array,
     spec: ScanSpec,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of the tokens, and sums over each program's channels and tokens."""
+    """Returns gradients of the tokens, and sums over each program's channels and tokens."""
     from ejkernel_triton.selective_scan.kernels.selective_scan_bwd import selective_scan_bwd_kernel
 
     record: SelectiveScan = pullback.record

@@ -19,7 +19,7 @@ class ScanForward:
         block_e: Channels of a program; with fewer than lanes, several lanes share the state of a channel.
         block_t: Tokens that are loaded together, a divisor of the interval.
         splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; each takes 2 registers
             an element of a state. 0 leaves the distance to the compiler.
     """
@@ -53,14 +53,14 @@ class ScanBackward:
 
 
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 WARPS_PER_SM = 4
 """Fewer warps a multiprocessor than this leave its schedulers idle, and the sequence is split."""
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanForward | ScanBackward:
-    """Tiles for a record on a device, by rule: one warp, in which every lane has a channel."""
+    """Returns tiles for a record on a device, chosen by rule: one warp, in which every lane has a channel."""
     block_e = 64 if device.vendor == "amd" else 32
     splits = _splits(record, device, block_e)
     size = 1 << (record.decay.shape[1] - 1).bit_length()
@@ -91,7 +91,7 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
 def candidates(
     record: SelectiveScan, device: DeviceInfo, direction: Direction
 ) -> tuple[ScanForward | ScanBackward, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     splits = (first.splits,) if record.cu_seqlens is not None else (first.splits, 2 * first.splits)
     found: list[Any] = [dataclasses.replace(first, splits=n) for n in splits]
@@ -106,14 +106,14 @@ def candidates(
 
 
 def _unhurried(first: ScanForward) -> list[ScanForward]:
-    """Forward tiles whose columns are loaded where the compiler wants."""
+    """Returns forward tiles whose columns are loaded where the compiler wants."""
     e = first.block_e
     shapes = ((e, 16), (e // 2, 16), (e, 8))
     return [dataclasses.replace(first, block_e=e, block_t=t, prefetched_columns=0) for e, t in shapes]
 
 
 def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
-    """Forward tiles with columns loaded ahead: as far as registers hold and less, and with two lanes a channel.
+    """Returns forward tiles with columns loaded ahead: as far as registers hold and less, and with two lanes a channel.
 
     Two lanes a channel have half of its state each, so the registers of twice as many warps: 128 of N 16, 3 tokens
     ahead, which is what 16 warps a multiprocessor have.
@@ -124,7 +124,7 @@ def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
 
 
 def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
-    """As many segments as fill the chip; none shorter than four intervals."""
+    """Returns as many segments as fill the chip; none shorter than four intervals."""
     rows, tokens, channels = record.x.shape
     if record.cu_seqlens is not None:
         return 1  # packed sequences are scanned at the same time

@@ -14,7 +14,7 @@ from ejkernel_triton.sizes import LOG2E
 
 @with_states
 def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -67,7 +67,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
 
 
 def packed_operands(record: SelectiveScan) -> tuple[jax.Array | None, jax.Array | None]:
-    """The bounds of packed sequences and their first intervals, [1, N + 1] int32 both; None without packing."""
+    """Returns the bounds of packed sequences and their first intervals, [1, N + 1] int32 both; None without packing."""
     if record.cu_seqlens is None:
         return None, None
     return record.cu_seqlens.astype(jnp.int32)[None], packed_scan.first_intervals(record.cu_seqlens)[None]
@@ -88,12 +88,12 @@ def segment_starts(
     *,
     reverse: bool,
 ) -> jax.Array:
-    """The states before every segment, [B, SPLITS, N, E]; in reverse, the cotangents of the states after it.
+    """Returns the states before every segment, [B, SPLITS, N, E]; in reverse, the cotangents of the states after it.
 
     Args:
         record: The canonical arguments.
         spec: Constants.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         operands: A^T * log2(e), B or C, and x or the output's cotangent.
         first: [B, N, E], the state before the first segment, or in reverse the last cotangent; None is zeros.
         reverse: Whether to scan from the last token to the first.

@@ -57,7 +57,7 @@ def make_spec(
     prefetch_states: bool = False,
     prefetched_columns: int = 0,
 ) -> ScanSpec:
-    """The constants of a record's kernels.
+    """Returns the constants of a record's kernels.
 
     Args:
         record: The canonical arguments.

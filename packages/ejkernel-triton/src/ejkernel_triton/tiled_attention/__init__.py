@@ -15,7 +15,7 @@ HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern", "lse_cotang
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
@@ -24,7 +24,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     implementation = triton_implementation(
         "tiled_attention",
         forward="tiled_attention.forward:forward",

@@ -33,17 +33,17 @@ Gradients = dict[str, jax.Array]
 
 
 def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        pullback: Record, residuals, output and its cotangent, and the names of the requested fields.
         params: Tile sizes, warps and stages of the kernels that accumulate for keys, for queries and for a bias.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     if pullback.lse_cotangent is not None and not pullback.record.normalize_output:
         return added_up(backward, pullback, params)
@@ -63,14 +63,14 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
 
 
 def _products(pullback: Pullback, record: TiledAttention) -> jax.Array:
-    """<do, o> of every row, [B, H, T]."""
+    """Returns <do, o> of every row, [B, H, T]."""
     cotangent = pullback.cotangent.astype(record.query.dtype)
     products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     return _without_padding(products, record)
 
 
 def _without_padding(x: jax.Array, record: TiledAttention) -> jax.Array:
-    """[B, H, T] with zeros for padding, whose cotangents may be anything."""
+    """Returns [B, H, T] with zeros for padding, whose cotangents may be anything."""
     return x if record.q_segment_ids is None else jnp.where(record.q_segment_ids[:, None] >= 0, x, 0)
 
 

@@ -29,7 +29,7 @@ class TritonForward:
     Attributes:
         block_q: Queries that a program owns.
         block_kv: Keys a tile.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
     """
 
@@ -46,7 +46,7 @@ class GradientTile:
     Attributes:
         block_q: Queries a tile.
         block_kv: Keys a tile.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages.
     """
 
@@ -244,14 +244,14 @@ TABLES: dict[Pass, dict[Generation, Preference]] = {"forward": FORWARD, "keys": 
 
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> TritonForward | TritonBackward:
-    """The configuration for a record on a device, not measured."""
+    """Returns the configuration for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(
     record: TiledAttention, device: DeviceInfo, direction: Direction
 ) -> tuple[TritonForward, ...] | tuple[TritonBackward, ...]:
-    """Configurations worth measuring for a record on a device, the most likely first."""
+    """Returns configurations worth measuring for a record on a device, the most likely first."""
     if direction == "forward":
         return tuple(dict.fromkeys(_forward(record, tile) for tile in _fitting(record, device, "forward")))
     keys, queries = _fitting(record, device, "keys"), _fitting(record, device, "queries")
@@ -260,7 +260,7 @@ def candidates(
 
 
 def forward_tile(params: TritonForward) -> Tile:
-    """The tile of a forward configuration.
+    """Returns the tile of a forward configuration.
 
     Raises:
         ValueError: A field has a value that no kernel can be compiled with.
@@ -270,7 +270,7 @@ def forward_tile(params: TritonForward) -> Tile:
 
 
 def backward_tiles(params: TritonBackward) -> tuple[Tile, Tile]:
-    """The tiles of a backward configuration: of the programs that accumulate for keys, and for queries.
+    """Returns the tiles of a backward configuration: of the programs that accumulate for keys, and for queries.
 
     Raises:
         ValueError: A field has a value that no kernel can be compiled with.
@@ -294,7 +294,7 @@ def _check(params: TritonForward | GradientTile, where: str) -> None:
 
 
 def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
-    """The kind of matrix unit that multiplies what a record holds."""
+    """Returns the kind of matrix unit that multiplies what a record holds."""
     if device.platform == "cpu":
         return "interpreter"
     architecture, wide = chip_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
@@ -310,7 +310,7 @@ def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
 
 
 def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[Tile, ...]:
-    """The tiles of a preference that the device's shared memory holds; the last where none is known to."""
+    """Returns the tiles of a preference that the device's shared memory holds; the last where none is known to."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     row = itemsize * padded_row(record)
     unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
@@ -330,7 +330,7 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
 
 
 def _is_rich(record: TiledAttention) -> bool:
-    """Whether scores are more than products of queries and keys."""
+    """Returns whether scores are more than products of queries and keys."""
     arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
     return any(x is not None for x in arrays) or record.dropout_prob > 0
 
@@ -341,7 +341,7 @@ def _is_indexed(record: TiledAttention) -> bool:
 
 
 def _is_open(record: TiledAttention) -> bool:
-    """Whether every query sees every key."""
+    """Returns whether every query sees every key."""
     return band(record) == (None, None) and record.pattern is None
 
 
@@ -375,5 +375,5 @@ def warps_for_queries(stationary: int, streamed: int) -> int:
 
 
 def _clamped(block: int, length: int) -> int:
-    """A block no longer than a length needs; matrix products take powers of two from 16 on."""
+    """Returns a block no longer than a length needs; matrix products take powers of two from 16 on."""
     return min(block, padded_for_dot(length))

@@ -12,7 +12,7 @@ from ejkernel_triton.tiled_attention.spec import in_pieces, make_spec
 
 
 def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of a record.
+    """Returns attention output and residuals of a record.
 
     Args:
         record: The canonical arguments.

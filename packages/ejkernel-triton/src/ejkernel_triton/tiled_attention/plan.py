@@ -46,7 +46,7 @@ def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
 
 
 def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """For every key tile the query tiles to compute, of every query head: as `key_blocks`."""
+    """Returns for every key tile the query tiles to compute, of every query head: as `key_blocks`."""
     if record.pattern is None:
         some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
         return _neighbours(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
@@ -54,7 +54,7 @@ def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
 
 
 def bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """What the gradient of the bias reads: as `key_blocks`, but with a pattern the block map, of ids and -1.
+    """Returns what the gradient of the bias reads: as `key_blocks`, but with a pattern the block map, of ids and -1.
 
     A program of it has one tile of the map, so a list would have to be searched. The map is smaller than the bias.
     """
@@ -84,7 +84,7 @@ def _listed(found: BlockMap) -> Blocks:
 
 
 def operands(record: TiledAttention, blocks: Blocks) -> tuple[jax.Array | None, ...]:
-    """The inputs of every kernel, in their order; the backward kernels take more after them.
+    """Returns the inputs of every kernel, in their order; the backward kernels take more after them.
 
     Query, key, value, block lists, segment ids of queries and keys, positions of queries and keys, bias, mask, sinks
     [1, H], dropout's keys of the rows [B, H, T] and of the columns [1, S], and tile masks.

@@ -106,7 +106,7 @@ PIECES = {"forward": Share(2, 1), "keys": Share(0, 1), "queries": Share(0, 1)}
 
 
 def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bool) -> Spec:
-    """The constants of a record's kernels on the device in use, for tiles of a size.
+    """Returns the constants of a record's kernels on the device in use, for tiles of a size.
 
     Args:
         record: As the kernels take it.
@@ -156,7 +156,7 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bo
 
 
 def padded_row(record: TiledAttention) -> int:
-    """Numbers of the longest rows, of queries or of values, padded."""
+    """Returns numbers of the longest rows, of queries or of values, padded."""
     return max(padded_for_dot(record.query.shape[3]), padded_for_dot(record.value.shape[3]))
 
 
@@ -166,7 +166,7 @@ def splits(record: TiledAttention) -> bool:
 
 
 def in_pieces(record: TiledAttention, stationary: int, streamed: int) -> bool:
-    """Whether the kernels may multiply rows piece by piece: of float32, and too long for registers.
+    """Returns whether the kernels may multiply rows piece by piece: of float32, and too long for registers.
 
     Then the warps of a program share the rows that it streams, which are more than it keeps. Tiles that keep more hold
     whole rows: on an H200 those are faster with head size 128, although registers spill.
@@ -175,12 +175,12 @@ def in_pieces(record: TiledAttention, stationary: int, streamed: int) -> bool:
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:
-    """float32 keeps its digits: on tensor cores in three products, or without them where all are asked for."""
+    """Returns float32 keeps its digits: on tensor cores in three products, or without them where all are asked for."""
     return "tf32x3" if vendor == "nvidia" and record.precision != lax.Precision.HIGHEST else "ieee"
 
 
 def _strides(pairs: Any) -> Strides | None:
-    """Strides of an array [B|1, H|1, T|1, S|1], with 0 for the heads, queries and keys that broadcast."""
+    """Returns strides of an array [B|1, H|1, T|1, S|1], with 0 for the heads, queries and keys that broadcast."""
     if pairs is None:
         return None
     _, h, t, s = pairs.shape
@@ -188,7 +188,7 @@ def _strides(pairs: Any) -> Strides | None:
 
 
 def row_bytes(record: TiledAttention, which: str, tile: Any) -> int:
-    """Bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
+    """Returns bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     pieces = in_pieces(record, tile.stationary, tile.streamed)
     share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]

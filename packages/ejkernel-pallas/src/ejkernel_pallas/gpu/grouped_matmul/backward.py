@@ -17,17 +17,17 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
 
 
 def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangent [M, N], and the wanted names.
+        pullback: Record, cotangent [M, N], and the names of the requested fields.
         params: Tile sizes and stages of both kernels.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     # Gradients of unassigned rows are 0, whatever the output has there.
     record, gradients = dataclasses.replace(pullback.record, left_over="zero"), dict[str, jax.Array]()

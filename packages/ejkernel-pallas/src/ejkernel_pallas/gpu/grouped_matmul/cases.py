@@ -23,7 +23,7 @@ def _some() -> dict[str, object]:
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The conformance cases of each operation, by its name."""
+    """Returns the conformance cases of each operation, by its name."""
     rows: tuple[Row[GroupedSizes], ...] = (
         ("tiles", UNEVEN, lambda key: {}, (), ()),
         ("tiles in pairs", PAIRS, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
@@ -39,7 +39,7 @@ EIGHT_SOME = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
 
 
 def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
-    """Rows and matrices of 8 bits, with as many scales of a row and of a column."""
+    """Returns rows and matrices of 8 bits, with as many scales of a row and of a column."""
     keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
     shapes = (sizes.m, sizes.k), (matrices, sizes.n, sizes.k)
     lhs, rhs = ((2 * jax.random.normal(k, s)).astype(jnp.float8_e4m3fn) for k, s in zip(keys[:2], shapes, strict=True))
@@ -52,7 +52,7 @@ def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **
 
 
 def _quick_sums(key: jax.Array) -> dict[str, Any]:
-    """Operands that round the least: `precision` is that of the gradients, too.
+    """Returns operands that round the least: `precision` is that of the gradients, too.
 
     Their products are of float32 numbers, which tensor cores cut to 11 bits: scales that are powers of two and a
     cotangent of 16 bits have no more.
@@ -66,13 +66,13 @@ def _quick_sums(key: jax.Array) -> dict[str, Any]:
 
 
 def _shared_scales(key: jax.Array) -> dict[str, Any]:
-    """Operands with scales of 128 x 128: a kernel need not load one a column."""
+    """Returns operands with scales of 128 x 128: a kernel need not load one a column."""
     made = _eight_bits(key, EIGHT_PAIRS, (4, 4))
     return {**made, "rhs_scale": jnp.repeat(made["rhs_scale"][..., ::128], 128, axis=-1)}
 
 
 def cases_of_8_bits() -> dict[str, tuple[Case, ...]]:
-    """The conformance cases of each operation for operands of 8 bits, by its name."""
+    """Returns the conformance cases of each operation for operands of 8 bits, by its name."""
     scaled, some = ("lhs_scale", "rhs_scale"), {"group_offset": 1, "preferred_element_type": jnp.float32}
     rows: tuple[Row[GroupedSizes], ...] = (
         ("8 bits in blocks of columns", EIGHT_PAIRS, _shared_scales, scaled, ()),
@@ -105,7 +105,7 @@ _ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[st
 
 
 def gated_cases() -> dict[str, tuple[Case, ...]]:
-    """The conformance cases of each operation, by its name."""
+    """Returns the conformance cases of each operation, by its name."""
     return {"gated_grouped_matmul": tuple(_case(*row) for row in _ROWS)}
 
 

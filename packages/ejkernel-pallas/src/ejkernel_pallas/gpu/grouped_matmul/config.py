@@ -23,10 +23,10 @@ class HopperGrouped:
         slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
         band: Tiles of rows, or of all rows of a cluster, that are gone down before the next column.
         cluster_m: Blocks of a cluster below one another, 1 or 2: they read the part of a matrix that both have once.
-        cluster_n: Blocks of a cluster side by side, 1 or 2: they read the rows that both have once.
+        cluster_n: Blocks of a cluster next to each other, 1 or 2: they read the rows that both have once.
         overlap: Whether a tile of 16 bits is written while the first products of the next one run, for which it stays
             in registers.
-        halves: Whether tiles of at most 64 rows are multiplied by halves of their columns, one a warpgroup.
+        halves: Whether tiles of at most 64 rows are multiplied by halves of their columns, one per warpgroup.
     """
 
     block_n: int
@@ -49,7 +49,7 @@ class HopperGroupedBackward(HopperGrouped):
         rhs_slots: Parts of a warpgroup's output on their way out.
         rhs_band: Tiles of rows that are gone down before the next column.
         rhs_cluster_m: Blocks of a cluster below one another.
-        rhs_cluster_n: Blocks of a cluster side by side.
+        rhs_cluster_n: Blocks of a cluster next to each other.
     """
 
     rhs_block_n: int
@@ -61,7 +61,7 @@ class HopperGroupedBackward(HopperGrouped):
 
     @property
     def rhs(self) -> HopperGrouped:
-        """The configuration of the kernel that owns matrices."""
+        """Returns the configuration of the kernel that owns matrices."""
         names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in ROWS_ONLY]
         return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, halves=False)
 
@@ -117,7 +117,7 @@ PUBLIC_FIELDS = {"block_n": "block_n", "num_stages": "stages"}
 
 
 class TileSizes(NamedTuple):
-    """Columns of a tile, stages, slots, band, and blocks of a cluster below one another and side by side."""
+    """Columns of a tile, stages, slots, band, and blocks of a cluster below one another and next to each other."""
 
     n: int
     stages: int
@@ -130,7 +130,7 @@ class TileSizes(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """By the names of a configuration."""
+        """Returns by the names of a configuration."""
         names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves")
         return dict(zip(names, self, strict=True))
 
@@ -171,12 +171,12 @@ MATRIX_TILES = (
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
-    """The configuration of a call without a chosen or tuned one."""
+    """Returns the configuration of a call without a chosen or tuned one."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGrouped, ...]:
-    """The configurations worth measuring, the best first."""
+    """Returns the configurations worth measuring, the best first."""
     narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128
     row_tiles = (*NARROW, *ROW_TILES) if narrow else ROW_TILES
     if average_rows(record) <= FEW_ROWS:
@@ -213,12 +213,12 @@ first of these shapes and 5% slower in the last."""
 
 
 def scaled_heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperScaled:
-    """The configuration of a call without a chosen or tuned one."""
+    """Returns the configuration of a call without a chosen or tuned one."""
     return scaled_candidates(record, device, direction)[0]
 
 
 def scaled_candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperScaled, ...]:
-    """The configurations worth measuring, the best first."""
+    """Returns the configurations worth measuring, the best first."""
     return QUICK if quick(record) else (BY_COLUMNS, BY_ROWS)
 
 
@@ -255,17 +255,17 @@ GATED_FEW_ROWS = 64
 
 
 def gated_heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGated:
-    """The configuration of a call without a chosen or tuned one."""
+    """Returns the configuration of a call without a chosen or tuned one."""
     return gated_candidates(record, device, direction)[0]
 
 
 def gated_candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGated, ...]:
-    """The configurations worth measuring, the best first."""
+    """Returns the configurations worth measuring, the best first."""
     few = average_rows(product_of(record)) <= GATED_FEW_ROWS
     return (*GATED_ALONE, *GATED_TILES) if few else (*GATED_TILES, *GATED_ALONE)
 
 
 def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
-    """The product's record, with the shape of gathered rows, which no array holds."""
+    """Returns the product's record, with the shape of gathered rows, which no array holds."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
     return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)

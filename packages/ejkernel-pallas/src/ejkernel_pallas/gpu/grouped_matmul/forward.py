@@ -22,7 +22,7 @@ SCALES = ("lhs_scale", "rhs_scale", "same")
 
 
 def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.
@@ -39,7 +39,7 @@ def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tu
 
 
 def forward_fp8(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record of 8-bit rows and matrices with scales.
+    """Returns the output of a record of 8-bit rows and matrices with scales.
 
     Args:
         record: The canonical arguments.
@@ -61,7 +61,7 @@ def forward_fp8(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.Array,
 
 
 def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.Array, tuple[()]]:
-    """The output of a gated record, whose rows may be gathered.
+    """Returns the output of a gated record, whose rows may be gathered.
 
     Args:
         record: The canonical arguments.
@@ -83,6 +83,6 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
 def times_matrices(
     kernel: Kernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
 ) -> jax.Array:
-    """Rows [M, contracted] times the matrices of their groups; of 8 bits with the first of `SCALES`."""
+    """Returns rows [M, contracted] times the matrices of their groups; of 8 bits with the first of `SCALES`."""
     operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
     return launch_rows(kernel, spec, operands, record)

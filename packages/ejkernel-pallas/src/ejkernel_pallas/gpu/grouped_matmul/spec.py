@@ -22,7 +22,7 @@ from ejkernel_pallas.gpu.hopper.row_gathers import LARGEST
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
 STEP = 64
-"""Contracted elements a step of 16 bits: a swizzled row of 128 bytes."""
+"""Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
 WARPGROUPS = 2
 """Warpgroups that multiply."""
 REGISTERS, FETCHING_REGISTERS = 240, 24
@@ -44,7 +44,7 @@ BLOCK_M = WARPGROUPS * WGMMA_M
 FLOAT8 = "float8_e4m3fn"
 """Dtype of rows and matrices."""
 SCALED_STEP = LINE
-"""Contracted elements a step: a swizzled row of 8 bits."""
+"""Contracted elements per step: a swizzled row of 8 bits."""
 MOST_COLUMNS = 256
 """Columns of a tile whose scales one copy takes, and whose sums a warpgroup has registers for."""
 
@@ -121,12 +121,12 @@ class GroupedSpec:
 
     @property
     def gathers(self) -> bool:
-        """Whether rows are gathered."""
+        """Returns whether rows are gathered."""
         return self.gate is not None and self.gate.gathers
 
     @property
     def dynamic(self) -> bool:
-        """Whether a counter gives blocks the number of their next tile; else they take every `blocks`-th."""
+        """Returns whether a counter gives blocks the number of their next tile; else they take every `blocks`-th."""
         return self.scaling is not None and self.scaling.dynamic
 
     @property
@@ -136,54 +136,54 @@ class GroupedSpec:
 
     @property
     def panels(self) -> int:
-        """Panels of 64 columns in a stage of a gated matrix."""
+        """Returns panels of 64 columns in a stage of a gated matrix."""
         return 2 * self.tile.block_n // SWIZZLE_COLUMNS
 
     @property
     def step(self) -> int:
-        """Contracted elements a step in the kernels of rows: a swizzled row."""
+        """Returns contracted elements per step in the kernels of rows: a swizzled row."""
         return LINE // jnp.dtype(self.dtype).itemsize
 
     @property
     def part(self) -> int:
-        """Columns of a result that leave together: a swizzled row."""
+        """Returns columns of a result that leave together: a swizzled row."""
         return LINE // jnp.dtype(self.out).itemsize
 
     @property
     def members(self) -> int:
-        """Blocks of a cluster."""
+        """Returns blocks of a cluster."""
         return self.tile.cluster_m * self.tile.cluster_n
 
     @property
     def across(self) -> int:
-        """Tiles of columns, of all members of a cluster."""
+        """Returns tiles of columns, of all members of a cluster."""
         return -(-self.columns // (self.tile.block_n * self.tile.cluster_n))
 
     @property
     def down(self) -> int:
-        """Tiles of rows of a matrix, of all members of a cluster, for the kernel that owns matrices."""
+        """Returns tiles of rows of a matrix, of all members of a cluster, for the kernel that owns matrices."""
         return -(-self.contracted // (BLOCK_M * self.tile.cluster_m))
 
     @property
     def overlapped(self) -> bool:
-        """Whether tiles are written while the first products of the next one run."""
+        """Returns whether tiles are written while the first products of the next one run."""
         return self.tile.overlap and self.out.itemsize == 2
 
     @property
     def splits(self) -> bool:
-        """Whether the last tiles may be divided among two blocks each, by columns."""
+        """Returns whether the last tiles may be divided among two blocks each, by columns."""
         product = self.scaling.product_n if self.scaling and not self.scaling.quick else SWIZZLE_COLUMNS
         whole = self.tile.block_n % (2 * product) == 0
         return whole and not (self.tile.overlap or self.tile.halves or self.tail or self.members > 1)
 
     @property
     def even(self) -> bool:
-        """Whether the output has all columns of all tiles."""
+        """Returns whether the output has all columns of all tiles."""
         return self.columns == self.across * self.tile.block_n * self.tile.cluster_n
 
     @property
     def tail(self) -> int:
-        """Columns of a last tile that the output does not have all columns of, or 0."""
+        """Returns columns of a last tile that the output does not have all columns of, or 0."""
         return self.columns % self.tile.block_n
 
     @property
@@ -193,12 +193,12 @@ class GroupedSpec:
 
     @property
     def entries(self) -> int:
-        """Entries of the tile list."""
+        """Returns entries of the tile list."""
         return most_tiles(self.rows, self.matrices, BLOCK_M)
 
 
 def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> GroupedSpec:
-    """The constants of the forward kernel.
+    """Returns the constants of the forward kernel.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
@@ -224,14 +224,14 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
 
 
 def shared_bytes(params: HopperGrouped) -> int:
-    """Shared memory of a kernel, without barriers."""
+    """Returns shared memory of a kernel, without barriers."""
     # Operands have 16 bits; a slot has a swizzled row of 128 bytes for each of 64 rows, whatever the output's dtype.
     stage = (BLOCK_M + params.block_n) * STEP * 2
     return params.stages * stage + WARPGROUPS * params.slots * WGMMA_M * LINE
 
 
 def reasons(record: GroupedMatmul) -> list[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     found = []
     if rows % 8 or rows < WGMMA_M:
@@ -247,7 +247,7 @@ def reasons(record: GroupedMatmul) -> list[str]:
 
 
 def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec:
-    """The constants of the kernel.
+    """Returns the constants of the kernel.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
@@ -301,7 +301,7 @@ def share_scales(scales: jax.Array, product_n: int) -> jax.Array:
 
 
 def scaled_shared_bytes(params: HopperScaled) -> int:
-    """Shared memory of the kernel, without barriers."""
+    """Returns shared memory of the kernel, without barriers."""
     scales = (params.stages + 1) * params.block_n * 4
     if params.by_columns:
         scales += params.stages * BLOCK_M * COPIED_BLOCKS * 4
@@ -311,7 +311,7 @@ def scaled_shared_bytes(params: HopperScaled) -> int:
 
 
 def scaled_reasons(record: GroupedMatmul) -> list[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     found = []
     if str(record.rhs.dtype) != FLOAT8:
@@ -335,7 +335,7 @@ def scaled_reasons(record: GroupedMatmul) -> list[str]:
 
 
 def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedSpec:
-    """The constants of the kernel.
+    """Returns the constants of the kernel.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
@@ -343,7 +343,7 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
     if params.block_n not in (64, 128):
         raise ValueError(f"cfg: got block_n={params.block_n}, the gated Mosaic GPU kernel wants 64 or 128")
     product = product_of(record)
-    # Shared memory has both halves of the columns side by side.
+    # Shared memory has both halves of the columns next to each other.
     tile = HopperGrouped(**TileSizes(2 * params.block_n, params.stages, params.slots, params.band).fields)
     made = make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
@@ -355,7 +355,7 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
 
 
 def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     product, size = product_of(record), record.lhs.size * record.lhs.dtype.itemsize
     found = reasons(product)
     half = record.rhs.shape[2] // 2

@@ -17,37 +17,37 @@ from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WARPS, WGMMA_M
 
 
 def over_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A value for every row, for all columns."""
+    """Returns a value for every row, for all columns."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
 def over_rows(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A value for every column, for all rows."""
+    """Returns a value for every column, for all rows."""
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
 def full_rows(rows: int, value: float) -> jax.Array:
-    """The same value for every row of a tile."""
+    """Returns the same value for every row of a tile."""
     return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW_LAYOUT)
 
 
 def full_tile(shape: tuple[int, int]) -> jax.Array:
-    """A tile of zeros."""
+    """Returns a tile of zeros."""
     return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def load_rows(vector: Any) -> jax.Array:
-    """A value for every row, from shared memory."""
+    """Returns a value for every row, from shared memory."""
     return load_as(vector, ROW_LAYOUT)
 
 
 def load_columns(vector: Any) -> jax.Array:
-    """A value for every column, from shared memory."""
+    """Returns a value for every column, from shared memory."""
     return load_as(vector, COLUMN_LAYOUT)
 
 
 def load_as(vector: Any, layout: Any) -> jax.Array:
-    """An array in a layout, from memory, with loads of single elements if need be."""
+    """Returns an array in a layout, from memory, with loads of single elements if need be."""
     # JAX 0.10 wants an index, which is deprecated in 0.11 and gone in 0.12.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     indexed = {} if index is None or index.default is not inspect.Parameter.empty else {"idx": ()}
@@ -55,7 +55,7 @@ def load_as(vector: Any, layout: Any) -> jax.Array:
 
 
 def widened(tile: jax.Array) -> jax.Array:
-    """A tile in float32.
+    """Returns a tile in float32.
 
     Of bfloat16 it takes the halves of registers apart as integers: LLVM would keep halves beside the pairs that
     products take, in registers that there are not enough of.
@@ -82,7 +82,7 @@ def widened(tile: jax.Array) -> jax.Array:
 
 
 def load_tile(tile: Any) -> jax.Array:
-    """A tile of scores, from shared memory."""
+    """Returns a tile of scores, from shared memory."""
     return load_as(tile, plgpu.Layout.WGMMA)
 
 
@@ -182,12 +182,12 @@ def _transposed(words: list[Any], place: Any) -> list[Any]:
 
 
 def _exchanged(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, Any]:
-    """Threads with the bit keep their high word and give the low one, the others the other way round."""
+    """Returns threads with the bit keep their high word and give the low one, the others the other way round."""
     got = mgpu.utils.shfl_bfly(arith.select(bit, low, high), distance)
     return arith.select(bit, got, low), arith.select(bit, high, got)
 
 
 def _has_rows(rows: int) -> Any:
-    """Whether this thread's warp has some of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
+    """Returns whether this thread's warp has some of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
     warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
     return arith.cmpi(arith.CmpIPredicate.ult, warp, constant(-(-rows // WARP_ROWS)))

@@ -31,7 +31,7 @@ mul.f32 $0, $1, power;
 
 
 def gated(gate: jax.Array, other: jax.Array, activation: str) -> jax.Array:
-    """`act(gate) * other` of two float32 tiles in an accumulator's layout.
+    """Returns `act(gate) * other` of two float32 tiles in an accumulator's layout.
 
     Args:
         gate: [64, N].

@@ -65,12 +65,12 @@ TRANSFORMS = transforms()
 
 
 def matrix(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
-    """Shared memory in the layout that WGMMA reads."""
+    """Returns shared memory in the layout that WGMMA reads."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle, jnp.dtype(dtype).itemsize))
 
 
 def whole(x: jax.Array, rows: int) -> jax.Array:
-    """Rows of zeros up to what copies want: whole groups of eight, and no fewer than one copy has.
+    """Returns rows of zeros up to what copies want: whole groups of eight, and no fewer than one copy has.
 
     Copies leave out what lies beyond an array's end, so that no more is needed.
     """

@@ -21,7 +21,7 @@ ABOVE = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.any.pred p, p, -1; sel
 
 
 def moved_lazily(row_max: jax.Array, scores: jax.Array, factor: float, slack: float) -> jax.Array:
-    """The running maximum of every row, which moves only where a score is more than `slack` above it.
+    """Returns the running maximum of every row, which moves only where a score is more than `slack` above it.
 
     Each thread looks at the columns that it has; only warps with such a score exchange maxima of rows.
 

@@ -27,7 +27,7 @@ SMALLEST = -125.0
 
 
 def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
-    """2 ** (scores * factor - shift) of a float32 tile.
+    """Returns 2 ** (scores * factor - shift) of a float32 tile.
 
     Args:
         scores: So that exponents are at most 127; polynomials are no less than 2 ** -125, about.
@@ -55,12 +55,12 @@ def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
 
 
 def instruction(exponent: Any) -> Any:
-    """2 ** exponent of one float32."""
+    """Returns 2 ** exponent of one float32."""
     return llvm.inline_asm(ir.F32Type.get(), [exponent], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
 
 
 def polynomial(score: Any, factor: float) -> Any:
-    """2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
+    """Returns 2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
     # Beside ROUNDS, a float32 has no bits for fractions: the sum is rounded to an integer, n, in its lowest bits.
     rounded: Any = math.fma(score, number(factor), number(ROUNDS))
     # f. The subtraction is exact, and the multiply-add rounds once.

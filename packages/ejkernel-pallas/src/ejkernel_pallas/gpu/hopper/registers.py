@@ -8,37 +8,37 @@ from jaxlib.mlir.dialects import arith, vector
 
 
 def i32() -> Any:
-    """The type of a register of 32 bits."""
+    """Returns the type of a register of 32 bits."""
     return ir.IntegerType.get_signless(32)
 
 
 def constant(value: int) -> Any:
-    """A number that the instructions have in them, int32."""
+    """Returns a number that the instructions have in them, int32."""
     return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
 
 
 def as_int32(word: int) -> int:
-    """The int32 that has the bits of a word."""
+    """Returns the int32 that has the bits of a word."""
     return word - 2**32 if word >= 2**31 else word
 
 
 def number(value: float) -> Any:
-    """A float32 constant."""
+    """Returns a float32 constant."""
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
 
 def scalar(register: Any) -> Any:
-    """What a register of a vector of rows holds."""
+    """Returns what a register of a vector of rows holds."""
     return _element(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
 def pair(register: Any) -> tuple[Any, Any]:
-    """The two neighbours of a row that a register of a tile holds."""
+    """Returns the two neighbours of a row that a register of a tile holds."""
     return _element(register, 0), _element(register, 1)
 
 
 def with_registers(array: Any, values: list[Any]) -> Any:
-    """An array of another one's layout."""
+    """Returns an array of another one's layout."""
     registers = array.registers.copy()
     for place, value in enumerate(values):
         registers.flat[place] = value
@@ -46,12 +46,12 @@ def with_registers(array: Any, values: list[Any]) -> Any:
 
 
 def row_like(tile: Any, value: Any) -> Any:
-    """A number for every row of a tile, as an array with one value a row."""
+    """Returns a number for every row of a tile, as an array with one value a row."""
     return mgpu.FragmentedArray.splat(value, tile.shape[:1], layout=tile.layout.reduce((1,)))
 
 
 def of_rows(rows: Any, values: list[Any]) -> Any:
-    """An array like another one, with a value for each of a thread's two rows."""
+    """Returns an array like another one, with a value for each of a thread's two rows."""
     types = [register.type for register in rows.registers.flat]
     vectors = (isinstance(kind, ir.VectorType) for kind in types)
     made = zip(types, values, vectors, strict=True)

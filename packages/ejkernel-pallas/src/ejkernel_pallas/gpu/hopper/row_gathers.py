@@ -38,7 +38,7 @@ cp.async.cg.shared.global.L2::128B [$0], [place], 16, size;
 
 
 def find_rows(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
-    """Where a warpgroup's threads find what they copy of 64 rows for each of `firsts`, in units of 16 bytes.
+    """Returns where a warpgroup's threads find what they copy of 64 rows for each of `firsts`, in units of 16 bytes.
 
     Args:
         index: Reference to int32 [M] in device memory, for every row of tiles the row of the matrix, or no row of it.

@@ -29,7 +29,7 @@ COLUMN_BYTES = 8 * 4
 
 
 def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
-    """The scales of 64 rows in a block of contracted elements, from device memory.
+    """Returns the scales of 64 rows in a block of contracted elements, from device memory.
 
     Args:
         scales: Reference to float32 [M, blocks]; rows from M on are given the last row's.
@@ -55,7 +55,7 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
 
 
 def load_copied(scales: Any, block: Any) -> jax.Array:
-    """The scales of 64 rows in one of the blocks that a copy has brought, from shared memory.
+    """Returns the scales of 64 rows in one of the blocks that a copy has brought, from shared memory.
 
     Args:
         scales: Reference to float32 [64, blocks].
@@ -78,7 +78,7 @@ def load_copied(scales: Any, block: Any) -> jax.Array:
 
 
 def load_scalar(scales: Any) -> jax.Array:
-    """The first element of a float32 vector in shared memory, for all rows of a warpgroup: float32 [64]."""
+    """Returns the first element of a float32 vector in shared memory, for all rows of a warpgroup: float32 [64]."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -92,7 +92,7 @@ def load_scalar(scales: Any) -> jax.Array:
 
 
 def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None, columns: Any) -> jax.Array:
-    """acc + product * rows * columns.
+    """Returns acc + product * rows * columns.
 
     Args:
         acc: Float32 [64, N] in an accumulator's layout, or None for zeros.
@@ -128,7 +128,7 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
 
 
 def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
-    """x times the factors that are there, plus a total if there is one: the last two in one instruction."""
+    """Returns x times the factors that are there, plus a total if there is one: the last two in one instruction."""
     *rest, last = [factor for factor in factors if factor is not None] or [None]
     for factor in rest:
         x = arith.mulf(x, factor)
@@ -138,33 +138,33 @@ def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
 
 
 def _thread_row() -> Any:
-    """The first of the thread's rows among the 64."""
+    """Returns the first of the thread's rows among the 64."""
     thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
     warp, lane = arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
     return arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(QUAD)))
 
 
 def _of_thread_rows(values: list[Any]) -> Any:
-    """An array [64], from a thread's values."""
+    """Returns an array [64], from a thread's values."""
     like = mgpu.FragmentedArray.splat(number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
     return of_rows(like, values)
 
 
 def _float_at(base: Any, offset: int) -> Any:
-    """A number in shared memory; side effects as in `_pair_at`."""
+    """Returns a number in shared memory; side effects as in `_pair_at`."""
     code = f"ld.shared.f32 $0, [$1 + {offset}];"
     return llvm.inline_asm(ir.F32Type.get(), [base], code, "=f,r", has_side_effects=True)
 
 
 def _thread_columns(columns: Any) -> Any:
-    """Address of the thread's first pair of columns."""
+    """Returns address of the thread's first pair of columns."""
     lane = arith.remui(mgpu.utils.thread_idx(), constant(QUAD))
     address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(columns))
     return arith.addi(address, arith.muli(lane, constant(COLUMN_BYTES // QUAD)))
 
 
 def _pair_at(base: Any, offset: int) -> list[Any]:
-    """Two neighbours in shared memory.
+    """Returns two neighbours in shared memory.
 
     Side effects keep LLVM from loading all columns before the product is waited for: there are no registers for them.
     """

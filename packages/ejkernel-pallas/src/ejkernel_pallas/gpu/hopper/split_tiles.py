@@ -34,7 +34,7 @@ WHOLE = Split(tiles=0, parts=1)
 
 
 def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
-    """The split of the tail wave: of the tiles that are left when all blocks have had equally many.
+    """Returns the split of the tail wave: of the tiles that are left when all blocks have had equally many.
 
     Args:
         tiles: Number of tiles, which all take equally long.

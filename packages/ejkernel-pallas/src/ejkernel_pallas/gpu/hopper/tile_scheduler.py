@@ -86,7 +86,7 @@ class TileSchedule:
 
     @property
     def whole(self) -> int:
-        """Items that are a whole tile."""
+        """Returns items that are a whole tile."""
         return self.items - self.split.tiles * self.split.parts
 
 
@@ -107,7 +107,7 @@ class WorkTile:
     part: Any
 
     def row(self, operand: Any) -> Any:
-        """The row of an operand that is its batch row's: its only one, where all rows share it."""
+        """Returns the row of an operand that is its batch row's: its only one, where all rows share it."""
         return I32(0) if operand.shape[0] == 1 else self.batch
 
     def head_row(self, operand: Any, axes: int, head: Any = None) -> tuple[Any, ...]:
@@ -128,7 +128,7 @@ def make_plan(
     persistent: bool,
     split: Split = WHOLE,
 ) -> TileSchedule:
-    """A plan for the device in use.
+    """Returns a plan for the device in use.
 
     Args:
         tiles: Tiles of a head.
@@ -149,13 +149,13 @@ def make_plan(
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the device in use; those of an H200 where there is none."""
+    """Returns multiprocessors of the device in use; those of an H200 where there is none."""
     device = jax.local_devices()[0]
     return device.core_count if device.platform == "gpu" else 132
 
 
 def counter() -> Any:
-    """The counter of fetched tiles, beside each block's first: in HBM, and zero when a kernel starts."""
+    """Returns the counter of fetched tiles, beside each block's first: in HBM, and zero when a kernel starts."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
@@ -216,7 +216,7 @@ def store_number(place: Any, number: Any) -> None:
 
 
 def load_number(place: Any) -> jax.Array:
-    """The number in shared memory, int32, which is the same for all threads."""
+    """Returns the number in shared memory, int32, which is the same for all threads."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
     def load(_: Any, place: Any) -> Any:
@@ -226,7 +226,7 @@ def load_number(place: Any) -> jax.Array:
 
 
 def _thread() -> Any:
-    """A thread's number in its warpgroup."""
+    """Returns a thread's number in its warpgroup."""
     return arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
 
 
@@ -250,7 +250,7 @@ def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
 def _split_range(
     plan: TileSchedule, work: WorkTile, first: Any, full_start: Any, full_end: Any, last: Any
 ) -> tuple[Any, ...]:
-    """The blocks of an item, out of those of its tile."""
+    """Returns the blocks of an item, out of those of its tile."""
     whole = work.part < 0
     part = jnp.where(whole, 0, lax.rem(work.part, I32(plan.split.parts)))
     parts = jnp.where(whole, 1, I32(plan.split.parts))
@@ -260,7 +260,7 @@ def _split_range(
 
 
 def item(plan: TileSchedule, number: Any) -> WorkTile:
-    """The item with a number in the list."""
+    """Returns the item with a number in the list."""
     part = number - plan.whole
     if plan.split.tiles:
         # Items behind the whole tiles are parts: so many of them are one tile of the list.
@@ -274,7 +274,7 @@ def item(plan: TileSchedule, number: Any) -> WorkTile:
 
 
 def _unfolded(plan: TileSchedule, number: Any) -> Any:
-    """Number, in the list of one bundle after the other, of the tile that has a number in the folded list."""
+    """Returns number, in the list of one bundle after the other, of the tile that has a number in the folded list."""
     step, head = _divided(number, plan.bundle)
     later, bundles = plan.tiles // 2, plan.items // (plan.bundle * plan.tiles)
     earlier = plan.tiles - later

@@ -174,17 +174,17 @@ def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
 
 
 def _place(ref: Any) -> Any:
-    """The address of shared memory, in units of a descriptor."""
+    """Returns the address of shared memory, in units of a descriptor."""
     return arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT))
 
 
 def _registers(shape: tuple[int, int]) -> int:
-    """Accumulator registers of one thread."""
+    """Returns accumulator registers of one thread."""
     return shape[0] * shape[1] // THREADS
 
 
 def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]) -> Any:
-    """An array with the layout of `like`, from the results of inline assembly."""
+    """Returns an array with the layout of `like`, from the results of inline assembly."""
     f32, count = ir.F32Type.get(), _registers(like.shape)
     struct = llvm.StructType.get_literal([f32] * count)
     made: Any = llvm.inline_asm(struct, operands, code, ",".join(constraints), has_side_effects=True)
@@ -229,7 +229,7 @@ def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) ->
 
 
 def _accumulating_code(columns: int, kind: str, offsets: list[int], *, transposed: bool, in_registers: bool) -> str:
-    """PTX of `_accumulated`. Results are the first operands of the assembly, then the sums before, A, and B.
+    """Returns PTX of `_accumulated`. Results are the first operands of the assembly, then the sums before, A, and B.
 
     Args:
         columns: N of the accumulator.

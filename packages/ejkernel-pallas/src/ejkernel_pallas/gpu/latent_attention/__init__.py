@@ -38,7 +38,7 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One of paged caches, and one of dense ones."""
+    """Returns one of paged caches, and one of dense ones."""
     run = "ejkernel_pallas.gpu.latent_attention.forward"
     return (
         _implementation(

@@ -23,7 +23,7 @@ NEWS = ("latent", "new_keys", "num_seqs")
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The conformance cases of each operation, by its name."""
+    """Returns the conformance cases of each operation, by its name."""
     mixed: Row[PagedSizes] = ("512 + 64, mixed", MIXED, lambda key: {"return_lse": True}, NEWS, ())
     given = {"v_scale": 0.5, "sliding_window": 40}
     small: Row[PagedSizes] = (

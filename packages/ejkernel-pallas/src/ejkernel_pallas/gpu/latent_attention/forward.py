@@ -37,7 +37,7 @@ OPERANDS: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "sh
 
 
 def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Array, ...], None]:
-    """Attention over pages of latent vectors.
+    """Returns attention over pages of latent vectors.
 
     Args:
         record: The canonical arguments.
@@ -58,7 +58,7 @@ def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Arr
 
 
 def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Output [B, 1, H, 512] and residuals of a record that `mla_decode` made.
+    """Returns output [B, 1, H, 512] and residuals of a record that `mla_decode` made.
 
     With one cache all 576 columns are values, of which the operation reads the first 512. The others are computed
     beside the kernel: XLA drops their products where nothing reads them, which is every call of the operation.
@@ -73,7 +73,7 @@ def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, Sof
 
 
 def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
-    """Output [B, H, 64] of the columns behind 512 of a dense cache: its weights are `exp(score - lse)`."""
+    """Returns output [B, H, 64] of the columns behind 512 of a dense cache: its weights are `exp(score - lse)`."""
     cache = record.key_pages
     token = jnp.arange(cache.shape[1], dtype=jnp.int32)
     attends = token < record.kv_lens[:, None]
@@ -91,7 +91,7 @@ def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
 
 
 def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, 512] and lse [T, H] of a record whose tokens are all in their pages."""
+    """Returns output [T, H, 512] and lse [T, H] of a record whose tokens are all in their pages."""
     spec = make_spec(record, params, rotary.start)
     plan = (planned if spec.rows <= FEW_ITEMS else make_plan)(record, spec)
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
@@ -108,7 +108,7 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
 
 
 def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Outputs of whole items, and parts of the others."""
+    """Returns outputs of whole items, and parts of the others."""
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         latent_kernel(Call(spec, given, made, Shared(**buffers)))
@@ -124,7 +124,7 @@ def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array
 
 
 def _scratch(spec: LatentSpec) -> dict[str, Any]:
-    """Shared memory and barriers, by the names of `Shared`."""
+    """Returns shared memory and barriers, by the names of `Shared`."""
     copies = BLOCK_KV // spec.copied
     pieces, halves = 2 * PIECES, (2, CHUNKS, BLOCK_KV, CHUNK)
     barrier = plgpu.Barrier

@@ -50,7 +50,7 @@ class Extents(NamedTuple):
 
 
 def make_extents(record: PagedAttention, spec: LatentSpec) -> Extents:
-    """What the items of a record attend."""
+    """Returns what the items of a record attend."""
     lens, starts = record.kv_lens.astype(jnp.int32), record.kv_starts
     if record.query_start is None:
         # A row a sequence: nothing is gathered, which would be a kernel of its own.
@@ -80,7 +80,7 @@ def limits(record: PagedAttention, lens: Any, position: Any, starts: Any) -> tup
 
 
 def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
-    """The items of a record, and the programs' shares."""
+    """Returns the items of a record, and the programs' shares."""
     owner, keys, low = make_extents(record, spec)
     # Steps begin at multiples of UNIT, so that a block lies inside one page or is made of whole pages. Keys before
     # `low` are masked.

@@ -130,22 +130,22 @@ class LatentSpec:
 
     @property
     def masked(self) -> float:
-        """What stands for a product with a masked key: a power of two, so that scaling it is exact."""
+        """Returns what stands for a product with a masked key: a power of two, so that scaling it is exact."""
         return -(2.0 ** math.ceil(math.log2(-LOWEST / self.factor)))
 
     @property
     def lowest(self) -> float:
-        """The score of a masked key, between twice `LOWEST` and it: finite, so that differences are no NaN."""
+        """Returns the score of a masked key, between twice `LOWEST` and it: finite, so that differences are no NaN."""
         return float(np.float32(self.factor) * np.float32(self.masked))
 
     @property
     def factor(self) -> float:
-        """Factor on scores where they become powers; 1 if they have to be scaled before."""
+        """Returns factor on scores where they become powers; 1 if they have to be scaled before."""
         return self.exponent if self.exponent >= SMALLEST_FACTOR else 1.0
 
     @property
     def blocks(self) -> int:
-        """Thread blocks."""
+        """Returns thread blocks."""
         return self.programs * self.tiles
 
 
@@ -154,7 +154,7 @@ LN2 = 0.6931471805599453
 
 
 def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> LatentSpec:
-    """The constants of a record's kernel.
+    """Returns the constants of a record's kernel.
 
     Args:
         record: The canonical arguments, without new tokens.
@@ -191,7 +191,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
 
 
 def reasons(record: PagedAttention) -> Iterable[str]:
-    """Why the kernel cannot serve a paged record, a sentence each."""
+    """Yields why the kernel cannot serve a paged record, a sentence each."""
     if record.latent is None:
         yield "the cache has no latent vectors"
         return
@@ -219,7 +219,7 @@ def _head_reasons(heads: int) -> Iterable[str]:
 
 
 def decode_reasons(record: TiledAttention) -> Iterable[str]:
-    """Why the kernel cannot serve a record of `mla_decode`, a sentence each."""
+    """Yields why the kernel cannot serve a record of `mla_decode`, a sentence each."""
     keys, values, slots = record.key.shape[-1], record.value.shape[-1], record.key.shape[1]
     if keys != LATENT + ROTARY or values not in (LATENT, LATENT + ROTARY):
         yield f"keys of {keys} columns and values of {values} are not {LATENT} + {ROTARY} and {LATENT}"

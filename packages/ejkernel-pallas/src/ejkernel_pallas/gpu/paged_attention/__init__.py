@@ -15,7 +15,7 @@ HANDLES = frozenset({"new_keys", "new_values", "num_seqs", "sliding_window", "ca
 """Optional fields that the kernel honours."""
 
 PREFILL_ROWS = 16
-"""Query rows a sequence from which on calls are prefill by rule.
+"""Query rows a sequence from which on calls are prefill chosen by rule.
 
 Of a mixed batch it is the mean: 4 chunks of 512 tokens beside 60 sequences that decode have 33, and take an H200
 1.08 ms where Triton's kernel takes 1.55.
@@ -28,7 +28,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="paged_attention",

@@ -33,7 +33,7 @@ def _nothing(key: jax.Array) -> dict[str, Any]:
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The conformance cases of each operation, by its name."""
+    """Returns the conformance cases of each operation, by its name."""
     page: tuple[Row[PagedSizes], ...] = (
         ("head size 128, bfloat16", DECODE, _nothing, (), ()),
         ("head size 128, window", DECODE, lambda key: WINDOW, ("sliding_window",), ()),

@@ -25,17 +25,17 @@ class HopperPaged:
 
 
 PUBLIC_FIELDS = {"num_stages": "stages"}
-"""Fields of the public configurations and what they set here."""
+"""Maps fields of the public configurations to fields of this one."""
 
 
 def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPaged:
-    """One program a multiprocessor."""
+    """Returns one program a multiprocessor."""
     from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
 
     return HopperPaged(num_programs=multiprocessors())
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperPaged, ...]:
-    """What is worth measuring: fewer stages, and rescaling always."""
+    """Returns what is worth measuring: fewer stages, and rescaling always."""
     rule = heuristic(record, device, direction)
     return rule, dataclasses.replace(rule, stages=2), dataclasses.replace(rule, lazy_rescaling=False)

@@ -28,7 +28,7 @@ OPERANDS: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shar
 
 
 def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Array, ...], None]:
-    """Attention over pages of keys and values.
+    """Returns attention over pages of keys and values.
 
     Args:
         record: The canonical arguments.
@@ -47,7 +47,7 @@ def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Arra
 
 
 def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, Dv] and lse [T, H] of a record whose tokens are all in their pages.
+    """Returns output [T, H, Dv] and lse [T, H] of a record whose tokens are all in their pages.
 
     Sequences with few query tokens are the decoding kernel's, all others `prefill`'s.
     """
@@ -98,7 +98,7 @@ def _few(
 def _items(
     record: PagedAttention, spec: PagedSpec, plan: LatentSchedule, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The decoding kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
+    """Returns the decoding kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap
@@ -124,7 +124,7 @@ def _cache(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
 
 
 def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
-    """[Hk * query_rows, D]: of each KV head the rows of all tokens, and a tile of zeros behind them."""
+    """Returns [Hk * query_rows, D]: of each KV head the rows of all tokens, and a tile of zeros behind them."""
     tokens, _, size = record.query.shape
     # Heads of a KV head together: 64 rows of it are then consecutive tokens, and one copy takes them. The zeros behind
     # let a tile that begins at the last token read 64 rows, too.
@@ -137,7 +137,7 @@ def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
 def _in_order(
     record: PagedAttention, spec: PagedSpec, tiles: paged_cache.QueryTiles, output: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Output and lse by query row, from those by item: [items, Hk * 64, Dv] and [items, Hk * 64]."""
+    """Returns output and lse by query row, from those by item: [items, Hk * 64, Dv] and [items, Hk * 64]."""
     sequence, _ = paged_cache.token_places(record)
     owner, token = jnp.maximum(sequence, 0), jnp.arange(record.query.shape[0], dtype=jnp.int32)
     offset = token - paged_cache.query_ranges(record)[0][owner]
@@ -153,7 +153,7 @@ def _in_order(
 
 
 def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Outputs of whole items, and parts of the others."""
+    """Returns outputs of whole items, and parts of the others."""
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         paged_kernel(Call(spec, given, made, Shared(**buffers)))
@@ -169,7 +169,7 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
 
 
 def _scratch(spec: PagedSpec) -> dict[str, Any]:
-    """Shared memory and barriers, by the names of `Shared`."""
+    """Returns shared memory and barriers, by the names of `Shared`."""
     copies, stages, barrier = UNIT // spec.copied, spec.stages, plgpu.Barrier
     return {
         "q": matrix((WGMMA_M, spec.key_dim), spec.dtype),

@@ -73,17 +73,17 @@ class PagedSpec:
 
     @property
     def heads(self) -> int:
-        """Rows of all tiles of an item: what is padding is dropped after merging."""
+        """Returns rows of all tiles of an item: what is padding is dropped after merging."""
         return self.tiles * WGMMA_M
 
     @property
     def blocks(self) -> int:
-        """Thread blocks."""
+        """Returns thread blocks."""
         return self.programs * self.tiles
 
 
 def rows_of_token(record: PagedAttention) -> int:
-    """Rows that a token has in a KV head's tile: its query heads, and rows of zeros up to a multiple of eight.
+    """Returns rows that a token has in a KV head's tile: its query heads, and rows of zeros up to a multiple of eight.
 
     A tile may begin at any token, but a copy in the order of products only at a multiple of eight rows.
     """
@@ -91,12 +91,12 @@ def rows_of_token(record: PagedAttention) -> int:
 
 
 def tokens_of_tile(record: PagedAttention) -> int:
-    """Query tokens whose rows of one KV head fill 64."""
+    """Returns query tokens whose rows of one KV head fill 64."""
     return max(1, WGMMA_M // rows_of_token(record))
 
 
 def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
-    """The constants of a record's kernel, without the items of its schedule.
+    """Returns the constants of a record's kernel, without the items of its schedule.
 
     Args:
         record: The canonical arguments, without new tokens.
@@ -139,12 +139,12 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
 
 
 def value_size(record: PagedAttention) -> int:
-    """Size of a value."""
+    """Returns size of a value."""
     return paged_cache.value_size(record)
 
 
 def reasons(record: PagedAttention) -> Iterable[str]:
-    """Why the kernel cannot serve a record, a sentence each."""
+    """Yields why the kernel cannot serve a record, a sentence each."""
     if record.latent is not None:
         yield "the cache has latent vectors: 'mosaic_gpu_latent' serves them"
         return

@@ -8,7 +8,7 @@ PACKAGE = "ejkernel_pallas.gpu.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return tuple(
         ring_implementation(tiled, forward=f"{PACKAGE}.forward:forward", backward=f"{PACKAGE}.backward:backward")
         for tiled in tiled_attention.implementations()

@@ -20,5 +20,5 @@ KERNEL = ring_loop.StepKernel(tiled_forward.forward, tiled_backward.backward)
 
 
 def forward(record: RingAttention, config: Any) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of one device's queries, [B, T, H, Dv] in the query's dtype."""
+    """Returns attention output and residuals of one device's queries, [B, T, H, Dv] in the query's dtype."""
     return ring_loop.forward(record, config, KERNEL)

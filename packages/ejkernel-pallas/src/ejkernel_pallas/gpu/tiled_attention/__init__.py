@@ -22,7 +22,7 @@ HANDLES = (
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not (record.query.size and record.key.size and record.value.size):
         yield "an array is empty"
     size, value_size = record.query.shape[3], record.value.shape[3]
@@ -35,7 +35,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="tiled_attention",

@@ -49,10 +49,10 @@ SHORT = 32
 
 
 def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        pullback: Record, residuals, output and its cotangent, and the names of the requested fields.
         params: Tile sizes and stages. A block accumulates dk and dv of `block_kv` keys and loops over
             blocks of `block_q` queries, `stages` of them in shared memory.
 
@@ -60,7 +60,7 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
         ValueError: A tile size is none that the kernel can have.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     wanted, spec = pullback.wanted, make_spec(pullback.record)
     tile = backward_tile(params, spec)
@@ -78,7 +78,7 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
 
 
 def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
-    """What the kernel reads, in whole tiles where it is one number a row; and <do, o> as it is, [B, H, T]."""
+    """Returns what the kernel reads, in whole tiles where it is one number a row; and <do, o> as it is, [B, H, T]."""
     record, lse = pullback.record, pullback.residuals.lse
     cotangent = pullback.cotangent.astype(spec.dtype)
     delta = cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32)
@@ -103,7 +103,7 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
 
 
 def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSpec) -> jax.Array:
-    """The kernel's delta, a number for padding too."""
+    """Returns the kernel's delta, a number for padding too."""
     if pullback.lse_cotangent is None:
         return delta
     delta, ids = less_lse_cotangent(delta, pullback), pullback.record.q_segment_ids
@@ -113,7 +113,7 @@ def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSpec) 
 def _gradients(
     spec: HopperSpec, tile: BackwardTile, operands: Operands, record: TiledAttention
 ) -> dict[str, jax.Array]:
-    """Gradients of queries, keys and values."""
+    """Returns gradients of queries, keys and values."""
     ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
     if spec.pattern:
         lists, ranges = query_lists(padding_as_segments(record), tile.queries, tile.keys)
@@ -136,7 +136,7 @@ def _gradients(
 
 
 def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
-    """The tile schedule for a number of batch rows.
+    """Returns the tile schedule for a number of batch rows.
 
     There is a block on every multiprocessor, and they start evenly spread over the steps of one: so many heads are
     worked on together that two blocks of a head start some query blocks after each other. Under a causal mask, where
@@ -175,7 +175,7 @@ def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], 
 
 
 def _by_head(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
-    """Whether a block loops over a head's query blocks before the next head's.
+    """Returns whether a block loops over a head's query blocks before the next head's.
 
     With a window, the next thread block comes to a query block later by the steps that the window has moved, times
     the heads of the loop. The query blocks and dq of all thread blocks in between would have to stay in the L2 cache.
@@ -197,7 +197,7 @@ def _run(
     operands: Operands,
     batch: int,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of keys and of values, and sums that are gradients of queries but for their scale."""
+    """Returns gradients of keys and of values, and sums that are gradients of queries but for their scale."""
     plan = make_plan(batch)
     places = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
 
@@ -223,11 +223,11 @@ def _run(
 def _with_split(
     plan: tile_scheduler.TileSchedule, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Gradients, with those of the tiles that were split made of their parts."""
+    """Returns gradients, with those of the tiles that were split made of their parts."""
     place = tile_scheduler.split_rows(plan, parts[0].shape[1])
 
     def put(gradient: jax.Array, sums: jax.Array) -> jax.Array:
-        # A fixed order, unlike atomic additions: every run gives the same bits.
+        # A fixed order, unlike atomic additions: results are reproducible bit for bit.
         sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
         # Rows of a partial tile that lie past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
@@ -236,7 +236,7 @@ def _with_split(
 
 
 def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
-    """Shared memory and barriers, by the names that the kernel knows."""
+    """Returns shared memory and barriers, by the names that the kernel knows."""
     made: dict[str, Any] = {
         "k": matrix((tile.parts * tile.owners + tile.shared_parts, WGMMA_M, tile.part), spec.dtype, tile.line("k")),
         "v": matrix((tile.owners, WGMMA_M, spec.value_dim), spec.dtype),
@@ -263,7 +263,7 @@ def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[s
 
 
 def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
-    """Scratch memory of blocks without a cluster."""
+    """Returns scratch memory of blocks without a cluster."""
     number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
     if tile.register_bound:
         return _packed_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
@@ -276,12 +276,12 @@ def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) ->
 
 
 def _pair_scratch(tile: BackwardTile) -> dict[str, Any]:
-    """Scratch memory of the blocks of a cluster."""
+    """Returns scratch memory of the blocks of a cluster."""
     return _packed_scratch(tile) | {"weights_full": plgpu.Barrier(num_arrivals=1), "ds_free": _freed(tile, 2)}
 
 
 def _packed_scratch(tile: BackwardTile) -> dict[str, Any]:
-    """Numbers of rows where little room is left: no array begins within 1024 bytes of the last."""
+    """Returns numbers of rows where little room is left: no array begins within 1024 bytes of the last."""
     return {
         "rows": plgpu.SMEM((2, tile.depth, tile.queries), jnp.float32),
         "words": plgpu.SMEM((tile.depth + 1, tile.queries), jnp.int32),
@@ -296,7 +296,7 @@ def _with_views(buffers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _freed(tile: BackwardTile, count: int) -> Any:
-    """Barriers at which all warpgroups that multiply arrive, of both members where there are two."""
+    """Returns barriers at which all warpgroups that multiply arrive, of both members where there are two."""
     if tile.wide:
         return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), num_arrivals=WARPGROUPS, num_barriers=count)
     return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count)

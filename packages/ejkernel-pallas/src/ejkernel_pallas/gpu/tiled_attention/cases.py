@@ -19,19 +19,19 @@ SIZES = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat
 
 
 def _blocks(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
-    """Blocks of 64: full, partial and empty tiles, and none for the queries from 128 to 191."""
+    """Returns blocks of 64: full, partial and empty tiles, and none for the queries from 128 to 191."""
     seen = np.random.RandomState(7).rand(-(-q_len // 64), -(-kv_len // 64)) < 0.5
     seen[2] = False
     return NumpyMask(np.kron(seen, np.ones((64, 64), bool))[:q_len, :kv_len])
 
 
 def _pairs(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
-    """Pairs by chance, so that no two tiles have the same mask."""
+    """Returns pairs by chance, so that no two tiles have the same mask."""
     return NumpyMask(np.random.RandomState(8).rand(q_len, kv_len) < 0.2)
 
 
 def _by_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
-    """Another pattern for every other head, of which two share their keys."""
+    """Returns another pattern for every other head, of which two share their keys."""
     return ChunkedCausalMask((q_len, kv_len), 96) if head % 2 else LocalMask((q_len, kv_len), (40, 9))
 
 
@@ -60,7 +60,7 @@ _TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]],
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """By operation."""
+    """Returns by operation."""
     return {"blocksparse_attention": tuple(_case(*row) for row in _TABLE)}
 
 

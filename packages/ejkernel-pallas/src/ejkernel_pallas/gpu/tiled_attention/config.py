@@ -43,29 +43,29 @@ class ForwardTile:
 
     @property
     def queries(self) -> int:
-        """Queries a block."""
+        """Returns queries a block."""
         return self.warpgroups * WGMMA_M
 
     def needs_masks(self, spec: HopperSpec) -> bool:
-        """Whether some tile of scores needs masking."""
+        """Returns whether some tile of scores needs masking."""
         return spec.masked or spec.keys % self.keys != 0
 
     def has_uneven_ends(self, spec: HopperSpec) -> bool:
-        """Whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
+        """Returns whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
         if spec.right is None or spec.pattern or spec.pages:
             return False
         ends = ((row + spec.right, row + self.queries - WGMMA_M + spec.right) for row in self._last_rows())
         return any(first // self.keys != last // self.keys for first, last in ends)
 
     def has_idle_warpgroups(self, spec: HopperSpec) -> bool:
-        """Whether warpgroups of a head's last block that have no queries leave its keys to the others.
+        """Returns whether warpgroups of a head's last block that have no queries leave its keys to the others.
 
         On an H200 it makes 2048 tokens with head size 64 up to 2% faster where there is a mask; without, it costs 1%.
         """
         return spec.masked and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - WGMMA_M
 
     def _last_rows(self) -> range:
-        """The last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
+        """Returns the last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
         return range(WGMMA_M - 1, self.queries * self.keys, self.queries)
 
     def registers(self, spec: HopperSpec) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class ForwardTile:
 
 
 def forward_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
-    """Shared memory of the forward kernel."""
+    """Returns shared memory of the forward kernel."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     matrices = tile.buffers * tile.queries * spec.head_dim + tile.stages * tile.keys * (spec.head_dim + spec.value_dim)
     numbers = (tile.stages + 1) * tile.keys  # of queries and keys, for dropout
@@ -101,12 +101,12 @@ class BackwardTile:
 
     @property
     def wide(self) -> bool:
-        """Whether a warpgroup sums up one gradient of 64 keys, and not both."""
+        """Returns whether a warpgroup sums up one gradient of 64 keys, and not both."""
         return self.size + self.value_size > 5 * SWIZZLE_COLUMNS
 
     @property
     def register_bound(self) -> bool:
-        """Whether both gradients of 64 keys leave a warpgroup no registers for dq beside gradients of weights.
+        """Returns whether both gradients of 64 keys leave a warpgroup no registers for dq beside gradients of weights.
 
         Then its part of dq is made once those are narrow, and there is no room in shared memory for a second tile of
         cotangents, nor for ids of keys and dropout's numbers.
@@ -115,7 +115,7 @@ class BackwardTile:
 
     @property
     def part(self) -> int:
-        """Columns of keys that lie together in shared memory: those of a warpgroup's part of dq."""
+        """Returns columns of keys that lie together in shared memory: those of a warpgroup's part of dq."""
         return self.size // 2 if self.register_bound else SWIZZLE_COLUMNS
 
     @property
@@ -124,37 +124,37 @@ class BackwardTile:
         return 128 if self.part % SWIZZLE_COLUMNS == 0 else 64
 
     def line(self, name: str) -> int:
-        """Bytes of a row of an array that lie together in shared memory."""
+        """Returns bytes of a row of an array that lie together in shared memory."""
         return self.swizzle if name in ("q", "k", "ds") else 128
 
     @property
     def members(self) -> int:
-        """Blocks that own `keys` together, as a cluster."""
+        """Returns blocks that own `keys` together, as a cluster."""
         return 2 if self.wide else 1
 
     @property
     def owners(self) -> int:
-        """Tiles of 64 keys a block."""
+        """Returns tiles of 64 keys a block."""
         return self.keys // (WGMMA_M * self.members)
 
     @property
     def parts(self) -> int:
-        """Parts of a row of keys."""
+        """Returns parts of a row of keys."""
         return self.size // self.part
 
     @property
     def shared_parts(self) -> int:
-        """Parts of a row of the other member's keys: those that a block's share of dq is made of."""
+        """Returns parts of a row of the other member's keys: those that a block's share of dq is made of."""
         return self.parts // 2 if self.wide else 0
 
     @property
     def stages(self) -> dict[str, int]:
-        """Tiles of queries, and of their cotangents, in shared memory."""
+        """Returns tiles of queries, and of their cotangents, in shared memory."""
         return {"q": self.depth, "do": 1 if self.wide or self.register_bound else 2}
 
     @property
     def pieces(self) -> int:
-        """Pieces of a step's part of dq that are added in order by themselves: one a warpgroup, or one of both."""
+        """Pieces of a step's part of dq that are added in order by themselves: one per warpgroup, or one of both."""
         return WARPGROUPS if self.wide else 1
 
     @property
@@ -164,12 +164,12 @@ class BackwardTile:
 
     @property
     def makers(self) -> int:
-        """Warpgroups that make a piece, 64 rows each."""
+        """Returns warpgroups that make a piece, 64 rows each."""
         return WARPGROUPS // self.pieces
 
     @property
     def strips(self) -> int:
-        """Strips that a warpgroup hands its share over in, one after the other.
+        """Returns strips that a warpgroup hands its share over in, one after the other.
 
         Device memory takes about 16 bytes of sums a cycle from a multiprocessor: what is handed over at a time should
         be gone before there is more.
@@ -178,23 +178,23 @@ class BackwardTile:
 
     @property
     def dq_columns(self) -> int:
-        """Columns of a strip."""
+        """Returns columns of a strip."""
         return self.size * self.queries // (WGMMA_M * WARPGROUPS * self.strips * self.members)
 
     def dq_start(self, member: Any, maker: int, strip: int) -> tuple[int, Any]:
-        """First row and column of a strip."""
+        """Returns first row and column of a strip."""
         if self.wide:
             return 0, ((member * WARPGROUPS + maker) * self.strips + strip) * self.dq_columns
         row, part = self.dq_half(maker)
         return row * WGMMA_M, part * self.dq_columns
 
     def dq_half(self, warpgroup: Any) -> tuple[Any, Any]:
-        """Which 64 queries, and which part of a row of keys, a warpgroup's share is of where two have one."""
+        """Returns which 64 queries, and which part of a row of keys, a warpgroup's share is of where two have one."""
         return (warpgroup, 0) if self.queries == WARPGROUPS * WGMMA_M else (0, warpgroup)
 
     @property
     def ping_pongs_scores(self) -> bool:
-        """Whether ping-pong scheduling covers the products of scores, too.
+        """Returns whether ping-pong scheduling covers the products of scores, too.
 
         On an H200 it makes a causal backward pass 3% faster with these tiles, and costs as much with larger ones.
         """
@@ -211,12 +211,12 @@ class BackwardTile:
         return REGISTERS[WARPGROUPS][1]
 
     def row_bytes(self, spec: HopperSpec) -> int:
-        """Bytes of a query in device memory, with its cotangent and, in float32, its gradient."""
+        """Returns bytes of a query in device memory, with its cotangent and, in float32, its gradient."""
         narrow, single = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
         return self.size * (narrow + single) + self.value_size * narrow
 
     def extras(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
-        """Arrays with one number for every row that come along with an array, to shared memory.
+        """Returns arrays with one number for every row that come along with an array, to shared memory.
 
         Pairs of blocks and register-bound ones have no room for ids of keys, and for dropout's numbers.
         """
@@ -236,7 +236,7 @@ class BackwardTile:
 
 
 def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
-    """Shared memory of the backward kernel."""
+    """Returns shared memory of the backward kernel."""
     itemsize = jnp.dtype(spec.dtype).itemsize
     accumulated = (
         WGMMA_M * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * SWIZZLE_COLUMNS) * itemsize
@@ -305,14 +305,14 @@ BACKWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
 
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> HopperForward | HopperBackward:
-    """The configuration of a call without a chosen or tuned one."""
+    """Returns the configuration of a call without a chosen or tuned one."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(
     record: TiledAttention, device: DeviceInfo, direction: Direction
 ) -> tuple[HopperForward, ...] | tuple[HopperBackward, ...]:
-    """The configurations worth measuring."""
+    """Returns the configurations worth measuring."""
     size = record.query.shape[3]
     if direction == "forward":
         return tuple(HopperForward(block_q=q, block_kv=k, stages=n) for q, k, n in FORWARD[size])
@@ -320,7 +320,7 @@ def candidates(
 
 
 def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
-    """The tile of a forward configuration.
+    """Returns the tile of a forward configuration.
 
     Raises:
         ValueError: Something is missing, is nothing that a kernel can be compiled with, or does not fit.
@@ -334,7 +334,7 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
 
 
 def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
-    """The tile of a backward configuration.
+    """Returns the tile of a backward configuration.
 
     Raises:
         ValueError: As `forward_tile`.
@@ -354,7 +354,7 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
 def _checked(
     params: HopperForward | HopperBackward, accumulated: str, streamed: str, stages: str
 ) -> tuple[int, int, int]:
-    """Warpgroups, rows of a streamed block, and stages."""
+    """Returns warpgroups, rows of a streamed block, and stages."""
     values = {name: getattr(params, name) for name in (accumulated, streamed, stages)}
     wants = {accumulated: "64, 128 or 192", streamed: "64, 128 or 192", stages: "2 or more"}
     for name, value in values.items():

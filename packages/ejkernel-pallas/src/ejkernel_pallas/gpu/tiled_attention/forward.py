@@ -35,7 +35,7 @@ and with 32 heads, whose keys the cache does not hold, causal calls take up to 5
 
 
 def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of a record.
+    """Returns attention output and residuals of a record.
 
     Args:
         record: The canonical arguments.
@@ -56,7 +56,7 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
 
 
 def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
-    """Outputs in whole groups of rows, and lse in whole tiles."""
+    """Returns outputs in whole groups of rows, and lse in whole tiles."""
     count, blocks = operands["table"].shape[-2], tile_scheduler.multiprocessors()
     plan = tile_scheduler.make_plan(
         count,
@@ -103,7 +103,7 @@ def run_plan(
 def _with_split(
     plan: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Outputs and lse, with the tiles that were split made of their parts."""
+    """Returns outputs and lse, with the tiles that were split made of their parts."""
     outputs, sums = merged(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
     batch, rows, head = tile_scheduler.split_rows(plan, sums.shape[1])
     return (
@@ -120,7 +120,7 @@ def _head_bytes(spec: HopperSpec) -> int:
 
 
 def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
-    """What the kernel reads, for every row of the batch or once for all."""
+    """Returns what the kernel reads, for every row of the batch or once for all."""
     operands, ids = {}, None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
@@ -140,7 +140,7 @@ def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> di
 
 
 def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
-    """Shared memory and barriers, by the names of `Shared`."""
+    """Returns shared memory and barriers, by the names of `Shared`."""
     queries, copies = tile.buffers * tile.warpgroups, 1 if pages is None else pages.copies
     made: dict[str, Any] = {
         **_query_scratch(spec, queries),
@@ -173,7 +173,7 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dic
 
 
 def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
-    """Tiles of queries, which outputs overwrite.
+    """Returns tiles of queries, which outputs overwrite.
 
     Outputs of another head dimension have a view of the same memory in which a tile of queries is a number of
     [64, 64] tiles, so that those of one warpgroup overlap the queries of no other.
@@ -186,7 +186,7 @@ def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
 
 
 def _with_outputs(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
-    """Buffers in which queries and outputs that share memory have a name each."""
+    """Returns buffers in which queries and outputs that share memory have a name each."""
     if spec.value_dim == spec.head_dim:
         return buffers
     queries, outputs = buffers["q"]

@@ -66,22 +66,22 @@ class HopperSpec:
 
     @property
     def group_size(self) -> int:
-        """Query heads per KV head."""
+        """Returns query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def masked(self) -> bool:
-        """Whether some pair of indices may not attend."""
+        """Returns whether some pair of indices may not attend."""
         return self.left is not None or self.right is not None or self.segments or self.pattern or self.pages
 
     @property
     def has_dropout(self) -> bool:
-        """Whether there is dropout."""
+        """Returns whether there is dropout."""
         return self.threshold > 0
 
     @property
     def masks_lower(self) -> bool:
-        """Whether tiles before the full ones can be masking, too."""
+        """Returns whether tiles before the full ones can be masking, too."""
         return not self.pattern and (self.left is not None or self.segments or self.key_starts)
 
     @property
@@ -95,7 +95,7 @@ class HopperSpec:
 
     @property
     def rescales_lazily(self) -> bool:
-        """Whether the accumulator is rescaled lazily: only where a row's maximum grew by more than a threshold.
+        """Returns whether the accumulator is rescaled lazily: only where a row's maximum grew by more than a threshold.
 
         On an H200 it makes heads of 256 up to 16% faster, whose accumulator is twice as large as scores and weights; it
         costs others 1% to 3%, as the branch takes longer than what it saves.
@@ -104,7 +104,7 @@ class HopperSpec:
 
     @property
     def fixed_max(self) -> bool:
-        """Whether the row maximum is fixed at 0, so that no maximum is computed and nothing is rescaled.
+        """Returns whether the row maximum is fixed at 0, so that no maximum is computed and nothing is rescaled.
 
         A soft cap bounds scores, so their powers of two are bounded: bfloat16 has as many digits for such weights as
         for others, and float32 room for their sums.
@@ -113,7 +113,7 @@ class HopperSpec:
 
     @property
     def fuses_soft_cap(self) -> bool:
-        """Whether `capped_weights` computes tanh and exponential in one go where no pair is masked.
+        """Returns whether `capped_weights` computes tanh and exponential in one go where no pair is masked.
 
         With head size 256, where products take four times as long as with 64, a soft cap costs 3% without it.
         """
@@ -121,17 +121,17 @@ class HopperSpec:
 
     @property
     def inner_scale(self) -> float:
-        """Factor on a raw product before `log2_scale`: the soft cap's argument; 1 without a soft cap."""
+        """Returns factor on a raw product before `log2_scale`: the soft cap's argument; 1 without a soft cap."""
         return 1.0 if self.soft_cap is None else self.scale / self.soft_cap
 
     @property
     def log2_scale(self) -> float:
-        """Factor that turns a raw product, or the soft cap's tanh, into an exponent of two."""
+        """Returns factor that turns a raw product, or the soft cap's tanh, into an exponent of two."""
         return (self.scale if self.soft_cap is None else self.soft_cap) * LOG2E
 
 
 def make_spec(record: TiledAttention) -> HopperSpec:
-    """The constants of a record's kernels."""
+    """Returns the constants of a record's kernels."""
     (b, t, h, d), (_, s, hk, _) = record.query.shape, record.key.shape
     left, right = band(record)
     return HopperSpec(

@@ -19,7 +19,7 @@ NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.lhs.shape[0]:
         yield "lhs has no rows"
     if str(record.rhs.dtype) not in (*DTYPES, *NARROW):
@@ -34,7 +34,7 @@ def _dtype(array: Any) -> Any:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="grouped_matmul",

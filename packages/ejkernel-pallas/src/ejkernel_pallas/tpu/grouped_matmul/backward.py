@@ -14,7 +14,7 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, blocks_of, ma
 
 
 def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
         pullback: Record, cotangent [M, N], and the names of the wanted fields.

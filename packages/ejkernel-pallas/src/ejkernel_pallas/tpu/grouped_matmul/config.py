@@ -17,7 +17,7 @@ class TpuMatmul:
 
     Attributes:
         block_m: Rows a tile.
-        block_k: Contracted elements a step, of the forward pass; rows of a matrix's gradient a tile.
+        block_k: Contracted elements per step, of the forward pass; rows of a matrix's gradient a tile.
         block_n: Columns a tile.
     """
 
@@ -63,14 +63,14 @@ CHIPS = {
 
 
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
-    """The tiles for a record on a device: those that wait least, by operations and bytes alone."""
+    """Returns the tiles for a record on a device: those that wait least, by operations and bytes alone."""
     chip = _chip(device)
     chip = chip._replace(memory=min(chip.memory, chip.quick))
     return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
 
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     return tuple(_fitting(record, _chip(device), direction))
 
 
@@ -86,13 +86,13 @@ def _chip(device: Any) -> Chip:
 
 
 def _rows(record: GroupedMatmul) -> int:
-    """Rows a tile: no more than a group has, about."""
+    """Returns rows a tile: no more than a group has, about."""
     average = record.lhs.shape[0] / record.group_sizes.shape[0]
     return next((rows for rows in ROW_TILES if rows <= average), ROW_TILES[-1])
 
 
 def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[TpuMatmul]:
-    """Tiles that memory has room for, each once."""
+    """Yields tiles that memory has room for, each once."""
     depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
     if direction == "forward" and _rows(record) == ROW_TILES[0]:
@@ -119,7 +119,7 @@ def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) 
 
 
 def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
-    """The larger of the time that products take, with what tiles compute in vain, and that copies take."""
+    """Returns the larger of the time that products take, with what tiles compute in vain, and that copies take."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
     across, steps = cdiv(width, n), cdiv(depth, k)

@@ -10,7 +10,7 @@ from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, forward_spec
 
 
 def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.

@@ -55,17 +55,17 @@ class WorkItem(NamedTuple):
     flags: Any
 
     def has(self, flag: int) -> Any:
-        """Whether it has a flag."""
+        """Returns whether it has a flag."""
         return (self.flags & flag) != 0
 
     @property
     def zero(self) -> Any:
-        """0, which the compiler cannot fold: what is above the flags."""
+        """Returns 0, which the compiler cannot fold: what is above the flags."""
         return lax.shift_right_logical(self.flags, np.int32(FLAGS))
 
 
 def read_item(table: Any, step: Any) -> WorkItem:
-    """An entry of a table."""
+    """Returns an entry of a table."""
     most = table.shape[0] // len(WorkItem._fields)
     return WorkItem(*(table[step + field * most] for field in range(len(WorkItem._fields))))
 
@@ -106,7 +106,7 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
 
 
 def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
-    """WorkList for a kernel that owns matrices: every matrix at least once."""
+    """Returns WorkList for a kernel that owns matrices: every matrix at least once."""
     first, end = group_rows(record)
     tiles, nonempty = cdiv(record.lhs.shape[0], size), end > first
     counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
@@ -128,12 +128,12 @@ def _listed(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, 
 
 
 def _changes(x: jax.Array) -> jax.Array:
-    """Where a list has another value than before."""
+    """Returns where a list has another value than before."""
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
 def _work_list(items: WorkItem, count: jax.Array, size: int) -> WorkList:
-    """The table of work items whose rows are still those of the matrices."""
+    """Returns the table of work items whose rows are still those of the matrices."""
     # Within the tile: kernels compare the numbers of its rows with them.
     low = jnp.clip(jnp.take(items.low, items.matrix) - items.tile * size, 0, size)
     high = jnp.clip(jnp.take(items.high, items.matrix) - items.tile * size, 0, size)

@@ -64,12 +64,12 @@ class GroupedSpec:
 
     @property
     def steps(self) -> int:
-        """Tiles of contracted elements."""
+        """Returns tiles of contracted elements."""
         return cdiv(self.contracted, self.blocks.contracted)
 
     @property
     def ragged(self) -> bool:
-        """Whether the last tile of contracted elements reaches beyond them."""
+        """Returns whether the last tile of contracted elements reaches beyond them."""
         return self.contracted % self.blocks.contracted != 0
 
     @property
@@ -86,7 +86,7 @@ class GroupedSpec:
 
     @property
     def subtile_rows(self) -> int:
-        """Rows that are computed at once of a tile that groups share: no more than matrix units are wide."""
+        """Returns rows that are computed at once of a tile that groups share: no more than matrix units are wide."""
         return math.gcd(self.blocks.rows, CHUNK if self.wide else LANES)
 
     @property
@@ -104,7 +104,7 @@ class GroupedSpec:
 
     @property
     def sums_in_memory(self) -> bool:
-        """Whether a sum is more than one product."""
+        """Returns whether a sum is more than one product."""
         return self.steps > 1 or len(self.pieces) > 1
 
     @property
@@ -118,7 +118,7 @@ class GroupedSpec:
 
     @property
     def stages_row_mask(self) -> bool:
-        """Whether it is written down which rows of a shared tile are a matrix's own, and read for all columns.
+        """Returns whether it is written down which rows of a shared tile are a matrix's own, and read for all columns.
 
         Few registers hold masks, and those of all rows are spilled. The gradient's kernel then spills operands instead.
         """
@@ -126,23 +126,23 @@ class GroupedSpec:
 
     @property
     def reloads_first(self) -> bool:
-        """Whether a sum's first product is read back for the next to be added, and not kept in registers."""
+        """Returns whether a sum's first product is read back for the next to be added, and not kept in registers."""
         return not self.wide
 
     @property
     def scales_products(self) -> bool:
-        """Whether products are scaled, and not the matrices."""
+        """Returns whether products are scaled, and not the matrices."""
         whole = self.per_scale % LANES == 0 and self.blocks.contracted % LANES == 0
         return self.scales > 0 and not self.backward and (self.scales == 1 or whole)
 
     @property
     def scales_sum(self) -> bool:
-        """Whether a scale holds for a whole column, so that the sum is scaled."""
+        """Returns whether a scale holds for a whole column, so that the sum is scaled."""
         return self.scales_products and self.scales == 1
 
 
 def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
-    """The constants of the output's kernel."""
+    """Returns the constants of the output's kernel."""
     (rows, contracted), width = record.lhs.shape, columns(record)
     scales = 0 if record.rhs_scale is None else record.rhs_scale.shape[1]
     operand, precision = operands(record, spread=scales > 1)
@@ -178,13 +178,13 @@ def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
 
 
 def matrices_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
-    """The constants of the kernel of what belongs to a matrix."""
+    """Returns the constants of the kernel of what belongs to a matrix."""
     operand, precision = operands(record, spread=True)
     return dataclasses.replace(forward_spec(record, blocks), operand=operand, precision=precision)
 
 
 def operands(record: GroupedMatmul, spread: bool) -> tuple[Any, lax.Precision | None]:
-    """Dtype and precision of products; matrix units take lhs's dtype, and float32 in one pass or in six.
+    """Returns dtype and precision of products; matrix units take lhs's dtype, and float32 in one pass or in six.
 
     Args:
         record: The record.
@@ -198,7 +198,7 @@ def operands(record: GroupedMatmul, spread: bool) -> tuple[Any, lax.Precision | 
 
 
 def fitting(blocks: Blocks, contracted: int, columns: int) -> Blocks:
-    """Blocks no longer than the arrays; sizes that are not whole lanes must be the array's own.
+    """Returns blocks no longer than the arrays; sizes that are not whole lanes must be the array's own.
 
     Raises:
         ValueError: A block is none that a kernel can have.
@@ -232,12 +232,12 @@ def factors(scales: jax.Array, first: Any, size: int, spec: GroupedSpec, columns
 
 
 def in_block(blocks: int, first: Any, size: int, spec: GroupedSpec) -> jax.Array:
-    """1 where a row of a tile belongs to a block of scales, else 0: float32 [blocks, size]."""
+    """Returns 1 where a row of a tile belongs to a block of scales, else 0: float32 [blocks, size]."""
     index = first + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
     block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.per_scale
     return jnp.where((index >= block) & (index < block + spec.per_scale), 1.0, 0.0)
 
 
 def blocks_of(config: TpuMatmul) -> Blocks:
-    """Tiles of a configuration."""
+    """Returns tiles of a configuration."""
     return Blocks(config.block_m, config.block_k, config.block_n)

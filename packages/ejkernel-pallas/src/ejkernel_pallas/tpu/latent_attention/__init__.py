@@ -19,12 +19,12 @@ HANDLES = frozenset(
 
 
 def _reasons(record: Any) -> Generator[str]:
-    """Why a record cannot be served; nothing if it can."""
+    """Yields why a record cannot be served; nothing if it can."""
     yield from paged_attention.reasons(paged_shapes(record))
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="tiled_attention",

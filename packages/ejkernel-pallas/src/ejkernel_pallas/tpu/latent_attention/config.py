@@ -12,10 +12,10 @@ __all__ = ["PUBLIC_FIELDS", "TpuPaged", "candidates", "heuristic"]
 
 
 def heuristic(record: TiledAttention, device: Any, direction: Direction) -> TpuPaged:
-    """Tile sizes for a record on a device."""
+    """Returns tile sizes for a record on a device."""
     return paged_config.heuristic(paged_shapes(record), device, direction)
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[TpuPaged, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     return paged_config.candidates(paged_shapes(record), device, direction)

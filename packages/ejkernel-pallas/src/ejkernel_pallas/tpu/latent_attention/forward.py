@@ -13,6 +13,6 @@ from ejkernel_pallas.tpu.paged_attention.forward import forward as paged_forward
 
 
 def forward(record: TiledAttention, config: TpuPaged) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Output [B, 1, H, Dv] and residuals of a record that `mla_decode` made."""
+    """Returns output [B, 1, H, Dv] and residuals of a record that `mla_decode` made."""
     (output, lse), _ = paged_forward(as_pages(record), config)
     return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])

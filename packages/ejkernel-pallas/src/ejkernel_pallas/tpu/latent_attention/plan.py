@@ -46,5 +46,5 @@ def as_pages(record: TiledAttention) -> PagedAttention:
 
 
 def paged_shapes(record: TiledAttention) -> PagedAttention:
-    """The paged record's shapes and dtypes alone."""
+    """Returns the paged record's shapes and dtypes alone."""
     return jax.eval_shape(as_pages, record)

@@ -14,13 +14,13 @@ from ejkernel_pallas.tpu.requirements import tpu_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not (record.query.size and record.value.size):
         yield "an array is empty"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="linear_recurrence",

@@ -30,13 +30,13 @@ class TpuRecurrence:
 
 
 PUBLIC_FIELDS = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
-"""Fields of the public configurations and what they set here."""
+"""Maps fields of the public configurations to fields of this one."""
 
 
 def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> TpuRecurrence:
-    """The configuration for a record, not measured: predicted best for v5e by the profile.
+    """Returns the configuration for a record, not measured: predicted best for v5e by the profile.
 
-    Gates of channels have a product for every halving of a chunk, so their chunks are shorter. More heads fill the
+    Gates per key channel have a product for every halving of a chunk, so their chunks are shorter. More heads fill the
     matrix unit better, and need more of VMEM for what does not fit registers.
     """
     wide = by_channel(record) or record.value_decay is not None
@@ -46,7 +46,7 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
 
 
 def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[TpuRecurrence, ...]:
-    """Configurations worth measuring."""
+    """Returns configurations worth measuring."""
     first = heuristic(record, device, direction)
     lengths = [n for n in LENGTHS if n <= _longest(record)] or [first.chunk_size]
     found = (TpuRecurrence(chunk_size=n, heads=heads) for n in lengths for heads in HEADS)
@@ -54,6 +54,6 @@ def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> t
 
 
 def _longest(record: LinearRecurrence) -> int:
-    """The longest chunk that is not mostly padding."""
+    """Returns the longest chunk that is not mostly padding."""
     tokens = record.query.shape[1]
     return max(16, 1 << (tokens - 1).bit_length())

@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 
 @with_plain_states
 def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -49,7 +49,7 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
 
 
 def token_arrays(plan: Plan, record: LinearRecurrence) -> dict[str, jax.Array]:
-    """What all kernels read of a record's tokens, by the names of their refs."""
+    """Returns what all kernels read of a record's tokens, by the names of their refs."""
     shape = record.query.shape[:2]
     found: dict[str, jax.Array] = {}
     for name, _ in plan.spec.wide:
@@ -62,7 +62,7 @@ def token_arrays(plan: Plan, record: LinearRecurrence) -> dict[str, jax.Array]:
 
 
 def inputs(plan: Plan, arrays: dict[str, jax.Array], *, backwards: bool = False) -> dict[str, Operand]:
-    """Those arrays as operands of a kernel."""
+    """Returns those arrays as operands of a kernel."""
     counts = dict(plan.spec.wide)
     found = {name: layout.wide_operand(plan, name, arrays[name], counts[name], backwards) for name in counts}
     if "columns" in arrays:

@@ -64,24 +64,24 @@ class Plan:
 
     @property
     def length(self) -> int:
-        """T'."""
+        """Returns T'."""
         return self.chunks * self.spec.chunk
 
     def align(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] as [B, T', ...], with zeros where there is no token."""
+        """Returns [B, T, ...] as [B, T', ...], with zeros where there is no token."""
         if self.places is not None:
             return jnp.take(x, self.places.source, axis=1, mode="fill", fill_value=0)
         return jnp.pad(x, ((0, 0), (0, self.length - self.tokens), *((0, 0),) * (x.ndim - 2)))
 
     def unalign(self, x: jax.Array) -> jax.Array:
-        """[B, T', ...] as [B, T, ...]."""
+        """Returns [B, T', ...] as [B, T, ...]."""
         if self.places is not None:
             return jnp.take(x, self.places.target, axis=1, mode="fill", fill_value=0)
         return x[:, : self.tokens]
 
 
 def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
-    """The chunks of a record."""
+    """Returns the chunks of a record."""
     rows, tokens = record.query.shape[:2]
     if record.cu_seqlens is not None:
         places = _places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
@@ -99,7 +99,7 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
 
 
 def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
-    """Whole chunks for every sequence."""
+    """Returns whole chunks for every sequence."""
     lengths = jnp.diff(bounds)
     counts = cdiv(lengths, chunk)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -118,7 +118,7 @@ def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
 
 
 def _ends(owner: jax.Array) -> jax.Array:
-    """The table of packed chunks."""
+    """Returns the table of packed chunks."""
     changes = owner[1:] != owner[:-1]
     one = jnp.ones(1, bool)
     first, last = jnp.concatenate([one, changes]), jnp.concatenate([changes, one])
@@ -129,7 +129,7 @@ def _ends(owner: jax.Array) -> jax.Array:
 
 
 def wide_operand(plan: Plan, name: str, x: jax.Array | jax.ShapeDtypeStruct, count: int, backwards: bool) -> Operand:
-    """A field [B, T', heads, channels], or a result of such a shape, as blocks of a step's heads."""
+    """Returns a field [B, T', heads, channels], or a result of such a shape, as blocks of a step's heads."""
     spec, width = plan.spec, plan.spec.width(name)
     block = spec.block_heads(count)
 
@@ -145,25 +145,25 @@ def wide_operand(plan: Plan, name: str, x: jax.Array | jax.ShapeDtypeStruct, cou
 
 
 def from_operand(plan: Plan, name: str, x: jax.Array, count: int) -> jax.Array:
-    """A result of `wide_operand`'s shape as [B, T', heads, channels]."""
+    """Returns a result of `wide_operand`'s shape as [B, T', heads, channels]."""
     if plan.spec.lies_in_lanes(name, count):
         return x.reshape(plan.rows, plan.length, count, plan.spec.width(name))
     return x.swapaxes(1, 2)
 
 
 def columns_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
-    """What `columns` makes, as blocks of a step's heads."""
+    """Returns what `columns` makes, as blocks of a step's heads."""
     chunk, width = _chunk_index(plan, backwards), column_count(plan.spec)
     return Operand(x, (None, None, plan.spec.chunk, width), lambda b, h, c, *_: (b, h, chunk(c), 0))
 
 
 def column_count(spec: RecurrenceSpec) -> int:
-    """Numbers a token in a block of columns."""
+    """Returns numbers a token in a block of columns."""
     return len(spec.columns) * spec.heads + spec.runs
 
 
 def columns(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array | None]:
-    """What is one number a token and head, float32, those of a step's heads side by side.
+    """Returns what is one number a token and head, float32, those of a step's heads next to each other.
 
     Returns:
         [B, H / heads, T', columns], and [B, H / heads, chunks, rows, C] of what kernels read along lanes.
@@ -218,7 +218,7 @@ def _restarted(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.
 
 
 def rows_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
-    """[B, H / heads, chunks, rows, C], as blocks of a step's heads."""
+    """Returns [B, H / heads, chunks, rows, C], as blocks of a step's heads."""
     chunk, spec = _chunk_index(plan, backwards), plan.spec
     return Operand(x, (None, None, None, x.shape[3], spec.chunk), lambda b, h, c, *_: (b, h, chunk(c), 0, 0))
 
@@ -226,7 +226,7 @@ def rows_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: boo
 def column_gradients(
     plan: Plan, record: LinearRecurrence, x: jax.Array, along: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """The gradients [B, T', H] of the fields of one number a token and head."""
+    """Returns the gradients [B, T', H] of the fields of one number a token and head."""
     spec = plan.spec
     parts = x[..., : len(spec.columns) * spec.heads]
     parts = parts.reshape(plan.rows, spec.steps, plan.length, len(spec.columns), spec.heads)

@@ -46,30 +46,30 @@ class RecurrenceSpec:
 
     @property
     def steps(self) -> int:
-        """Grid steps over heads."""
+        """Returns grid steps over heads."""
         return self.total_heads // self.heads
 
     @property
     def rows(self) -> int:
-        """Numbers a token in the array of rows: sums of gates, and the runs of segments."""
+        """Returns numbers a token in the array of rows: sums of gates, and the runs of segments."""
         return len(self.sums) * self.heads + self.runs if self.sums else 0
 
     def width(self, name: str) -> int:
-        """Channels of a field."""
+        """Returns channels of a field."""
         return self.values if name in ("value", "value_decay", "output") else self.keys
 
     def block_heads(self, count: int) -> int:
-        """Heads of a field of `count` heads in a block."""
+        """Returns heads of a field of `count` heads in a block."""
         return max(1, self.heads * count // self.total_heads)
 
     def lies_in_lanes(self, name: str, count: int) -> bool:
-        """Whether a block of a field's heads is a block of lanes of [B, T, heads * channels]."""
+        """Returns whether a block of a field's heads is a block of lanes of [B, T, heads * channels]."""
         block = self.block_heads(count)
         return block == count or block * self.width(name) % 128 == 0
 
 
 def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec:
-    """The constants of a record's kernels."""
+    """Returns the constants of a record's kernels."""
     total = head_count(record)
     shared = record.decay is not None and not by_channel(record)
     wide = {"query": record.query, "key": record.key, "value": record.value}
@@ -94,7 +94,7 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
 
 
 def _heads(total: int, most: int, counts: set[int]) -> int:
-    """The most heads of a step that have whole heads of every field, or one head of it."""
+    """Returns the most heads of a step that have whole heads of every field, or one head of it."""
 
     def fits(heads: int) -> bool:
         groups = [total // count for count in counts]

@@ -7,7 +7,7 @@ from jax import lax
 
 
 def divide(number: Any, by: int) -> Any:
-    """`number // by` for a number that is not negative; a negative one is rounded towards zero.
+    """Returns `number // by` for a number that is not negative; a negative one is rounded towards zero.
 
     `//` of traced integers lowers only where JAX sees a TPU, and takes four operations more.
     """

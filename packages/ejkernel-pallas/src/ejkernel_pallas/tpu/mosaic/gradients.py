@@ -9,7 +9,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_gradient(saved: Callable[..., Any], gradients: Callable[..., Any], static: tuple[int, ...] = ()) -> Any:
-    """A decorator that gives a function the rule `gradients` of what `saved` keeps.
+    """Returns a decorator that gives a function the rule `gradients` of what `saved` keeps.
 
     Args:
         saved: From the function's arguments to its value and what `gradients` needs.

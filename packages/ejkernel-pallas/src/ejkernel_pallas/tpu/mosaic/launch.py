@@ -32,7 +32,7 @@ ROOM = 8 * 2**20
 
 
 def identity_index(*step: Any) -> Index:
-    """The grid indices and tables themselves: the coordinates of operands whose index maps read these."""
+    """Returns the grid indices and tables themselves: the coordinates of operands whose index maps read these."""
     return step
 
 
@@ -55,18 +55,18 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        """Bytes of one block."""
+        """Returns bytes of one block."""
         return math.prod(size or 1 for size in self.block or ()) * jnp.dtype(self.array.dtype).itemsize
 
     def spec(self, where: Callable[..., Index]) -> pl.BlockSpec:
-        """The block's specification, where `where` gives a grid step's coordinates."""
+        """Returns the block's specification, where `where` gives a grid step's coordinates."""
         if self.block is None:
             return pl.BlockSpec(memory_space=pl.ANY)
         return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)))
 
 
 def resident(array: Any) -> Operand:
-    """An array that stays in VMEM as a whole for all grid steps."""
+    """Returns an array that stays in VMEM as a whole for all grid steps."""
     return Operand(array, array.shape, lambda *_: (0,) * array.ndim)
 
 
@@ -107,7 +107,7 @@ class KernelCall:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def spec(self, name: str, x: Operand) -> pl.BlockSpec:
-        """The specification of an operand's block."""
+        """Returns the specification of an operand's block."""
         count = len(self.grid) + len(self.tables)
         if x.table is None:  # tables of other operands are left out
             return x.spec(lambda *step: self.where(*step[:count]))
@@ -155,7 +155,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
 
 
 def vmem_limit(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
-    """Bytes of VMEM for two blocks of every operand, scratch memory, and room for the compiler."""
+    """Returns bytes of VMEM for two blocks of every operand, scratch memory, and room for the compiler."""
     kept = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
     taken = 2 * sum(x.bytes for x in operands) + kept
     return taken + max(ROOM, taken // 4)

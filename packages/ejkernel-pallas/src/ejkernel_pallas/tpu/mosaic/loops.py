@@ -9,7 +9,7 @@ from jax import lax
 
 
 def loop(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`lax.fori_loop` for traced bounds.
+    """Returns `lax.fori_loop` for traced bounds.
 
     Mosaic emits a `fori_loop` with traced bounds twice, the second time for the remainder of an unrolled loop. A nest
     of such loops emits its innermost body many times, and takes as long to compile. It does not recognise this loop,

@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 
 
 def opaque_offset(start: Any, by: Any, zero: Any) -> Any:
-    """`start`, as an offset that the compiler cannot fold: `start + by * zero`.
+    """Returns `start`, as an offset that the compiler cannot fold: `start + by * zero`.
 
     The compiler loads from equal addresses once, and forwards a value that was just stored instead of loading it.
     Either way the value stays in registers, and spills under register pressure. An opaque offset forces the reload.

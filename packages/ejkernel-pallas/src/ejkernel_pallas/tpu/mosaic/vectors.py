@@ -16,12 +16,12 @@ LANES, SUBLANES = 128, 8
 
 
 def lane_groups(x: jax.Array) -> list[jax.Array]:
-    """The lane groups [n, 128] of an array [n, m]."""
+    """Returns the lane groups [n, 128] of an array [n, m]."""
     return [x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)]
 
 
 def widen(x: jax.Array, width: int) -> jax.Array:
-    """Repeats [n, 128], the same in every lane, to [n, width]."""
+    """Returns repeats [n, 128], the same in every lane, to [n, width]."""
     if width <= LANES:
         return x if width == LANES else x[:, :width]
     made = jnp.concatenate([x] * cdiv(width, LANES), axis=1)
@@ -43,12 +43,12 @@ def lane_row(x: jax.Array) -> jax.Array:
 
 
 def product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
-    """Product of two matrices over one axis of each, accumulated in float32."""
+    """Returns product of two matrices over one axis of each, accumulated in float32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def zero_outside(x: jax.Array, low: Any, high: Any, axis: int) -> jax.Array:
-    """x with 0 where an index is below `low`, or not below `high`."""
+    """Returns x with 0 where an index is below `low`, or not below `high`."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))

@@ -65,7 +65,7 @@ BLOCK = 2**12
 
 
 def reasons(record: PagedAttention) -> Generator[str]:
-    """Why a record cannot be served; nothing if it can."""
+    """Yields why a record cannot be served; nothing if it can."""
     pages = record.key_pages
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
     if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
@@ -89,7 +89,7 @@ def reasons(record: PagedAttention) -> Generator[str]:
 
 
 def _tiles(record: PagedAttention) -> int:
-    """The most tiles of query rows by default; the kernel may cut tiles, but not to less than half."""
+    """Returns the most tiles of query rows by default; the kernel may cut tiles, but not to less than half."""
     sequences, rows = record.kv_lens.shape[0], record.query.shape[0]
     return sequences if record.query_start is None else rows // cdiv(config.tile_rows(record), 2) + sequences
 
@@ -128,7 +128,7 @@ def _latent_pages(record: PagedAttention) -> Generator[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="paged_attention",

@@ -9,7 +9,7 @@ from ejkernel.ops.model import Case
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """By operation."""
+    """Returns by operation."""
     rows: tuple[Row[PagedSizes], ...] = (
         ("soft cap", MIXED, lambda key: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
     )

@@ -45,18 +45,18 @@ MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
 
 
 def paged_tiles(config: TpuPaged) -> PagedTiles:
-    """The tiles that a configuration asks for."""
+    """Returns the tiles that a configuration asks for."""
     return PagedTiles(queries=config.block_q, keys=config.block_kv, parts=config.parts)
 
 
 def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
-    """Tile sizes for a record on a device, by the static profile."""
+    """Returns tile sizes for a record on a device, by the static profile."""
     parts = 2 if device.kind in TWO_CORES else 1
     return TpuPaged(block_q=tile_rows(record), block_kv=_keys(record, device.kind), parts=parts)
 
 
 def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[TpuPaged, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     parts = 2 if device.kind in TWO_CORES else 1
     keys = _keys(record, device.kind)
     return tuple(
@@ -67,7 +67,7 @@ def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[Tpu
 
 
 def tile_rows(record: PagedAttention) -> int:
-    """Query tokens of a tile by default: 1 for decode, where no sequence needs more.
+    """Returns query tokens of a tile by default: 1 for decode, where no sequence needs more.
 
     The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens.
     """

@@ -28,7 +28,7 @@ OPTIONS = {"disable_bounds_checks": True}
 
 
 def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, ...], None]:
-    """Attention output of a record.
+    """Returns attention output of a record.
 
     Args:
         record: The canonical arguments.
@@ -85,7 +85,7 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
 
 
 def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
-    """What stays in the kernel's memory all the time."""
+    """Returns what stays in the kernel's memory all the time."""
     constants: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
         constants["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
@@ -98,7 +98,7 @@ def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
 def _scratch(
     record: PagedAttention, spec: PagedSpec, lanes: int, caches: dict[str, jax.Array], writes: bool
 ) -> dict[str, Any]:
-    """What the kernel keeps."""
+    """Returns what the kernel keeps."""
     heads, cache = spec.kv_heads, spec.cache
     state = (heads, spec.rows, LANES)
     scratch: dict[str, Any] = {

@@ -31,7 +31,7 @@ class WorkList(NamedTuple):
         spans: int32 [parts + 1], the items of each part.
         tables: int32 [N * entries + pages of a block], pages; -1 for absent ones.
         tokens: int32 [Tp], the token at each index of the packed queries; T where there is none.
-        packed_index: int32 [T], the index of each token in the packed queries; 0 for tokens of no sequence.
+        packed_index: int32 [T], the index of each token in the packed queries; 0 for padding tokens.
         in_sequence: bool [T], whether a token belongs to a sequence.
         item: int32 [T], the item of each token.
         offset: int32 [T], the index of each token in its item.
@@ -48,7 +48,7 @@ class WorkList(NamedTuple):
 
 
 def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
-    """The work list of a record."""
+    """Returns the work list of a record."""
     starts, lengths = paged_cache.query_ranges(record)
     first_item, total, sequence, skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
     # Each sequence begins at a row that copies can begin at, so queries are packed with gaps.
@@ -93,7 +93,7 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
 def _key_range(
     record: PagedAttention, spec: PagedSpec, sequence: jax.Array, position: jax.Array, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """First key and one more than the last key of tiles of `tokens` rows from `position` on."""
+    """Returns first key and one more than the last key of tiles of `tokens` rows from `position` on."""
     low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
     high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.capacity(record))
     if spec.left is not None:
@@ -105,7 +105,7 @@ def _key_range(
 
 
 def _tables(record: PagedAttention) -> jax.Array:
-    """The page tables, int32 [N, entries], with -1 for entries that are no page of the cache."""
+    """Returns the page tables, int32 [N, entries], with -1 for entries that are no page of the cache."""
     if record.block_tables is None:
         return jnp.arange(record.kv_lens.shape[0], dtype=jnp.int32)[:, None]
     tables = record.block_tables.astype(jnp.int32)
@@ -115,7 +115,7 @@ def _tables(record: PagedAttention) -> jax.Array:
 def _has_missing_pages(
     tables: jax.Array, spec: PagedSpec, sequence: jax.Array, low: jax.Array, high: jax.Array
 ) -> jax.Array:
-    """Whether a page between two keys is absent."""
+    """Returns whether a page between two keys is absent."""
     # Sums over the table, so that a range of pages takes two look-ups whatever its length.
     absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
     first, end = low // spec.cache.slots, cdiv(high, spec.cache.slots)
@@ -135,7 +135,7 @@ def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) 
 
 
 def _packed(record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax.Array, filled: jax.Array) -> jax.Array:
-    """The token at every index of the packed queries; T where there is none."""
+    """Returns the token at every index of the packed queries; T where there is none."""
     total, sequences = record.query.shape[0], ends.shape[0]
     bound = sequences * spec.token_align if record.query_start is None else total + sequences * (spec.token_align - 1)
     index = jnp.arange(cdiv(bound, spec.token_align) * spec.token_align, dtype=jnp.int32)

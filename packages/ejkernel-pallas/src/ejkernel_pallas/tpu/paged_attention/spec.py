@@ -65,27 +65,27 @@ class Cache:
     rotary: int = 0
 
     def in_columns(self, second: bool) -> bool:
-        """Whether the first or the second cache is kept with tokens along lanes."""
+        """Returns whether the first or the second cache is kept with tokens along lanes."""
         return self.rotary > 0 if second else self.transposed
 
     @property
     def head_major(self) -> bool:
-        """Whether a page has its tokens' rows head by head."""
+        """Returns whether a page has its tokens' rows head by head."""
         return self.layout in ("phsd", "hpsd")
 
     @property
     def combined(self) -> bool:
-        """Whether one array has keys and values."""
+        """Returns whether one array has keys and values."""
         return self.layout == paged_cache.COMBINED
 
     @property
     def interleaved(self) -> bool:
-        """Whether rows of keys and of values alternate."""
+        """Returns whether rows of keys and of values alternate."""
         return self.combined and not self.lanes
 
     @property
     def heads_per_unit(self) -> int:
-        """KV heads that one row of words holds, or one pair of such rows."""
+        """Returns KV heads that one row of words holds, or one pair of such rows."""
         if self.latent:
             return 1
         return max(1, self.packing // 2) if self.interleaved else self.packing
@@ -97,7 +97,7 @@ class Cache:
 
     @property
     def heads_per_group(self) -> int:
-        """KV heads of one head group."""
+        """Returns KV heads of one head group."""
         units = self.words // 2 if self.interleaved and self.packing == 1 else self.words
         return units // self.head_groups * self.heads_per_unit
 
@@ -186,12 +186,12 @@ class PagedSpec:
 
     @property
     def heads(self) -> int:
-        """Query heads, with those of KV heads that only fill up a word."""
+        """Returns query heads, with those of KV heads that only fill up a word."""
         return self.kv_heads * self.group_size
 
     @property
     def pages(self) -> int:
-        """Pages that are copied at once."""
+        """Returns pages that are copied at once."""
         return self.block_kv // self.cache.slots
 
     @property
@@ -223,7 +223,7 @@ class PagedTiles:
 
 
 def shares_products(record: PagedAttention) -> bool:
-    """Whether keys of several heads share one product where every sequence has one query."""
+    """Returns whether keys of several heads share one product where every sequence has one query."""
     return make_cache(record).can_share_products and _operand(record).itemsize == 2
 
 
@@ -256,26 +256,26 @@ def along_lanes(size: int) -> bool:
 
 
 def _columns(record: PagedAttention, pages: jax.Array) -> jax.Array:
-    """The pages of a dense cache, which follow each other, as [B, D, T]; XLA makes no copy of them."""
+    """Returns the pages of a dense cache, which follow each other, as [B, D, T]; XLA makes no copy of them."""
     assert record.block_tables is not None  # as a dense cache has been cut into pages
     rows = pages.reshape(record.block_tables.shape[0], -1, pages.shape[-1])
     return rows.swapaxes(1, 2)
 
 
 def in_lanes(record: PagedAttention) -> bool:
-    """Whether a head's key and value share a row, in a cache that new tokens are written to."""
+    """Returns whether a head's key and value share a row, in a cache that new tokens are written to."""
     written = record.kv_layout == paged_cache.COMBINED and record.new_keys is not None
     return written and record.key_pages.shape[-1] < LANES
 
 
 def token_rows(record: PagedAttention) -> int:
-    """Rows of a token in an array of keys, or of keys and values."""
+    """Returns rows of a token in an array of keys, or of keys and values."""
     heads = record.key_pages.shape[record.kv_layout.index("h")]
     return heads * 2 if record.kv_layout == paged_cache.COMBINED and not in_lanes(record) else heads
 
 
 def make_cache(record: PagedAttention) -> Cache:
-    """Where the keys of a record are; meaningful where `reasons` has none."""
+    """Returns where the keys of a record are; meaningful where `reasons` has none."""
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
@@ -311,7 +311,7 @@ def make_cache(record: PagedAttention) -> Cache:
 
 
 def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
-    """The constants of a record's kernel with given tiles."""
+    """Returns the constants of a record's kernel with given tiles."""
     cache, group = make_cache(record), record.query.shape[1] // paged_cache.kv_heads(record)
     left, right = band(record)
     operand = _operand(record)
@@ -370,7 +370,7 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
 
 
 def _products(block: int, single: bool, heads_per_product: int, most: int) -> tuple[int, int]:
-    """Keys of a product, and how many products go together: at most `most`, which is what registers hold."""
+    """Returns keys of a product, and how many products go together: at most `most`, which is what registers hold."""
     if heads_per_product == 1:
         return math.gcd(block, KEYS if single else CHUNK), 1
     chunk = math.gcd(block, KEYS // most)
@@ -378,13 +378,13 @@ def _products(block: int, single: bool, heads_per_product: int, most: int) -> tu
 
 
 def _block(slots: int, keys: int) -> int:
-    """Keys of whole pages and whole lanes, at least as many as asked for where that is possible."""
+    """Returns keys of whole pages and whole lanes, at least as many as asked for where that is possible."""
     step = math.lcm(slots, LANES)
     return max(1, cdiv(keys, step)) * step
 
 
 def _weights(record: PagedAttention) -> Any:
-    """The wider of queries and cache; caches of 8 bits are read in the query's."""
+    """Returns the wider of queries and cache; caches of 8 bits are read in the query's."""
     query, cache = record.query.dtype, record.key_pages.dtype
     return jnp.dtype(query if cache.itemsize == 1 else jnp.promote_types(query, cache))
 
@@ -394,6 +394,6 @@ def _operand(record: PagedAttention) -> Any:
 
 
 def _precision(record: PagedAttention) -> lax.Precision | None:
-    """Mosaic has products in one pass of bfloat16 and in six."""
+    """Returns Mosaic's nearest precision: it has products in one pass of bfloat16 and in six."""
     asked = product_precision(_weights(record))
     return lax.Precision.HIGHEST if asked == lax.Precision.HIGH else asked

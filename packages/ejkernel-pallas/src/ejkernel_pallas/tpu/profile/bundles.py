@@ -95,7 +95,7 @@ class Utilisation:
         return sum(weight * self.used[k][column] for k, weight in weights.items() if k < len(self.used))
 
     def shares(self, weights: Mapping[int, int]) -> dict[str, float]:
-        """Share of each kind of slot that is in use."""
+        """Returns share of each kind of slot that is in use."""
         bundles = sum(weights.values())
         pairs = zip(self.slots, self.capacity, strict=True)
         return {slot: self.total(slot, weights) / max(1, bundles * capacity) for slot, capacity in pairs}
@@ -158,7 +158,7 @@ def _instruction(text: str) -> Instruction | None:
 
 
 def _call_operand(target: str, rest: str) -> Instruction:
-    """An operand of the kernel: the memory space it lies in, and its number."""
+    """Returns an operand of the kernel: the memory space it lies in, and its number."""
     number = re.search(r"index: (\d+)", rest)
     space = rest.split("[")[0].split(".")[-1].strip()
     return Instruction(target.split("_")[0], _CALL_OPERAND, None, (space, number[1] if number else "0"), {})

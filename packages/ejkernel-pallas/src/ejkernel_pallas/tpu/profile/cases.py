@@ -63,12 +63,12 @@ class Case:
         return find_function(self.build)(**self.kwargs)
 
     def options(self) -> dict[str, Any]:
-        """Compiler options."""
+        """Returns compiler options."""
         return {**({} if self.vmem_operands else {"xla_msa_enable": False}), **self.compiler_options}
 
 
 def find_function(path: str) -> Callable[..., Any]:
-    """Imports `"module:function"` or `"file.py:function"`.
+    """Returns imports `"module:function"` or `"file.py:function"`.
 
     Raises:
         ValueError: There is no such thing.
@@ -86,7 +86,7 @@ def find_function(path: str) -> Callable[..., Any]:
 
 
 def function_path(function: Callable[..., Any]) -> str:
-    """Where another process finds a function.
+    """Returns where another process finds a function.
 
     Raises:
         ValueError: It finds it nowhere, because it is local to another function.

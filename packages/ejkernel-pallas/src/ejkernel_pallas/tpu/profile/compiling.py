@@ -104,7 +104,7 @@ def _kernels(chip: Chip, case: Case, compiled: Compiled, dumps: Path) -> Generat
 
 
 def _call_of(name: str, calls: Sequence[PallasCall]) -> PallasCall | None:
-    """The call that a kernel came from: the first of its name, or else the first."""
+    """Returns the call that a kernel came from: the first of its name, or else the first."""
     base = name.partition(".")[0]
     return next((call for call in calls if call.name == base), calls[0] if calls else None)
 

@@ -49,15 +49,15 @@ class Names:
         self.allocations: dict[str, int] = {}
 
     def register(self, name: str) -> str:
-        """A register."""
+        """Returns a register."""
         return f"R[{self.registers.setdefault(name, len(self.registers))}]"
 
     def address(self, allocation: str) -> int:
-        """Where an allocation starts."""
+        """Returns where an allocation starts."""
         return POINTER * self.allocations.setdefault(allocation, len(self.allocations) + 1)
 
     def operand(self, text: str) -> str:
-        """A register, a sum in brackets, an allocation, a literal; 0 for what has no value here."""
+        """Returns a register, a sum in brackets, an allocation, a literal; 0 for what has no value here."""
         text = text.strip()
         if text.startswith("%"):
             match = REGISTER.match(text)
@@ -74,7 +74,7 @@ class Names:
 
 
 def expression(instruction: Instruction, names: Names, cycle: int) -> str:
-    """What an instruction computes or does, `cycle` cycles after its block has begun.
+    """Returns what an instruction computes or does, `cycle` cycles after its block has begun.
 
     Instructions of which the scalar code does not depend on more than that they exist are 0.
     """
@@ -110,7 +110,7 @@ def _comparison(opcode: str, operands: list[str]) -> str:
 
 
 def _kernel_operand(instruction: Instruction, names: Names, cycle: int) -> str:
-    """The address of an operand; the value itself, where the operand is a scalar and lies in no memory."""
+    """Returns the address of an operand; the value itself, where the operand is a scalar and lies in no memory."""
     space, number = instruction.operands[0], int(instruction.operands[1])
     return f"S.scalar_operand({number})" if space.startswith("<no") else str(operand_address(number))
 
@@ -121,7 +121,7 @@ def _wait(instruction: Instruction, names: Names, cycle: int) -> str:
 
 
 def _start_copy(instruction: Instruction, names: Names, cycle: int) -> str:
-    """A copy; addresses matter where it fills SMEM, because the scalar code may read what arrives."""
+    """Returns a copy; addresses matter where it fills SMEM, because the scalar code may read what arrives."""
     kind, named = instruction.opcode.removeprefix("dma."), instruction.named
     if kind == "general":
         fields = ("size_in_granules", "src_syncflagno", "dst_syncflagno", "overrides")

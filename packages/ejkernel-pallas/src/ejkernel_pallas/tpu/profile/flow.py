@@ -70,7 +70,7 @@ def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
 
 
 def _delay_slots(bundles: Sequence[Bundle], branch: int, most: int) -> int:
-    """Bundles after a branch that are still executed; v7x has fewer where the next region starts earlier."""
+    """Returns bundles after a branch that are still executed; v7x has fewer where the next region starts earlier."""
     after = bundles[branch + 1 : branch + 1 + most]
     return next((count for count, bundle in enumerate(after) if bundle.regions), most)
 
@@ -95,7 +95,7 @@ class LoopSpan:
 
 
 def find_loops(bundles: Sequence[Bundle], flow: Flow) -> tuple[LoopSpan, ...]:
-    """The loops, outer before inner: branches that go back."""
+    """Returns the loops, outer before inner: branches that go back."""
     found = [
         LoopSpan(branch.target, min(k + branch.delay, len(bundles) - 1), max(bundles[branch.target].depth, 1))
         for k, branch in flow.branches.items()

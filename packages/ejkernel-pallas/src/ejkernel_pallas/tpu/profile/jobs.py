@@ -42,11 +42,11 @@ class Job:
 
     @property
     def dumps(self) -> Path:
-        """Where libtpu writes."""
+        """Returns where libtpu writes."""
         return self.folder / "libtpu"
 
     def result(self, number: int) -> Path:
-        """The report of a case."""
+        """Returns the report of a case."""
         return self.folder / f"{number}.report"
 
     def keep_dumps(self, number: int) -> None:
@@ -94,7 +94,7 @@ def profile_many(
     timeout: float = 900.0,
     progress: Callable[[Report], None] | None = None,
 ) -> list[Report]:
-    """Profiles cases one after another, in one worker process as long as the compiler does not abort it.
+    """Returns profiles cases one after another, in one worker process as long as the compiler does not abort it.
 
     Args:
         cases: What to profile.

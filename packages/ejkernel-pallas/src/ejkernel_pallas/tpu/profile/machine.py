@@ -17,24 +17,24 @@ _FLAGS = (1 << 13) - 1  # the number of a semaphore; above it there is whose it 
 
 
 def operand_address(number: int) -> int:
-    """Where an operand of the kernel starts."""
+    """Returns where an operand of the kernel starts."""
     return POINTER * (_FIRST_OPERAND + number)
 
 
 def wrap(value: int) -> int:
-    """A number as 32 bits with a sign; addresses stay as they are."""
+    """Returns a number as 32 bits with a sign; addresses stay as they are."""
     if -0x80000000 <= value < 0x80000000 or value >= POINTER:
         return value
     return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
 
 
 def multiply(first: int, second: int) -> int:
-    """The lower 32 bits of a product of numbers, with a sign; they are not mistaken for an address."""
+    """Returns the lower 32 bits of a product of numbers, with a sign; they are not mistaken for an address."""
     return wrap(first * second & 0xFFFFFFFF)
 
 
 def multiply_high(first: int, second: int) -> int:
-    """The upper 32 bits of a product of numbers without a sign, which divisions by constants are made of."""
+    """Returns the upper 32 bits of a product of numbers without a sign, which divisions by constants are made of."""
     return wrap((first & 0xFFFFFFFF) * (second & 0xFFFFFFFF) >> 32)
 
 
@@ -94,7 +94,7 @@ class Machine:
         return value
 
     def scalar_operand(self, number: int) -> int:
-        """The value of an operand that is a single number."""
+        """Returns the value of an operand that is a single number."""
         return self.load(operand_address(number))
 
     def start(self, cycle: float, kind: str, granules: int, semaphore: int, source: int, target: int) -> None:

@@ -12,7 +12,7 @@ from ejkernel_pallas.tpu.profile.cases import Case, Workload
 
 
 def operation_case(label: str, op: str, record: Any, platform: str | None, gradient: bool, flops: float | None) -> Case:
-    """What a worker needs for a call of an operation.
+    """Returns what a worker needs for a call of an operation.
 
     Args:
         label: What the case is called.

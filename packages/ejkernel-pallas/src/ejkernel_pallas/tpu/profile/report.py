@@ -35,7 +35,7 @@ class Loop:
 
     @property
     def bundles(self) -> int:
-        """Bundles in it, inner loops once."""
+        """Returns bundles in it, inner loops once."""
         return self.end - self.start + 1
 
 
@@ -69,22 +69,22 @@ class Simulation:
 
     @property
     def hbm_read(self) -> int:
-        """Bytes out of HBM."""
+        """Returns bytes out of HBM."""
         return sum(size for kind, size in self.copied.items() if kind.startswith("hbm_to"))
 
     @property
     def hbm_written(self) -> int:
-        """Bytes into HBM."""
+        """Returns bytes into HBM."""
         return sum(size for kind, size in self.copied.items() if kind.endswith("to_hbm"))
 
     @property
     def sent(self) -> int:
-        """Bytes to other devices."""
+        """Returns bytes to other devices."""
         return sum(size for kind, size in self.copied.items() if kind.endswith(TO_ICI))
 
     @property
     def bundles(self) -> int:
-        """Bundles issued."""
+        """Returns bundles issued."""
         return sum(self.issues.values())
 
 
@@ -114,52 +114,52 @@ class KernelReport:
 
     @property
     def chip(self) -> Chip:
-        """What it was compiled for."""
+        """Returns what it was compiled for."""
         return chip(self.target)
 
     @property
     def bundles(self) -> int:
-        """Bundles in its schedule."""
+        """Returns bundles in its schedule."""
         return len(self.utilisation.used)
 
     @property
     def compute_seconds(self) -> float:
-        """Time without waiting for copies."""
+        """Returns time without waiting for copies."""
         return self.simulation.compute_cycles / self.chip.clock
 
     @property
     def memory_seconds(self) -> float:
-        """Time that the copies take of HBM, if nothing else does."""
+        """Returns time that the copies take of HBM, if nothing else does."""
         return (self.simulation.hbm_read + self.simulation.hbm_written) / self.chip.core_bandwidth
 
     @property
     def link_seconds(self) -> float:
-        """Time that copies to another device take of one link between chips."""
+        """Returns time that copies to another device take of one link between chips."""
         return self.simulation.sent / self.chip.link_bandwidth
 
     @property
     def seconds(self) -> float:
-        """Predicted time."""
+        """Returns predicted time."""
         return max(self.simulation.cycles / self.chip.clock, self.memory_seconds, self.link_seconds)
 
     @property
     def mxu(self) -> float:
-        """Share of the time for which the matrix units are busy."""
+        """Returns share of the time for which the matrix units are busy."""
         return self.simulation.mxu_cycles / max(1.0, self.simulation.cycles)
 
     @property
     def slots(self) -> dict[str, float]:
-        """Share of each kind of slot that is in use, over the bundles issued."""
+        """Returns share of each kind of slot that is in use, over the bundles issued."""
         return self.utilisation.shares(self.simulation.issues)
 
     @property
     def fills(self) -> int:
-        """Vector registers reloaded from where they were spilled, over the whole run."""
+        """Returns vector registers reloaded from where they were spilled, over the whole run."""
         return self.utilisation.total(FILL, self.simulation.issues)
 
     @property
     def spills(self) -> int:
-        """Vector registers spilled, over the whole run."""
+        """Returns vector registers spilled, over the whole run."""
         return self.utilisation.total(SPILL, self.simulation.issues)
 
 
@@ -189,17 +189,17 @@ class Report:
 
     @property
     def chip(self) -> Chip:
-        """What it was compiled for."""
+        """Returns what it was compiled for."""
         return chip(self.target)
 
     @property
     def seconds(self) -> float:
-        """Predicted time of all kernels together."""
+        """Returns predicted time of all kernels together."""
         return sum(kernel.seconds for kernel in self.kernels)
 
     @property
     def mfu(self) -> float | None:
-        """Useful operations over those that the device could have done; None where their number is unknown."""
+        """Returns useful operations over those that the device could have done; None where their number is unknown."""
         return self.flops / self.seconds / self.chip.flops if self.flops and self.seconds else None
 
     @property
@@ -211,7 +211,7 @@ class Report:
 
     @property
     def bound_seconds(self) -> float | None:
-        """The time that no kernel at all can beat on the device; None where the work is unknown."""
+        """Returns the time that no kernel at all can beat on the device; None where the work is unknown."""
         if self.flops is None or self.bytes is None:
             return None
         return max(self.flops / self.chip.flops, self.bytes / self.chip.bandwidth)

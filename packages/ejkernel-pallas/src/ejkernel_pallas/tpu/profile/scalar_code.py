@@ -90,7 +90,7 @@ class ScalarCode:
         self.functions: dict[int, BlockFunction] = {start: scope[f"b{start}"] for start in flow.blocks}
 
     def _merge_sources(self) -> Mapping[str, list[str]]:
-        """Register -> the merges that it is an input of. They are assigned where the register is."""
+        """Returns register -> the merges that it is an input of. They are assigned where the register is."""
         found = collections.defaultdict[str, list[str]](list)
         for bundle in self._bundles:
             for merge in bundle.instructions:

@@ -102,13 +102,13 @@ def _pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
 
 
 def _collective(params: Any) -> bool:
-    """Whether an equation needs what other devices have: it names axes of the mesh."""
+    """Returns whether an equation needs what other devices have: it names axes of the mesh."""
     axes = params.get("axis_name", params.get("axes", ()))
     return any(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
 def _first(thunk: Thunk, shape: tuple[int, ...]) -> Any:
-    """The first device's part of an array."""
+    """Returns the first device's part of an array."""
     return np.asarray(thunk())[tuple(slice(size) for size in shape)]
 
 
@@ -129,7 +129,7 @@ def _evaluate(equation: Any, inputs: Sequence[Thunk]) -> Sequence[Any]:
 
 
 def _once(thunk: Thunk) -> Thunk:
-    """Remembers the value, and also that there is none: programs use what they compute more than once."""
+    """Returns remembers the value, and also that there is none: programs use what they compute more than once."""
 
     @functools.cache
     def outcome() -> tuple[Any, bool]:
@@ -160,12 +160,12 @@ def _unknown() -> Any:
 
 
 def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its constants; those of an open one are its variables, and it has none."""
+    """Returns a jaxpr and its constants; those of an open one are its variables, and it has none."""
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
 def pack_words(values: Any) -> list[int]:
-    """The 32-bit words of an integer array as they lie in scalar memory.
+    """Returns the 32-bit words of an integer array in their memory layout in scalar memory.
 
     Vectors are packed; arrays of more dimensions lie in tiles of 128 columns and up to 8 rows, in which numbers of less
     than 32 bits of neighbouring rows share a word.

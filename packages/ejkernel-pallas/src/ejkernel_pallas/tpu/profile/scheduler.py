@@ -62,7 +62,7 @@ class Work:
 
 @functools.cache
 def work(opcode: str) -> Work:
-    """Classifies an opcode."""
+    """Returns classifies an opcode."""
     kind = _matrix_kind(opcode) or _pop_kind(opcode) or _vector_kind(opcode)
     on_xlu = kind in (Kind.REDUCE, Kind.TRANSPOSE, Kind.ROTATE, Kind.POP_TRANSPOSED)
     unit = re.search(r"xlu(\d)" if on_xlu else r"mxu(\d)", opcode)
@@ -176,7 +176,7 @@ class Scoreboard:
         return cycle
 
     def _earliest(self, instruction: Instruction, of: Work) -> int:
-        """When an instruction can be issued, as far as it alone is concerned; takes what it pops."""
+        """Returns when an instruction can be issued, as far as it alone is concerned; takes what it pops."""
         if of.kind is Kind.MATMUL:
             return max(self._matrix_free[of.unit], self._push_free[of.unit] if of.latches else 0)
         if of.kind in (Kind.PUSH, Kind.WEIGHTS):

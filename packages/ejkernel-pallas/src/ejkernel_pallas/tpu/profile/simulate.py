@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def vmem_bytes(self) -> int:
-        """Bytes of all allocations in VMEM."""
+        """Returns bytes of all allocations in VMEM."""
         return sum(allocation.size for allocation in self.allocations if allocation.space == "vmem")
 
     def run(self, operands: Mapping[int, Sequence[int]], seconds: float = 120.0) -> Simulation:
@@ -105,7 +105,7 @@ class Schedule:
         return cycles / self.chip.mxus
 
     def loops(self, blocks: Mapping[int, int]) -> tuple[Loop, ...]:
-        """Its loops, outer before inner, where blocks were entered so often."""
+        """Returns its loops, outer before inner, where blocks were entered so often."""
         found = find_loops(self.bundles, self.flow)
         return tuple(
             Loop(

@@ -28,7 +28,7 @@ def print_report(out: Console, report: Report) -> None:
 
 
 def headline(report: Report) -> str:
-    """The prediction in a line."""
+    """Returns the prediction in a line."""
     parts = [f"{microseconds(report.seconds)} µs predicted"]
     if report.flops and report.mfu and report.roofline_seconds:
         parts.append(f"{report.flops / report.seconds / 1e12:.4g} TFLOP/s")
@@ -38,7 +38,7 @@ def headline(report: Report) -> str:
 
 
 def facts(kernel: KernelReport) -> list[tuple[str, str]]:
-    """What there is to say about a kernel, beside its loops and slots."""
+    """Returns what there is to say about a kernel, beside its loops and slots."""
     simulation, seconds = kernel.simulation, kernel.seconds
     waited = simulation.waited_cycles / max(1.0, simulation.cycles)
     by_kind = (f"{kind} {size / 1e6:.4g} MB in {simulation.copies[kind]}" for kind, size in simulation.copied.items())
@@ -69,7 +69,7 @@ def _link(kernel: KernelReport) -> Iterable[tuple[str, str]]:
 
 
 def bound(kernel: KernelReport) -> str:
-    """What a kernel spends most of its time on."""
+    """Returns what a kernel spends most of its time on."""
     if kernel.memory_seconds > 0.9 * kernel.seconds:
         return "HBM"
     if kernel.link_seconds > 0.9 * kernel.seconds:
@@ -107,11 +107,11 @@ def _shares(loop: Loop, slots: Sequence[str]) -> tuple[str | int, ...]:
 
 
 def percent(share: float) -> str:
-    """A share."""
+    """Returns a share."""
     return f"{100 * share:.0f}%"
 
 
 def microseconds(seconds: float) -> str:
-    """Seconds as microseconds, with three significant digits or the whole ones."""
+    """Returns seconds as microseconds, with three significant digits or the whole ones."""
     value = seconds * 1e6
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.profile.report import Report
 
 
 def targets() -> Mapping[str, Target]:
-    """The chips, as what `ejkernel tune --target` can name."""
+    """Returns the chips, as what `ejkernel tune --target` can name."""
     return {name: _target(name) for name in CHIPS}
 
 
@@ -101,7 +101,7 @@ def _measurement(part: Any, report: Report) -> Measurement:
 
 
 def _doubt(report: Report) -> str | None:
-    """Why a profile is no prediction."""
+    """Returns why a profile is no prediction."""
     if not report.kernels:
         return "it has no TPU kernels, and only these can be predicted"
     unknown = sorted({name for kernel in report.kernels for name in kernel.simulation.unknown})

@@ -16,13 +16,13 @@ BITS = (4, 8)
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.format.bits not in BITS:
         yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="quantized_matmul",

@@ -11,7 +11,7 @@ from ejkernel_pallas.tpu.quantized_matmul.kernels.transposed_matmul import multi
 
 
 def backward(pullback: Pullback, config: TpuQuantized) -> dict[str, jax.Array]:
-    """The gradient of x: the cotangent times the transposed matrix, by the kernel of the other layout.
+    """Returns the gradient of x: the cotangent times the transposed matrix, by the kernel of the other layout.
 
     Args:
         pullback: Record, cotangent [M, N], and the names of the wanted fields.

@@ -15,7 +15,7 @@ ROWS = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuQuantized:
-    """The configuration of both kernels, whose tiles are tiles of the packed matrix as it lies.
+    """The configuration of both kernels, whose tiles are tiles of the packed matrix in its memory layout.
 
     Attributes:
         block_m: Rows of x a tile, a multiple of 16.
@@ -43,12 +43,12 @@ MULTIPLICATIONS = 2**30
 
 
 def heuristic(record: QuantizedMatmul, device: Any, direction: Direction) -> TpuQuantized:
-    """The tiles for a record on a device, by the static profile."""
+    """Returns the tiles for a record on a device, by the static profile."""
     return candidates(record, device, direction)[0]
 
 
 def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tuple[TpuQuantized, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     over_rows = record.transpose == (direction == "backward")
     rows, words = (cdiv(size, LANES) * LANES for size in record.packed.shape)
     height = cdiv(record.x.shape[0], ROWS) * ROWS
@@ -64,7 +64,7 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
 
 
 def _bytes(record: QuantizedMatmul, tiles: TpuQuantized, over_rows: bool) -> int:
-    """Bytes of the double-buffered blocks and of the sum."""
+    """Returns bytes of the double-buffered blocks and of the sum."""
     m, r, w = tiles.block_m, tiles.block_r, tiles.block_w
     columns, item = w * (WORD // record.format.bits), record.x.dtype.itemsize
     packed = r * w * 4 + 2 * r * LANES * 4

@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.quantized_matmul.spec import make_spec
 
 
 def forward(record: QuantizedMatmul, config: TpuQuantized) -> tuple[jax.Array, tuple[()]]:
-    """The output of a record.
+    """Returns the output of a record.
 
     Args:
         record: The canonical arguments.

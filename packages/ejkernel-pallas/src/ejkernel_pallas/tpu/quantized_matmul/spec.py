@@ -48,22 +48,22 @@ class QuantizedSpec:
 
     @property
     def codes(self) -> int:
-        """Codes of a word."""
+        """Returns codes of a word."""
         return WORD // self.format.bits
 
     @property
     def group_words(self) -> int:
-        """Words whose codes share a scale."""
+        """Returns words whose codes share a scale."""
         return self.format.group_size // self.codes
 
     @property
     def scale_tiles(self) -> int:
-        """Tiles of words whose scales lie in one block of 128."""
+        """Returns tiles of words whose scales lie in one block of 128."""
         return max(1, LANES * self.group_words // self.blocks.block_w)
 
 
 def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
-    """The constants of a record's kernels with given tiles.
+    """Returns the constants of a record's kernels with given tiles.
 
     Raises:
         ValueError: A block is none that a kernel can have.

@@ -9,7 +9,7 @@ from ejkernel_pallas.tpu.tiled_attention.config import PUBLIC_FIELDS, TpuBackwar
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """What this package registers for `ring_attention`."""
+    """Returns what this package registers for `ring_attention`."""
     return (
         Implementation(
             family="ring_attention",

@@ -9,14 +9,14 @@ from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward
 
 
 def backward(pullback: Pullback, config: TpuBackward) -> dict[str, jax.Array]:
-    """Gradients of the wanted fields of one device's record.
+    """Returns gradients of the wanted fields of one device's record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the names of the wanted fields.
         config: As for tiled attention.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     kernel = remote_backward if uses_remote_copies(pullback.record) else collective_backward
     return kernel.backward(pullback, config)

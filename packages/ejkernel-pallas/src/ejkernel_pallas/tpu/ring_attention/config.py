@@ -12,7 +12,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
 
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> TpuForward | TpuBackward:
-    """Tile sizes for a record on a device, by the static profile of tiled attention.
+    """Returns tile sizes for a record on a device, by the static profile of tiled attention.
 
     A kernel that copies by itself has tiles of both backward passes in memory: large ones are for heads of up to 128.
     Where dq has large tiles, dkv has them on every chip: smaller ones spill on v7x, and take longer.
@@ -24,18 +24,18 @@ def heuristic(record: RingAttention, device: Any, direction: Direction) -> TpuFo
 def candidates(
     record: RingAttention, device: Any, direction: Direction
 ) -> tuple[TpuForward, ...] | tuple[TpuBackward, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     return tiled_config.candidates(tiled(record), device, direction)
 
 
 def fitted(record: RingAttention, blocks: Blocks) -> Blocks:
-    """The blocks, no larger than half of a part where that can be cut into whole tiles."""
+    """Returns the blocks, no larger than half of a part where that can be cut into whole tiles."""
     pieces = 2 if record.causal else 1
     queries, keys = record.query.shape[1] // pieces, record.key.shape[1] // pieces
     return blocks._replace(queries=_dividing(queries, blocks.queries), keys=_dividing(keys, blocks.keys))
 
 
 def _dividing(length: int, block: int) -> int:
-    """The largest tile up to a block that divides a length; the block itself where none does."""
+    """Returns the largest tile up to a block that divides a length; the block itself where none does."""
     sizes = range(LANES, min(block, length) + 1, LANES)
     return max((size for size in sizes if length % size == 0), default=block)

@@ -10,7 +10,7 @@ from ejkernel_pallas.tpu.tiled_attention.config import TpuForward
 
 
 def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of one device's queries.
+    """Returns attention output and residuals of one device's queries.
 
     Args:
         record: The canonical arguments.

@@ -62,7 +62,7 @@ class RingPlan:
 
     @classmethod
     def of(cls, record: RingAttention, ring: Ring) -> Self:
-        """The plan for a record, which is cut as the ring cuts it."""
+        """Returns the plan for a record, which is cut as the ring cuts it."""
         local = local_part(record, ring)
         indexed = ring.striped and record.query.shape[1] % 256 == 0 and not _compares_pairs(record)
         if band(tiled(record)) == (None, None):
@@ -70,22 +70,22 @@ class RingPlan:
         return cls(local if indexed else _with_positions(local, ring), ring, indexed)
 
     def spec(self, shard: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
-        """The constants of the kernels of every ring step."""
+        """Returns the constants of the kernels of every ring step."""
         return make_spec(shard, fitted(self.record, blocks), by_key=by_key)
 
     def shard(self, source: jax.Array, load: Load) -> TiledAttention:
-        """The local queries and one load of keys, as kernels get them."""
+        """Returns the local queries and one load of keys, as kernels get them."""
         shard = canonical(step_record(self.record, self.ring, source, load))
         return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
 
     def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: Lister) -> Any:
-        """The tile pairs of a ring step: int32 [B|1, 1, steps]."""
+        """Returns the tile pairs of a ring step: int32 [B|1, 1, steps]."""
         if not self.indexed:
             return list_pairs(shard, spec)
         return list_pairs(self.with_positions(shard, source), spec)[..., : self._most(spec)]
 
     def with_positions(self, shard: TiledAttention, source: jax.Array) -> TiledAttention:
-        """A shard with the positions that `shard` leaves out where indices do."""
+        """Returns a shard with the positions that `shard` leaves out where indices do."""
         if not self.indexed:
             return shard
         me, length = lax.axis_index(self.ring.axis_name), shard.query.shape[1]
@@ -94,19 +94,19 @@ class RingPlan:
         )
 
     def _most(self, spec: TiledSpec) -> int:
-        """Tile pairs of any load: half of all, with the rest of the diagonal, or one a tile without work."""
+        """Returns tile pairs of any load: half of all, with the rest of the diagonal, or one per tile without work."""
         queries, keys = spec.queries // spec.block_q, spec.keys // spec.block_kv
         return queries * keys // 2 + max(queries, keys)
 
 
 def _compares_pairs(record: RingAttention) -> bool:
-    """Whether tiles off the diagonal may be masked, too."""
+    """Returns whether tiles off the diagonal may be masked, too."""
     ids = (record.q_segment_ids, record.kv_segment_ids)
     return record.mask is not None or None not in ids
 
 
 def _with_positions(record: RingAttention, ring: Ring) -> RingAttention:
-    """The record with positions, which travel with their keys."""
+    """Returns the record with positions, which travel with their keys."""
     me = lax.axis_index(ring.axis_name)
     q, k = record.q_positions, record.kv_positions
     q = ring.indices(me, record.query.shape[1]) if q is None else q

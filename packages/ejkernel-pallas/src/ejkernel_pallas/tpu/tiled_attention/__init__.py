@@ -23,7 +23,7 @@ MAX_TILES = 2**14
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     yield from pattern_reasons(record)
     yield from _pair_list_reasons(record)
 
@@ -46,7 +46,7 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns one implementation."""
     return (
         Implementation(
             family="tiled_attention",

@@ -32,17 +32,17 @@ QueryRows = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        pullback: Record, residuals, output and its cotangent, and the names of the requested fields.
         config: Tile sizes of the kernels that accumulate for keys and for queries.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     (by_key, by_query), record, grad_fields = backward_blocks(config), canonical(pullback.record), pullback.wanted
     cotangent, shift, products = _rows(pullback, record)

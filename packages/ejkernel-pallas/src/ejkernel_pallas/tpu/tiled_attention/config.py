@@ -74,13 +74,13 @@ LONG = 2 * LARGE
 
 
 def forward_blocks(config: TpuForward) -> Blocks:
-    """Tiles of the forward kernel; a product is of no more than a tile has."""
+    """Returns tiles of the forward kernel; a product is of no more than a tile has."""
     queries, keys = config.block_q, config.block_kv
     return Blocks(queries, keys, min(config.chunk_q, queries), min(config.chunk_kv, keys))
 
 
 def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
-    """Tiles of the kernel that accumulates for keys, and of the one that accumulates for queries.
+    """Returns tiles of the kernel that accumulates for keys, and of the one that accumulates for queries.
 
     A product of a small tile has `chunk` rows of the accumulated tile and all of the other. A product of a large tile,
     whose chunks a loop goes over, has half of the accumulated tile and `chunk` rows of the other. Either would spill
@@ -96,7 +96,7 @@ def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
 def heuristic(
     record: TiledAttention, device: Any, direction: Direction, widest: int = 2 * LANES
 ) -> TpuForward | TpuBackward:
-    """Tile sizes for a record on a device, by the static profile of causal attention.
+    """Returns tile sizes for a record on a device, by the static profile of causal attention.
 
     Large tiles hide what a tile costs to begin; a narrow band, a pattern, and arrays of pairs want smaller ones, and of
     float32, whose products are six, they take the compiler minutes.
@@ -122,7 +122,7 @@ def heuristic(
 def candidates(
     record: TiledAttention, device: Any, direction: Direction
 ) -> tuple[TpuForward, ...] | tuple[TpuBackward, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     small, large = (512, 1024) if is_narrow(record) or min(_clamped(record, LONG)) < LONG else (1024, LARGE)
     if direction == "backward":
         pairs = [(dkv, dq) for dkv in (small, large) for dq in (small, large)]
@@ -132,7 +132,7 @@ def candidates(
 
 
 def kind(record: TiledAttention) -> str | None:
-    """What long calls have in common that share an entry of a shipped table; others are left to the rule.
+    """Returns what long calls have in common that share an entry of a shipped table; others are left to the rule.
 
     A head of 64 is one of 128 to the kernels.
     """
@@ -141,13 +141,13 @@ def kind(record: TiledAttention) -> str | None:
 
 
 def is_narrow(record: TiledAttention) -> bool:
-    """Whether small tiles are better."""
+    """Returns whether small tiles are better."""
     arrays = (record.bias, record.mask, record.pattern)
     return None not in band(record) or not all(x is None for x in arrays) or record.query.dtype.itemsize > 2
 
 
 def _is_long(record: TiledAttention, widest: int) -> bool:
-    """Whether large tiles are whole and enough, memory has room for them, and no segment needs smaller ones."""
+    """Returns whether large tiles are whole and enough, memory has room for them, and no segment needs smaller ones."""
     (_, queries, _, size), (_, keys, _, value_size) = record.query.shape, record.value.shape
     arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
     if is_narrow(record) or not all(x is None for x in arrays):
@@ -170,6 +170,6 @@ def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackw
 
 
 def _clamped(record: TiledAttention, size: int) -> TileShape:
-    """A tile no larger than what covers the lengths."""
+    """Returns a tile no larger than what covers the lengths."""
     queries, keys = (min(size, cdiv(x.shape[1], LANES) * LANES) for x in (record.query, record.key))
     return queries, keys

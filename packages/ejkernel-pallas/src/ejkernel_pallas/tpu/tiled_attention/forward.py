@@ -15,7 +15,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 
 
 def forward(record: TiledAttention, config: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of a record.
+    """Returns attention output and residuals of a record.
 
     Args:
         record: The canonical arguments.

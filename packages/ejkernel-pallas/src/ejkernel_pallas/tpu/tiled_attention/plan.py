@@ -30,13 +30,13 @@ WORK, MASKED, FIRST, LAST = 1, 2, 4, 8
 
 
 def pairs_by_query(record: TiledAttention, spec: TiledSpec) -> Any:
-    """The tile pairs, query tile by query tile: int32 [B|1, H|1, steps]."""
+    """Returns the tile pairs, query tile by query tile: int32 [B|1, H|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
     return _pair_table(blocks.some, blocks.every, blocks.xp, by_query=True)
 
 
 def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
-    """The tile pairs that some head of a group has, key tile by key tile: int32 [B|1, Hk|1, steps]."""
+    """Returns the tile pairs that some head of a group has, key tile by key tile: int32 [B|1, Hk|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
     some, every = blocks.some, blocks.every
     if some.shape[1] > 1:
@@ -46,20 +46,20 @@ def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
 
 
 def pair_flags(record: TiledAttention, spec: TiledSpec) -> Any:
-    """Flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles]."""
+    """Returns flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
     return (blocks.some * WORK + (blocks.some & ~blocks.every) * MASKED).astype(np.int32)
 
 
 def distinct_rows(table: Any) -> tuple[bool, bool]:
-    """Whether batch rows, and heads, have tile pairs of their own in a table [B|1, H|1, ...]."""
+    """Returns whether batch rows, and heads, have tile pairs of their own in a table [B|1, H|1, ...]."""
     return table.shape[0] > 1, table.shape[1] > 1
 
 
 def pair_coordinates(
     b: Any, h: Any, step: Any, *rest: Any, distinct: tuple[bool, bool], group: int = 1
 ) -> tuple[Any, ...]:
-    """Batch row, query head, query tile and key tile of a grid step.
+    """Returns batch row, query head, query tile and key tile of a grid step.
 
     Args:
         b: Batch row.
@@ -76,7 +76,7 @@ def pair_coordinates(
 
 
 def entry_at(table: Any, distinct: tuple[bool, bool], b: Any, h: Any, step: Any, sizes: tuple[Any, Any]) -> Any:
-    """An entry of a table [B|1, H|1, steps] that is one vector.
+    """Returns an entry of a table [B|1, H|1, steps] that is one vector.
 
     Args:
         table: The vector.
@@ -91,17 +91,17 @@ def entry_at(table: Any, distinct: tuple[bool, bool], b: Any, h: Any, step: Any,
 
 
 def query_tile(entry: Any) -> Any:
-    """Query tile of an entry."""
+    """Returns query tile of an entry."""
     return entry >> 18
 
 
 def key_tile(entry: Any) -> Any:
-    """Key tile of an entry."""
+    """Returns key tile of an entry."""
     return (entry >> 4) & 0x3FFF
 
 
 def _pair_table(attends: Any, full: Any, xp: Any, by_query: bool) -> Any:
-    """The list of tile pairs. A tile without any pair gets one entry, for its result to be written."""
+    """Returns the list of tile pairs. A tile without any pair gets one entry, for its result to be written."""
     rows, (q_tiles, k_tiles) = attends.shape[:2], attends.shape[2:]
     attends, full = attends.reshape(-1, q_tiles, k_tiles), full.reshape(-1, q_tiles, k_tiles)
     if max(q_tiles, 2 * k_tiles) > 2**14:

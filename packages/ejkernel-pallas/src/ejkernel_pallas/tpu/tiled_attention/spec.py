@@ -95,22 +95,22 @@ class TiledSpec:
 
     @property
     def masks(self) -> bool:
-        """Whether some tile pair may have pairs that do not attend."""
+        """Returns whether some tile pair may have pairs that do not attend."""
         return self.restricted or self.ragged_queries or self.ragged_keys
 
     @property
     def ragged_queries(self) -> bool:
-        """Whether the last tile of queries reaches beyond them."""
+        """Returns whether the last tile of queries reaches beyond them."""
         return self.queries % self.block_q != 0
 
     @property
     def ragged_keys(self) -> bool:
-        """Whether the last tile of keys reaches beyond them."""
+        """Returns whether the last tile of keys reaches beyond them."""
         return self.keys % self.block_kv != 0
 
 
 def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
-    """The constants of a record's kernels with given tiles."""
+    """Returns the constants of a record's kernels with given tiles."""
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
     block_q, block_kv = _fitting(queries, blocks.queries), _fitting(keys, blocks.keys)
     left, right = band(record)
@@ -152,18 +152,18 @@ def _sums_on_mxu(record: TiledAttention) -> bool:
 
 
 def padded(size: int) -> int:
-    """The head dimension padded to whole lanes, which VMEM takes for it anyway."""
+    """Returns the head dimension padded to whole lanes, which VMEM takes for it anyway."""
     return cdiv(size, LANES) * LANES
 
 
 def _fitting(length: int, block: int) -> int:
-    """The block, no longer than what covers the length."""
+    """Returns the block, no longer than what covers the length."""
     if block < 1 or block % LANES:
         raise ValueError(f"tile of {block}: wants a multiple of {LANES}")
     return min(block, padded(length))
 
 
 def _precision(record: TiledAttention) -> lax.Precision | None:
-    """Mosaic has products in one bfloat16 pass and in six; three passes become six."""
+    """Returns Mosaic's nearest precision: it has products in one bfloat16 pass and in six; three passes become six."""
     asked = product_precision(record.query.dtype, record.precision)
     return lax.Precision.HIGHEST if asked == lax.Precision.HIGH else asked

@@ -42,7 +42,7 @@ def sum_cotangents(taps, weights, shift, starts, cotangents, token, COUNT: tl.co
 
 @triton.jit
 def continued(carried, rows, COUNT: tl.constexpr, spec: tl.constexpr):
-    """The W - 1 carried rows and COUNT further ones, as float32."""
+    """Returns the W - 1 carried rows and COUNT further ones, as float32."""
     W: tl.constexpr = spec.W
     both = ()
     for i in tl.static_range(W - 1):
@@ -54,7 +54,7 @@ def continued(carried, rows, COUNT: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def last_rows(rows, COUNT: tl.constexpr, spec: tl.constexpr):
-    """The last W - 1 of W - 1 + COUNT rows."""
+    """Returns the last W - 1 of W - 1 + COUNT rows."""
     W: tl.constexpr = spec.W
     kept = ()
     for i in tl.static_range(W - 1):
@@ -176,7 +176,7 @@ def add_final(dx, dfinal, first, end, channels, spec: tl.constexpr):
 
 @triton.jit
 def zeros(like, COUNT: tl.constexpr):
-    """COUNT vectors of zeros."""
+    """Returns COUNT vectors of zeros."""
     made = ()
     for _ in tl.static_range(COUNT):
         made += (tl.zeros_like(like),)
@@ -185,7 +185,7 @@ def zeros(like, COUNT: tl.constexpr):
 
 @triton.jit
 def add_weights(dweights, dsums, taps, starts, token, spec: tl.constexpr):
-    """The gradients of the weights with those of a block."""
+    """Returns the gradients of the weights with those of a block."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
     added = ()

@@ -14,9 +14,9 @@ from block to block: it carries the last W - 1 rows of x and of ds, so that noth
 of the next blocks are on their way while it works. Only after its last block it makes W - 1 rows of ds that are
 another program's too.
 
-For packed sequences, `starts` holds the first token of each token's sequence, and T for tokens of none: a tap counts if
+For packed sequences, `starts` holds the first token of each token's sequence, and T for padding tokens: a tap counts if
 it is not before it. A program of the backward kernel adds up the gradients of the weights over its tokens, and XLA adds
-up the programs in a fixed order: no atomic additions, so every run gives the same bits.
+up the programs in a fixed order: no atomic additions, so results are reproducible bit for bit.
 
 Source: the short convolution of H3 (Fu et al. 2022, arXiv:2212.14052) and of Mamba (Gu & Dao 2023, arXiv:2312.00752).
 """
@@ -64,7 +64,7 @@ def causal_conv_fwd_kernel(x, weight, bias, before, starts, output, spec: tl.con
             p += weights[k] * masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
         if spec.SILU:
             p = p * sigmoid(p, spec)
-        # Tokens of no sequence have start T and an output of 0.
+        # Padding tokens have start T and an output of 0.
         if spec.PACKED:
             p = tl.where(token + i >= start, p, 0.0)
         outputs += (p,)

@@ -8,7 +8,7 @@ from ejkernel_triton.blocks import LOG2E
 
 @triton.jit
 def program_tile(program, spec: tl.constexpr):
-    """(row of the batch, block of tokens, tile of channels) of a program; the tile is the fastest index."""
+    """Returns (row of the batch, block of tokens, tile of channels) of a program; the tile is the fastest index."""
     tile = program % spec.TILES
     block = (program // spec.TILES) % spec.BLOCKS
     return tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64), block, tile
@@ -16,7 +16,7 @@ def program_tile(program, spec: tl.constexpr):
 
 @triton.jit
 def tile_offsets(tile, spec: tl.constexpr):
-    """Where the elements of a program's rows lie that are loaded as one: channels, or pairs of them."""
+    """Returns where the elements of a program's rows lie that are loaded as one: channels, or pairs of them."""
     if spec.PAIRS:
         return tile * (spec.BLOCK_C // 2) + tl.arange(0, spec.BLOCK_C // 2)
     else:
@@ -25,7 +25,7 @@ def tile_offsets(tile, spec: tl.constexpr):
 
 @triton.jit
 def load_rows(base, token, end, places, COUNT: tl.constexpr, spec: tl.constexpr):
-    """COUNT rows of a [T, C] array from a token on, as they are; 0 before the first and from `end` on."""
+    """Returns COUNT rows of a [T, C] array from a token on, as they are; 0 before the first and from `end` on."""
     # Two channels of 16 bits as one number of 32: what a loop carries has a register of its own, however short it is.
     WIDTH: tl.constexpr = spec.C // 2 if spec.PAIRS else spec.C
     if spec.PAIRS:
@@ -43,7 +43,7 @@ def load_rows(base, token, end, places, COUNT: tl.constexpr, spec: tl.constexpr)
 
 @triton.jit
 def widened(row, spec: tl.constexpr):
-    """[BLOCK_C] float32 of a row, as `load_rows` has it or of floats."""
+    """Returns [BLOCK_C] float32 of a row, as `load_rows` has it or of floats."""
     if row.dtype == tl.int32:
         # A bfloat16 is the upper half of a float32: one instruction an element.
         low, high = tl.inline_asm_elementwise(
@@ -81,7 +81,7 @@ def load_taps(x, before, token, channels, places, COUNT: tl.constexpr, spec: tl.
 
 @triton.jit
 def load_weights(weight, channels, spec: tl.constexpr):
-    """The W weights of every channel, the weight of the token itself first."""
+    """Returns the W weights of every channel, the weight of the token itself first."""
     W: tl.constexpr = spec.W
     weights = ()
     for k in tl.static_range(W):
@@ -91,7 +91,7 @@ def load_weights(weight, channels, spec: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, channels, spec: tl.constexpr):
-    """[BLOCK_C] float32, zeros without one."""
+    """Returns [BLOCK_C] float32, zeros without one."""
     if spec.BIAS:
         return tl.load(bias + channels, mask=channels < spec.C, other=0.0)
     else:
@@ -100,7 +100,7 @@ def load_bias(bias, channels, spec: tl.constexpr):
 
 @triton.jit
 def start_of(starts, token, spec: tl.constexpr):
-    """The first token of a token's sequence; T for tokens of none."""
+    """Returns the first token of a token's sequence; T for padding tokens."""
     if spec.PACKED:
         return tl.load(starts + token, mask=token < spec.T, other=spec.T)
     else:
@@ -109,7 +109,7 @@ def start_of(starts, token, spec: tl.constexpr):
 
 @triton.jit
 def masked_tap(row, token, start, k, spec: tl.constexpr):
-    """A tap of a token, the row k tokens before it; 0 if that is of another sequence."""
+    """Returns a tap of a token, the row k tokens before it; 0 if that is of another sequence."""
     if spec.PACKED:
         return tl.where(token - k >= start, row, 0.0)
     else:
@@ -118,7 +118,7 @@ def masked_tap(row, token, start, k, spec: tl.constexpr):
 
 @triton.jit
 def sigmoid(p, spec: tl.constexpr):
-    """1 / (1 + exp(-p)); exp2(inf) is inf and not an error, and 1 / inf is 0."""
+    """Returns 1 / (1 + exp(-p)); exp2(inf) is inf and not an error, and 1 / inf is 0."""
     if spec.FAST:
         # The same instructions without what mends denormal numbers around them: 1 + exp(-p) drops those of exp(-p), and
         # is none. Four instructions instead of nine, of the some 30 an element that the backward pass takes.

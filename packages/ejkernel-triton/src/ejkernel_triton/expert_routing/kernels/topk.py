@@ -1,4 +1,4 @@
-"""Top-k routing and the sort by expert, a counting sort without atomics: every run gives the same bits.
+"""Top-k routing and the sort by expert, a counting sort without atomics: results are reproducible bit for bit.
 
 topk_kernel             BLOCK_T tokens a program: k times the largest logit that is left; how many of the block's
                         tokens chose each expert, and for each pair how many tokens of the block before chose its expert

@@ -17,7 +17,7 @@ from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW
 
 @triton.jit
 def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
-    """Accumulators of a tile's gate and of what it gates, [BLOCK_M, BLOCK_N] each."""
+    """Returns accumulators of a tile's gate and of what it gates, [BLOCK_M, BLOCK_N] each."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
@@ -51,7 +51,7 @@ def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
 
 @triton.jit
 def activated(gate, spec: tl.constexpr):
-    """silu, or gelu by its tanh formula."""
+    """Returns silu, or gelu by its tanh formula."""
     if spec.ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate))
     else:
@@ -103,7 +103,7 @@ def gated_grouped_gemm_kernel(tokens, rhs, index, tiles, output, spec: tl.conste
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
-    # Rows of no group are 0.
+    # Unassigned rows are 0.
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for tile in tl.range(program, (total - count) * columns, spec.PROGRAMS):
         entry = tile // columns

@@ -9,7 +9,7 @@ from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 @triton.jit
 def add_cotangent(acc, n, owner, values, cotangent, inverse, weights, shares, channels, spec: tl.constexpr):
-    """The gradient of rows with their n-th pair added; stores the part of the pair's weight."""
+    """Returns the gradient of rows with their n-th pair added; stores the part of the pair's weight."""
     pair = tl.load(inverse + owner * spec.M + n, mask=owner < spec.R, other=-1)
     valid = (pair >= 0) & (pair < spec.T * spec.K)
     term = load_rows(cotangent, pair // spec.K, valid, channels, spec)

@@ -8,7 +8,7 @@
                            stores them for every token that names them; further programs store zeros for tokens that
                            name none
 
-Sums are made in registers in a fixed order: no atomics, so two runs give the same bits.
+Sums are made in registers in a fixed order: no atomics, so results are reproducible bit for bit.
 """
 
 import triton
@@ -20,7 +20,7 @@ from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 @triton.jit
 def add_row(acc, n, token, rows, indices, weights, channels, spec: tl.constexpr):
-    """The sum of tokens with their n-th row added."""
+    """Returns the sum of tokens with their n-th row added."""
     index = tl.load(indices + token * spec.K + n, mask=token < spec.T, other=-1)
     valid = (index >= 0) & (index < spec.R)
     term = load_rows(rows, index, valid, channels, spec)

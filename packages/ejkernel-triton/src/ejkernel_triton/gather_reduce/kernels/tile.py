@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def program_tile(spec: tl.constexpr):
-    """Batch row, sums [BLOCK_T] and channels [BLOCK_D] of this program."""
+    """Returns batch row, sums [BLOCK_T] and channels [BLOCK_D] of this program."""
     program = tl.program_id(0)
     # Tiles of one block are neighbours: they look up the same indices.
     tile = program % spec.TILES
@@ -22,7 +22,7 @@ def program_tile(spec: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, index, valid, channels, spec: tl.constexpr):
-    """[BLOCK_T, BLOCK_D] float32 of named rows; 0 where an index names none."""
+    """Returns [BLOCK_T, BLOCK_D] float32 of named rows; 0 where an index names none."""
     # 64 bits for where a row begins: rows of one tile may be far from each other.
     start = rows + tl.cast(index, tl.int64) * spec.D
     mask = valid[:, None] & (channels < spec.D)[None, :]

@@ -27,7 +27,7 @@ from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW
 
 @triton.jit
 def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
-    """A tile of a matrix as an operand of the product, times its scales where these differ along C."""
+    """Returns a tile of a matrix as an operand of the product, times its scales where these differ along C."""
     if spec.SCALES == "elements":
         at = (c // spec.PER_SCALE[0])[:, None] * spec.SCALE_STRIDES[0]
         # Columns past the end repeat the last scale instead of a mask; they are not stored.
@@ -41,7 +41,7 @@ def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
 
 @triton.jit
 def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec: tl.constexpr):
-    """acc + a b, with operands of 8 bits; a step has one scale for each row, and one for each column."""
+    """Returns acc + a b, with operands of 8 bits; a step has one scale for each row, and one for each column."""
     if spec.WIDEN:
         lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
     if spec.LHS_SCALES == "steps" or spec.SCALES == "steps":
@@ -62,7 +62,7 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
 
 @triton.jit
 def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr):
-    """Accumulator [BLOCK_M, BLOCK_N] of a tile of rows and columns."""
+    """Returns accumulator [BLOCK_M, BLOCK_N] of a tile of rows and columns."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
@@ -134,7 +134,7 @@ def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
 
 @triton.jit
 def fill(existing, output, tiles, program, leading, count, total, spec: tl.constexpr):
-    """Stores rows of no group, `existing_out` or 0; their entries are the first `leading` and the last ones."""
+    """Stores unassigned rows, `existing_out` or 0; their entries are the first `leading` and the last ones."""
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
@@ -172,7 +172,7 @@ def grouped_gemm_kernel(
     # The counts were made on the device: a grid of fixed size serves groups of any size.
     ends = tiles + spec.ENTRIES * FIELDS
     leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
-    # Rows of no group are not multiplied, so they have a loop of their own: flat loops need a constant number of
+    # Unassigned rows are not multiplied, so they have a loop of their own: flat loops need a constant number of
     # steps.
     fill(existing, output, tiles, program, leading, count, total, spec)
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N

@@ -3,7 +3,7 @@
     program: one tile [BLOCK_P, BLOCK_Q] of one matrix
     rows of the group, BLOCK_K a step:  left^T [BLOCK_P, BLOCK_K] x right [BLOCK_K, BLOCK_Q]  ->  acc  ->  output
 
-A program adds the rows of its group in order, so sums have one order and every run gives the same bits. An empty
+A program adds the rows of its group in order, so sums have one order and results are reproducible bit for bit. An empty
 group's programs store zeros. Programs are not persistent: groups differ in length, and the hardware gives a
 multiprocessor the next program as soon as one ends.
 """
@@ -17,7 +17,7 @@ from ejkernel_triton.grouped_matmul.kernels.tile import bounded
 
 @triton.jit
 def group_bounds(bounds, matrix):
-    """First row of a matrix's group and the row after its last."""
+    """Returns first row of a matrix's group and the row after its last."""
     return tl.load(bounds + matrix * 2), tl.load(bounds + matrix * 2 + 1)
 
 

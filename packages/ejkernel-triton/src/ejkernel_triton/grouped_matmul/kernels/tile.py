@@ -12,7 +12,7 @@ FIELDS = tl.constexpr(4)
 
 @triton.jit
 def operand(x, spec: tl.constexpr):
-    """A tile in the operands' dtype of the product; 8-bit integers and floats are exact in it."""
+    """Returns a tile in the operands' dtype of the product; 8-bit integers and floats are exact in it."""
     if x.dtype.primitive_bitwidth == 8:
         # Triton's interpreter converts integers to bfloat16 as the integers that hold its bits.
         x = x.to(tl.float32)
@@ -26,7 +26,7 @@ def operand(x, spec: tl.constexpr):
 
 @triton.jit
 def bounded(start, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Indices of a tile from `start` on, and which of them are below SIZE: all, where tiles end with it."""
+    """Returns indices of a tile from `start` on, and which of them are below SIZE: all, where tiles end with it."""
     index = start + tl.arange(0, BLOCK)
     if SIZE % BLOCK == 0:
         return index, tl.full([BLOCK], True, tl.int1)

@@ -17,13 +17,13 @@ GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_
 
 
 def reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not all(x.size for x in (record.query, record.key, record.value)):
         yield "an array is empty"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Recurrences without the delta rule."""
+    """Returns recurrences without the delta rule."""
     return (
         triton_implementation(
             "linear_recurrence",

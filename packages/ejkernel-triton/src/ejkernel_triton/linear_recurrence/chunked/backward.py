@@ -31,7 +31,7 @@ MAX_SHARED_HEADS = 8
 
 @with_plain_state_gradients
 def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
         pullback: Record, cotangents of output and final states, the wanted names, and the forward pass's private
@@ -39,7 +39,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         config: Chunks and tiles of both passes.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     record, wanted, pocket = canonical(pullback.record), pullback.wanted, pullback.pocket
     call = make_call(record, config, config.backward_chunk, pocket.gates, pocket.scores)
@@ -82,7 +82,7 @@ def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
 
 
 def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradients:
-    """Gradients with zeros for tokens of no packed sequence, which no chunk has."""
+    """Returns gradients with zeros for padding tokens of packed sequences, which no chunk has."""
     per_token = OF_VALUES | OF_KEYS | {"beta"}
 
     def masked(x: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradie
 
 
 def sum_to_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:
-    """Summed over the axes along which the field is the same."""
+    """Returns summed over the axes along which the field is the same."""
     axes = tuple(n for n, (got, had) in enumerate(zip(gradient.shape, field.shape, strict=True)) if got != had)
     return (gradient.sum(axes, keepdims=True) if axes else gradient).astype(field.dtype)
 
@@ -100,7 +100,7 @@ def sum_to_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:
 def value_gradients(
     call: RecurrenceCall, cotangent: jax.Array, dstates: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of value, dt and skip.
+    """Returns gradients of value, dt and skip.
 
     Args:
         call: What the launches of the call share.
@@ -156,7 +156,7 @@ def value_gradients(
 def key_gradients(
     call: RecurrenceCall, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and gates.
+    """Returns gradients of query, key and gates.
 
     Args:
         call: What the launches of the call share.
@@ -218,7 +218,7 @@ def key_gradients(
 
 
 def _loads_once(spec: RecurrenceSpec) -> bool:
-    """Whether gates and dt are loaded as `tile.load_once` does."""
+    """Returns whether gates and dt are loaded as `tile.load_once` does."""
     return spec.DT and spec.PER_SEQUENCE == 0
 
 
@@ -229,13 +229,13 @@ def shared_heads(heads: int, fields: int) -> int:
 
 
 def _sum_of_shared(spec: RecurrenceSpec) -> int:
-    """Heads whose gradients of queries and keys a program adds up, of those of the two that are shared."""
+    """Returns heads whose gradients of queries and keys a program adds up, of those of the two that are shared."""
     found = [shared_heads(spec.H, n) for n in (spec.HQ, spec.HK) if n < spec.H]
     return min(found, default=1)
 
 
 def over_groups(parts: jax.Array, field: jax.Array) -> jax.Array:
-    """The gradient of a field from parts of groups of heads, [B, T, groups, d]."""
+    """Returns the gradient of a field from parts of groups of heads, [B, T, groups, d]."""
     if parts.shape[2] == field.shape[2]:
         return parts.astype(field.dtype)
     rows, tokens, heads, width = field.shape
@@ -243,5 +243,5 @@ def over_groups(parts: jax.Array, field: jax.Array) -> jax.Array:
 
 
 def _over_tiles(parts: jax.Array) -> jax.Array:
-    """[B, tiles, T, H] summed over tiles."""
+    """Returns [B, tiles, T, H] summed over tiles."""
     return parts if parts.ndim == 1 else parts.sum(1)

@@ -27,11 +27,11 @@ FACES = {
     "num_warps": "output_warps",
     "num_stages": "output_stages",
 }
-"""Fields of the public configurations and what they set here."""
+"""Maps fields of the public configurations to fields of this one."""
 
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
-    """Chunks and tiles for a record on a device, not measured."""
+    """Returns chunks and tiles for a record on a device, not measured."""
     default = RecurrencePasses(**config_fields(sized(record, device, 64)))
     # A scan waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
     if not interpreting() and 4 * _scan_programs(record, default) < 3 * chip_of(device).multiprocessors:
@@ -44,7 +44,7 @@ def config_fields(made: ChunkPasses) -> dict[str, Any]:
 
 
 def _scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
-    """Programs that make states and outputs in one scan, with as many value channels as states have there."""
+    """Returns programs that make states and outputs in one scan, with as many value channels as states have there."""
     tiles = ceil_div(record.value.shape[3], config.state_block_v)
     return record.query.shape[0] * sequence_count(record) * head_count(record) * tiles * config.segments
 
@@ -66,7 +66,7 @@ def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePass
     # (docs/lab/linear_recurrence_gpu.md).
     many = record.cu_seqlens is None and _scan_programs(record, default) > chip_of(device).multiprocessors
     if record.dt is not None or record.skip is not None:
-        # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes a thread spill; with gradients two kernels.
+        # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes per thread spill; with gradients two kernels.
         return dataclasses.replace(default, fused=True, fused_stages=2)
     # Without states kept, since they are most of what a call with gradients would keep: 1.27 ms instead of 1.24.
     return dataclasses.replace(default, fused=True, fused_stages=2 if many else 3, keep_states=False)
@@ -80,7 +80,7 @@ def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrencePasses, ...]:
-    """Configurations worth measuring for a record on a device."""
+    """Returns configurations worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
@@ -115,7 +115,7 @@ def kind_of_large(record: LinearRecurrence) -> str | None:
 
 
 def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
-    """The configuration for chunks of a length.
+    """Returns the configuration for chunks of a length.
 
     Args:
         record: The canonical arguments.
@@ -168,7 +168,7 @@ def _gradient_tile(record: LinearRecurrence, warps: int, hopper: bool) -> tuple[
     """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
     if by_channel(record):
         # Each halving adds to both gradients, which are float32 in registers. On Hopper 32 take 2.61 ms instead of
-        # 3.30, and with the delta rule, where they spill 112 bytes a thread, 3.811 instead of 4.716
+        # 3.30, and with the delta rule, where they spill 112 bytes per thread, 3.811 instead of 4.716
         # (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
         heads = head_count(record) if record.beta is None else 0
         return (16 if not hopper or heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
@@ -180,7 +180,7 @@ def _shares_keys(record: LinearRecurrence) -> bool:
 
 
 def _segments(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
-    """Segments of a row: one where rows, heads and tiles of states give every multiprocessor a scan already."""
+    """Returns segments of a row: one where rows, heads and tiles of states give every multiprocessor a scan already."""
     if record.cu_seqlens is not None:
         return 1
     if interpreting():

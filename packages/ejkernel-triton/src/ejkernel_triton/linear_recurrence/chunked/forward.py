@@ -20,7 +20,7 @@ from ejkernel_triton.sizes import ceil_div, padded
 
 PADDING_ROWS = 64
 PADDING_COLUMNS = 128
-"""Tokens, and numbers of a token at once, that a program looks at for tokens of no sequence."""
+"""Tokens, and numbers of a token at once, that a program looks at for padding tokens."""
 
 
 class ChunkedResiduals(NamedTuple):
@@ -28,7 +28,7 @@ class ChunkedResiduals(NamedTuple):
 
     Attributes:
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
-        scores: [B, H, CHUNKS * CHUNK, CHUNK], scores of pairs of tokens with gates of channels.
+        scores: [B, H, CHUNKS * CHUNK, CHUNK], scores of pairs of tokens with gates per key channel.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
         starts: [B, SEQUENCES, H, K, V] float32, where the segments of a long row begin.
     """
@@ -43,7 +43,7 @@ class ChunkedResiduals(NamedTuple):
 def forward(
     record: LinearRecurrence, config: RecurrencePasses
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], ChunkedResiduals]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -67,7 +67,7 @@ def forward(
         output = chunk_outputs(call, states)
     final = _final(record, ends)
     if record.cu_seqlens is not None and not fuse:
-        # No chunk has the tokens of no sequence, so no program writes their outputs.
+        # No chunk has the padding tokens, so no program writes their outputs.
         output = zero_padding(output, call.chunk_index)
     if not kept:
         return (output.astype(dtype), final), (), ChunkedResiduals()
@@ -83,7 +83,7 @@ def chunk_states(record: LinearRecurrence, call: RecurrenceCall, of_segments: ja
 
 
 def segment_initial_states(record: LinearRecurrence, call: RecurrenceCall) -> jax.Array | None:
-    """Where the scans through sequences and segments begin, [B, SEQUENCES, H, K, V]; None is zeros."""
+    """Returns where the scans through sequences and segments begin, [B, SEQUENCES, H, K, V]; None is zeros."""
     initial = initial_states(record)
     if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
         return decayed_initial_states(call, record.key, record.value, initial)
@@ -91,19 +91,19 @@ def segment_initial_states(record: LinearRecurrence, call: RecurrenceCall) -> ja
 
 
 def _final(record: LinearRecurrence, ends: jax.Array) -> jax.Array:
-    """The final states as the record has them, from those at the end of all scans."""
+    """Returns the final states as the record has them, from those at the end of all scans."""
     return ends[0] if record.cu_seqlens is not None else ends[:, -1]
 
 
 def initial_states(record: LinearRecurrence) -> jax.Array | None:
-    """[B, 1, H, K, V], or [1, N, H, K, V] of packed sequences; None is zeros."""
+    """Returns [B, 1, H, K, V], or [1, N, H, K, V] of packed sequences; None is zeros."""
     if record.cu_seqlens is not None:
         return None if record.sequence_state is None else record.sequence_state[None]
     return None if record.initial_state is None else record.initial_state[:, None]
 
 
 def zero_padding(array: jax.Array, chunk_index: ChunkIndex) -> jax.Array:
-    """[B, T, ...] with zeros for tokens of no packed sequence."""
+    """Returns [B, T, ...] with zeros for padding tokens of packed sequences."""
     from ejkernel_triton.linear_recurrence.chunked.kernels.zero_padding import zero_padding_kernel
 
     assert chunk_index.bounds is not None  # of packed sequences
@@ -130,7 +130,7 @@ def zero_padding(array: jax.Array, chunk_index: ChunkIndex) -> jax.Array:
 def fused_chunk_scan(
     call: RecurrenceCall, initial: jax.Array | None, *, w: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and final states in one scan, which stores no other state; gates of channels in a delta rule alone.
+    """Outputs and final states in one scan, which stores no other state; gates per key channel in a delta rule alone.
 
     Args:
         call: What the launches of the call share.
@@ -169,7 +169,7 @@ def fused_chunk_scan(
 
 
 def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
-    """What each token reads of what each token of its chunk wrote, with gates of channels.
+    """Returns what each token reads of what each token of its chunk wrote, with gates per key channel.
 
     Returns:
         [B, H, CHUNKS * CHUNK, CHUNK] in the query's dtype, without the factor on outputs; None with other gates.
@@ -193,11 +193,11 @@ def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
 
 
 def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
-    """Outputs [B, T, H, V] from the states before the chunks; those of no packed sequence are undefined."""
+    """Returns outputs [B, T, H, V] from the states before the chunks; those of no packed sequence are undefined."""
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_o import chunk_fwd_o_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    # Pairs with gates of channels come whole from a kernel before.
+    # Pairs with gates per key channel come whole from a kernel before.
     block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
     (output,) = launch(
         chunk_fwd_o_kernel,

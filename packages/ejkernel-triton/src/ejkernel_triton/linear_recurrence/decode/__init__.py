@@ -19,7 +19,7 @@ LONGEST = 256
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     tokens, sequences = record.query.shape[1], 1
     if record.cu_seqlens is not None:
         sequences = record.cu_seqlens.shape[0] - 1
@@ -33,7 +33,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """The decode step, before the chunked kernels, which pad a step to a chunk: it refuses what is longer."""
+    """Returns the decode step, before the chunked kernels, which pad a step to a chunk: it refuses what is longer."""
     return (
         triton_implementation(
             "linear_recurrence",

@@ -38,7 +38,7 @@ _SEGMENTS: Row = (
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The cases of the decode step, by operation."""
+    """Returns the cases of the decode step, by operation."""
     sizes = state_space.StateSpaceSizes(t=4)
     skipped: state_space.Row = (
         "a step with a state",

@@ -10,7 +10,7 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import ceil_div, padded
 
 WIDEST = 64
-"""Value channels of a program by rule: their row of a state in float32 is two lines of the cache."""
+"""Value channels of a program chosen by rule: their row of a state in float32 is two lines of the cache."""
 
 TRANSPOSED = 16
 """The same of a transposed state: whatever their number, they are one piece of memory, and sums stay in a warp."""
@@ -28,7 +28,7 @@ class DecodeTile:
 
     Attributes:
         block_v: Value channels of a program, which has all key channels of them; a power of two.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
         streams: Whether the state's lines are the first that leave the L2 cache: they are read once and written once.
     """
 
@@ -42,11 +42,11 @@ class DecodeTile:
 
 
 FACES = {"block_d": "block_v", "num_warps": "num_warps"}
-"""Fields of the public configurations and what they set here."""
+"""Maps fields of the public configurations to fields of this one."""
 
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
-    """The tile for a record on a device, not measured."""
+    """Returns the tile for a record on a device, not measured."""
     columns, held = record.value.shape[3], HELD
     widest = TRANSPOSED if record.transposed_states else WIDEST
     tokens, sequences = record.query.shape[0] * record.query.shape[1], state_count(record) // head_count(record)
@@ -62,7 +62,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DecodeTile, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     if interpreting():
         return (first, dataclasses.replace(first, block_v=4))
@@ -80,7 +80,7 @@ def state_count(record: LinearRecurrence) -> int:
 
 
 def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int, held: int = HELD) -> DecodeTile:
-    """A tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
+    """Returns a tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
     lanes = 64 if device.vendor == "amd" else 32
     warps = padded(record.query.shape[3]) * block_v // (held * lanes)
     return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)

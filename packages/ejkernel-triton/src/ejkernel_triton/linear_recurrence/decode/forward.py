@@ -10,7 +10,7 @@ from ejkernel_triton.linear_recurrence.decode.spec import make_spec
 
 
 def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     States in float32, and slots of any dtype, are updated in their own memory: XLA copies them before only if they are
     used elsewhere, as those of a call that does not donate them are.
@@ -45,7 +45,7 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
 
 
 def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
-    """The kernel's arrays: of the tokens, what each is (0 is padding, 2 begins a segment), and the states."""
+    """Returns the kernel's arrays: of the tokens, what each is (0 is padding, 2 begins a segment), and the states."""
     roles, bounds, slots, initial = None, None, None, record.initial_state
     if record.segment_ids is not None:
         real, restart = segment_roles(record.segment_ids)

@@ -71,7 +71,7 @@ class DecodeSpec:
 
 
 def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
-    """The constants of a record's kernel."""
+    """Returns the constants of a record's kernel."""
     packed, (_, tokens, query_heads, keys) = record.cu_seqlens is not None, record.query.shape
     value_heads, columns = record.value.shape[2:]
     heads, gates, gate_tokens = head_count(record), 0, 1

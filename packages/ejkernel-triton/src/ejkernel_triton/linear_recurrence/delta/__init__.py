@@ -16,14 +16,14 @@ GRADIENTS = (chunked.GRADIENTS - {"dt", "skip"}) | {"beta"}
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` cannot say."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
         yield "beta is not given: that is served by 'triton'"
     yield from chunked.reasons(record)
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Recurrences with the delta rule."""
+    """Returns recurrences with the delta rule."""
     return (
         triton_implementation(
             "linear_recurrence",

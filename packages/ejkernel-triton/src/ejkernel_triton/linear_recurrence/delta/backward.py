@@ -53,7 +53,7 @@ class StateGradients(NamedTuple):
 
 @with_plain_state_gradients
 def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
-    """Gradients of the wanted fields of a record with beta.
+    """Returns gradients of the wanted fields of a record with beta.
 
     Args:
         pullback: Record, cotangents of output and final states, the wanted names, and the forward pass's private
@@ -61,7 +61,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
         config: Chunks and tiles of both passes.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
     if pocket.wy is None:
@@ -91,7 +91,7 @@ def _gradients(
     final: jax.Array,
     gates: Any,
 ) -> Gradients:
-    """The gradients of all fields; that of the gates is unused where `gates` is None."""
+    """Returns the gradients of all fields; that of the gates is unused where `gates` is None."""
     assert record.beta is not None  # `Requires` saw to it
     assert made.wy is not None  # the caller did
     state_gradients = _state_gradients(record, call, made, cotangent, final)
@@ -121,7 +121,7 @@ def _gradients(
 def _state_gradients(
     record: LinearRecurrence, call: RecurrenceCall, made: DeltaResiduals, cotangent: jax.Array, final: jax.Array
 ) -> StateGradients:
-    """Gradients of states, from the last chunk of each sequence or segment to the first."""
+    """Returns gradients of states, from the last chunk of each sequence or segment to the first."""
     assert made.wy is not None  # the caller saw to both
     assert made.segments is not None
     within = chunk_bwd_dv_local(call, cotangent)
@@ -140,7 +140,7 @@ def _state_gradients(
 
 
 def chunk_bwd_dv_local(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
-    """The intra-chunk part of `StateGradients.dv_new`, [B, T, H, V] in the cotangent's dtype."""
+    """Returns the intra-chunk part of `StateGradients.dv_new`, [B, T, H, V] in the cotangent's dtype."""
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dv_local import chunk_bwd_dv_local_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
@@ -165,10 +165,10 @@ def pass_state_gradients(
     final: jax.Array,
     dtype: Any,
 ) -> StateGradients:
-    """The gradients of the states between chunks.
+    """Returns the gradients of the states between chunks.
 
     Args:
-        call: What the launches of the call share; with gates of channels, with decayed queries and keys.
+        call: What the launches of the call share; with gates per key channel, with decayed queries and keys.
         w: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         within: [B, T, H, V] from `chunk_bwd_dv_local`.
@@ -187,7 +187,7 @@ def end_gradients(
     within: jax.Array,
     lengths: jax.Array | None,
 ) -> jax.Array:
-    """The gradients of the states before segments, from scans that begin with zeros after them.
+    """Returns the gradients of the states before segments, from scans that begin with zeros after them.
 
     Args:
         call: What the launches of the call share, whose sequences are the segments that are scanned, the last ones of
@@ -209,7 +209,7 @@ def end_gradients(
 def _chunk_bwd_dhu(
     call: RecurrenceCall, arrays: tuple[Any, ...], states: Shape, tokens: tuple[int, ...]
 ) -> StateGradients:
-    """A launch of `chunk_bwd_dhu_kernel`.
+    """Returns a launch of `chunk_bwd_dhu_kernel`.
 
     Args:
         call: What the launches of the call share.
@@ -247,7 +247,7 @@ def _chunk_bwd_dhu(
 
 
 def _end_gradient_config(config: DeltaPasses) -> DeltaPasses:
-    """Two programs a multiprocessor, as in `stages.end_states`."""
+    """Returns two programs a multiprocessor, as in `stages.end_states`."""
     return dataclasses.replace(config, dh_block_v=min(config.dh_block_v, 32))
 
 
@@ -264,7 +264,7 @@ def _state_gradient_stages(call: RecurrenceCall) -> int:
 def inverse_gradients(
     call: RecurrenceCall, beta: jax.Array, inverse: jax.Array, dv_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients through the inverse.
+    """Returns gradients through the inverse.
 
     Args:
         call: What the launches of the call share.
@@ -306,7 +306,7 @@ def key_gradients(
     *,
     gates: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key, gates and, as far as keys make it, beta.
+    """Returns gradients of query, key, gates and, as far as keys make it, beta.
 
     Args:
         call: What the launches of the call share, with what tokens write in place of their values.

@@ -34,7 +34,7 @@ class DeltaPasses(ChunkPasses):
 
 
 def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
-    """Chunks and tiles of the forward pass for a record with beta on a device."""
+    """Returns chunks and tiles of the forward pass for a record with beta on a device."""
     made, multiprocessors = sized(record, device, 64), chip_of(device).multiprocessors
     columns, block = record.value.shape[3], made.state_block_v
     scans, segments = record.query.shape[0] * sequence_count(record) * head_count(record), made.segments
@@ -57,7 +57,7 @@ def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
 
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
-    """Chunks and tiles of both passes for a record with beta on a device, not measured."""
+    """Returns chunks and tiles of both passes for a record with beta on a device, not measured."""
     made, chip = _forward_sizes(record, device), chip_of(device)
     small, hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
     keys, values = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
@@ -88,7 +88,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
 
 
 def _fuses(record: LinearRecurrence, device: DeviceInfo, block: int) -> bool:
-    """Whether one kernel makes states and outputs of a delta rule."""
+    """Returns whether one kernel makes states and outputs of a delta rule."""
     # With a gate per head it takes 0.713 ms where two kernels take 0.712, and with gradients 2.375 instead of 2.180; of
     # packed sequences 0.763 instead of 1.045 (docs/lab/linear_recurrence_gpu.md).
     wins = record.decay is not None and (by_channel(record) or record.cu_seqlens is not None)
@@ -96,7 +96,7 @@ def _fuses(record: LinearRecurrence, device: DeviceInfo, block: int) -> bool:
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaPasses, ...]:
-    """Configurations of both passes worth measuring for a record with beta on a device."""
+    """Returns configurations of both passes worth measuring for a record with beta on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
         return (default, dataclasses.replace(default, keep_states=False, fused=not default.fused, segments=1))
@@ -112,7 +112,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
 
 
 def _holds_state(record: LinearRecurrence, device: DeviceInfo, columns: int) -> bool:
-    """Whether shared memory holds all key channels of so many columns of a state, and of a chunk of keys."""
+    """Returns whether shared memory holds all key channels of so many columns of a state, and of a chunk of keys."""
     chip, size = chip_of(device), record.query.dtype.itemsize
     parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
     rows = parts * columns + (32 if size > 2 else 64)

@@ -69,7 +69,7 @@ class DeltaResiduals(NamedTuple):
 
     Attributes:
         wy: The WY form.
-        arrays: Of the call for state passing: `gates` and, with gates of channels, `query`, `key` and `scores`.
+        arrays: Of the call for state passing: `gates` and, with gates per key channel, `query`, `key` and `scores`.
         segments: States at the start of sequences and segments.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
         value: [B, T, H, V], what tokens write: U - W S.
@@ -86,7 +86,7 @@ class DeltaResiduals(NamedTuple):
 def forward(
     record: LinearRecurrence, config: DeltaPasses
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaResiduals]:
-    """Output and final states of a record with beta, and the private residuals for its gradients.
+    """Returns output and final states of a record with beta, and the private residuals for its gradients.
 
     Args:
         record: The canonical arguments.
@@ -99,7 +99,7 @@ def forward(
     kept = config.keep_states and config.backward_chunk == config.chunk
     wy, call = wy_form(record, config, config.chunk, keep=kept)
     # What the backward pass needs of a scan it would have to make again, so with gradients two kernels store it: 4.67
-    # ms instead of 4.75 with gates of channels (docs/lab/linear_recurrence_gpu.md).
+    # ms instead of 4.75 with gates per key channel (docs/lab/linear_recurrence_gpu.md).
     stored = kept and is_differentiated()
     begin, states, value = segment_states(record, call, wy, keep=stored), None, None
     fuse = config.fused and not stored
@@ -115,12 +115,12 @@ def forward(
         pocket = DeltaResiduals(wy, arrays_of(call), begin if stored else None, states, value)
     if record.cu_seqlens is None:
         return (output, final[:, -1]), (), pocket
-    # No chunk has the tokens of no sequence, so no program of two kernels writes their outputs.
+    # No chunk has the padding tokens, so no program of two kernels writes their outputs.
     return (output if fuse else zero_padding(output, call.chunk_index), final[0]), (), pocket
 
 
 def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
-    """A call with arrays that another had; with decayed queries and keys, one whose kernels are told so."""
+    """Returns a call with arrays that another had; with decayed queries and keys, one whose kernels are told so."""
     if "query" in arrays:
         spec = dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
         call = dataclasses.replace(call, spec=spec)
@@ -128,7 +128,7 @@ def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) ->
 
 
 def arrays_of(call: RecurrenceCall) -> dict[str, jax.Array | None]:
-    """The arrays of a call that the WY form's kernels wrote, for `with_arrays`."""
+    """Returns the arrays of a call that the WY form's kernels wrote, for `with_arrays`."""
     names = ("gates", "query", "key", "scores") if call.spec.DECAYED else ("gates",)
     return {name: getattr(call, name) for name in names}
 
@@ -151,9 +151,9 @@ def wy_form(record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: 
 
 
 def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
-    """Tokens of a chunk of a record with beta, from those of its configuration.
+    """Returns tokens of a chunk of a record with beta, from those of its configuration.
 
-    With gates of channels and chunks of 16 tokens Triton 3.6 computes columns of `wy_large_decay_kernel` wrongly
+    With gates per key channel and chunks of 16 tokens Triton 3.6 computes columns of `wy_large_decay_kernel` wrongly
     on NVIDIA's chips (see `ahead.mixed_lanes`). With 32 tokens no such instruction is in the code.
     """
     return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
@@ -234,7 +234,7 @@ def wy_fast(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> WYForm:
 def wy_channel_gates(
     call: RecurrenceCall, decay: jax.Array, beta: jax.Array, *, keep: bool
 ) -> tuple[WYForm, RecurrenceCall]:
-    """`wy_fast` with gates of channels, and the call whose queries and keys have their decay.
+    """Returns `wy_fast` with gates per key channel, and the call whose queries and keys have their decay.
 
     Args:
         call: What the launches of the call share; its cumulative gates are not read.
@@ -288,6 +288,6 @@ def wy_channel_gates(
 
 
 def delta_config(call: RecurrenceCall) -> DeltaPasses:
-    """The configuration of a call of the delta rule."""
+    """Returns the configuration of a call of the delta rule."""
     assert isinstance(call.config, DeltaPasses)  # the type that the implementation declares
     return call.config

@@ -10,7 +10,7 @@ MIN_LOG2_GATE = tl.constexpr(-58.0)
 
 @triton.jit
 def chunk_span(starts, ends, row, chunk, spec: tl.constexpr, per: tl.constexpr):
-    """First token of a chunk, and the token after the last of its sequence."""
+    """Returns first token of a chunk, and the token after the last of its sequence."""
     if spec.PER_SEQUENCE == 0:
         # Packed sequences are cut into chunks one by one, so a chunk has tokens of one sequence alone. A program waits
         # for these two numbers before anything else, so they are made beforehand for all chunks.
@@ -36,7 +36,7 @@ def scan_span(bounds, first_chunks, row, sequence, spec: tl.constexpr, per: tl.c
 
 @triton.jit
 def nth_sequence(order, row, n, spec: tl.constexpr, per: tl.constexpr):
-    """The sequence or segment of the n-th scan of a row."""
+    """Returns the sequence or segment of the n-th scan of a row."""
     if spec.PER_SEQUENCE == 0:
         return tl.load(order + (row // per.ORDER) * spec.SEQUENCES + n)
     else:
@@ -45,7 +45,7 @@ def nth_sequence(order, row, n, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def masked_load(at, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile; 0 where a row or column that may be masked is."""
+    """Returns a tile; 0 where a row or column that may be masked is."""
     # A predicate that is always true still costs: there are four loads, not one with a mask of constants.
     if ROWS:
         if COLUMNS:
@@ -61,7 +61,7 @@ def masked_load(at, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def chunk_base(base, row, start, head, T: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a head's first token of a chunk lies in [rows, T, HEADS, WIDTH]."""
+    """Returns where a head's first token of a chunk lies in [rows, T, HEADS, WIDTH]."""
     # 64 bits for where the tile begins, 32 for where an element is in it: 64-bit offsets of elements take registers.
     return base + ((tl.cast(row, tl.int64) * T + start) * HEADS + head) * WIDTH
 
@@ -98,7 +98,7 @@ def load_columns(
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """`load_rows` transposed, [COLUMNS, CHUNK]."""
+    """Returns `load_rows` transposed, [COLUMNS, CHUNK]."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
     # Addresses are transposed, not the tile in registers. Triton gives lanes the contiguous axis, which is the first
@@ -129,13 +129,13 @@ def store_rows(
 
 @triton.jit
 def state_base(states, row, head, chunk, spec: tl.constexpr):
-    """Where a chunk's state lies in [rows, H, CHUNKS, K, V]."""
+    """Returns where a chunk's state lies in [rows, H, CHUNKS, K, V]."""
     return states + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * (spec.K * spec.V)
 
 
 @triton.jit
 def load_state(base, k_start, v_start, ROWS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[ROWS, COLUMNS] of a state from key channel k and value channel v on."""
+    """Returns [ROWS, COLUMNS] of a state from key channel k and value channel v on."""
     rows = k_start + tl.arange(0, ROWS)
     columns = v_start + tl.arange(0, COLUMNS)
     at = base + (rows[:, None] * spec.V + columns[None, :])
@@ -155,7 +155,7 @@ def store_state(base, tile, k_start, v_start, spec: tl.constexpr):
 
 @triton.jit
 def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
-    """Where a chunk's cumulative gates lie in [rows, H, CHUNKS * CHUNK, WIDTH]; unused without gates."""
+    """Returns where a chunk's cumulative gates lie in [rows, H, CHUNKS * CHUNK, WIDTH]; unused without gates."""
     if spec.WIDTH > 0 and not spec.CONSTANT:
         first = (tl.cast(row // per.GATES, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
         return gates + first * spec.WIDTH
@@ -165,7 +165,7 @@ def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def load_once(at, valid, MASKED: tl.constexpr):
-    """A vector with an element per token, which a program reads once.
+    """Returns a vector with an element per token, which a program reads once.
 
     Triton loads a vector that is shorter than there are threads again in each layout that it is wanted in. After a
     loop the compiler puts such loads one after the other, each waiting for the one before: as many trips to L2 as there
@@ -180,7 +180,7 @@ def load_once(at, valid, MASKED: tl.constexpr):
 
 @triton.jit
 def constant_gate(gates, row, head, spec: tl.constexpr, per: tl.constexpr):
-    """The gate of a head in powers of two, where it is the same for all tokens; else unused."""
+    """Returns the gate of a head in powers of two, where it is the same for all tokens; else unused."""
     if spec.CONSTANT:
         return powers_of_two(tl.load(gates + (row // per.GATES) * spec.H + head))
     else:
@@ -189,7 +189,7 @@ def constant_gate(gates, row, head, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def head_gates(base, constant, row, ROWS: tl.constexpr, spec: tl.constexpr):
-    """[ROWS] sums of a head's gates from the chunk's first token to those from `row` on, of `gates_base`.
+    """Returns [ROWS] sums of a head's gates from the chunk's first token to those from `row` on, of `gates_base`.
 
     After the last token its sum is repeated, or falls on where gates are constant: see `decay_until_end`.
     """
@@ -211,7 +211,7 @@ def last_head_gate(base, constant, tokens, spec: tl.constexpr):
 
 @triton.jit
 def decay_until_end(total, sums, spec: tl.constexpr):
-    """The decay from each token to the chunk's end, at most 1: from `last_head_gate` and `head_gates`."""
+    """Returns the decay from each token to the chunk's end, at most 1: from `last_head_gate` and `head_gates`."""
     exponents = total - sums
     if spec.CONSTANT and not spec.FULL_CHUNKS:
         exponents = tl.minimum(exponents, 0.0)  # of rows after the end
@@ -220,7 +220,7 @@ def decay_until_end(total, sums, spec: tl.constexpr):
 
 @triton.jit
 def scores_at(scores, row, head, chunk, spec: tl.constexpr):
-    """Where a chunk's scores lie in [rows, H, CHUNKS * CHUNK, CHUNK]: pointers [CHUNK, CHUNK] by (i, j)."""
+    """Returns where a chunk's scores lie in [rows, H, CHUNKS * CHUNK, CHUNK]: pointers [CHUNK, CHUNK] by (i, j)."""
     first = (tl.cast(row, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
     rows = tl.arange(0, spec.CHUNK)
     return scores + first * spec.CHUNK + (rows[:, None] * spec.CHUNK + rows[None, :])
@@ -228,7 +228,7 @@ def scores_at(scores, row, head, chunk, spec: tl.constexpr):
 
 @triton.jit
 def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[CHUNK, COLUMNS] cumulative gates of channels."""
+    """Returns [CHUNK, COLUMNS] cumulative gates per key channel."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
     # No mask on rows: `chunk_local_cumsum_kernel` fills every chunk, and after its last token repeats that token's sum.
@@ -238,7 +238,7 @@ def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[COLUMNS] cumulative gates of channels at the end of a chunk."""
+    """Returns [COLUMNS] cumulative gates per key channel at the end of a chunk."""
     columns = column + tl.arange(0, COLUMNS)
     # The last row is the sum up to the last token in a partial chunk too, since the rows after that token repeat it.
     return tl.load(base + (spec.CHUNK - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
@@ -246,13 +246,13 @@ def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def factors_base(factors, row, head, chunk, spec: tl.constexpr):
-    """Where a chunk's factors lie in [rows, H, CHUNKS, 3, K]."""
+    """Returns where a chunk's factors lie in [rows, H, CHUNKS, 3, K]."""
     return factors + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * (3 * spec.K)
 
 
 @triton.jit
 def load_factors(base, which, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[COLUMNS] of a chunk's factors, in powers of two; see `wy_channel_gates`."""
+    """Returns [COLUMNS] of a chunk's factors, in powers of two; see `wy_channel_gates`."""
     columns = column + tl.arange(0, COLUMNS)
     return tl.load(base + which * spec.K + columns, mask=columns < spec.K, other=0.0)
 
@@ -275,13 +275,13 @@ def state_factors(factors, row, head, chunk, column, COLUMNS: tl.constexpr, spec
 
 @triton.jit
 def powers_of_two(gates):
-    """Log gates as float32 powers of two, none below 2 ** -58."""
+    """Returns log gates as float32 powers of two, none below 2 ** -58."""
     return tl.maximum(gates.to(tl.float32) * LOG2E, MIN_LOG2_GATE)
 
 
 @triton.jit
 def load_dt(dt, row, start, end, head, spec: tl.constexpr, BLOCK: tl.constexpr = None):
-    """[BLOCK] dt of a head, of all tokens of a chunk if BLOCK is None; 0 for tokens from `end` on."""
+    """Returns [BLOCK] dt of a head, of all tokens of a chunk if BLOCK is None; 0 for tokens from `end` on."""
     ROWS: tl.constexpr = spec.CHUNK if BLOCK is None else BLOCK
     rows = tl.arange(0, ROWS)
     at = chunk_base(dt, row, start, head, spec.T, spec.H, 1) + rows * spec.H
@@ -290,7 +290,7 @@ def load_dt(dt, row, start, end, head, spec: tl.constexpr, BLOCK: tl.constexpr =
 
 @triton.jit
 def pair_weights(gates):
-    """exp2(G_i - G_j) for j <= i, else 0, of one gate per head: [tokens, tokens] by (i, j)."""
+    """Returns exp2(G_i - G_j) for j <= i, else 0, of one gate per head: [tokens, tokens] by (i, j)."""
     rows = tl.arange(0, gates.shape[0])
     # Above the diagonal the exponent is positive and may overflow, and inf times a score of 0 is NaN: so the mask
     # comes before exp2, as an exponent of -inf.
@@ -300,7 +300,7 @@ def pair_weights(gates):
 
 @triton.jit
 def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Decay between a chunk's tokens i and the cut m of i's block of 2 ** (level + 1) tokens: [CHUNK, COLUMNS].
+    """Returns decay between a chunk's tokens i and the cut m of i's block of 2 ** (level + 1) tokens: [CHUNK, COLUMNS].
 
     The cut is the last token of the block's first half. For later tokens this is exp2(G_i - G_m), the decay since the
     cut, for earlier ones exp2(G_m - G_i), the decay up to it: no exponent is above 0 where no gate is.
@@ -322,7 +322,7 @@ def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.cons
 
 @triton.jit
 def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Cumulative gates less those of the chunk's middle, and whether powers of two of all of them are numbers.
+    """Returns cumulative gates less those of the chunk's middle, and whether powers of two of all of them are numbers.
 
     Where all are within +-MAX_EXPONENT, the pairs of the chunk are one product: the factors before and after the
     middle multiply to at most 1 for pairs with j <= i, and to at most 2 ** (2 MAX_EXPONENT) for the others.
@@ -337,7 +337,7 @@ def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def pairs_of(level, spec: tl.constexpr):
-    """Which pairs (later token, earlier token) a level's cuts separate: [CHUNK, CHUNK]."""
+    """Returns which pairs (later token, earlier token) a level's cuts separate: [CHUNK, CHUNK]."""
     # Counted in halves: the later token's is odd, and the one before it is the earlier token's.
     half = tl.arange(0, spec.CHUNK) >> level
     return (half[:, None] == half[None, :] + 1) & ((half & 1) == 1)[:, None]
@@ -345,21 +345,21 @@ def pairs_of(level, spec: tl.constexpr):
 
 @triton.jit
 def causal(spec: tl.constexpr):
-    """[CHUNK, CHUNK], true for tokens with themselves and those before them."""
+    """Returns [CHUNK, CHUNK], true for tokens with themselves and those before them."""
     rows = tl.arange(0, spec.CHUNK)
     return rows[:, None] >= rows[None, :]
 
 
 @triton.jit
 def diagonal(spec: tl.constexpr):
-    """[CHUNK, CHUNK], true for tokens with themselves."""
+    """Returns [CHUNK, CHUNK], true for tokens with themselves."""
     rows = tl.arange(0, spec.CHUNK)
     return rows[:, None] == rows[None, :]
 
 
 @triton.jit
 def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """scores plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels.
+    """Returns scores plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels.
 
     Where gates are weak, as trained models' are, that is one product of factors before and after the chunk's middle.
 

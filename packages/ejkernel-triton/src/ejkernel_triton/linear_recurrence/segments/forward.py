@@ -38,7 +38,7 @@ def pass_states(
     w: jax.Array | None = None,
     reverse: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The states between chunks, or their gradients.
+    """Returns the states between chunks, or their gradients.
 
     Forwards, S = exp2(G_T) S + sum_j (exp2(G_T - G_j) dt_j left_j) right_j^T from chunk to chunk. In reverse,
     S = exp2(G_T) S + scale sum_i (exp2(G_i) left_i) right_i^T, without dt. The state is stored as a program arrives at
@@ -204,7 +204,7 @@ def end_states(
 
 
 def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
-    """The configuration and warps of a call whose scans store final states only."""
+    """Returns the configuration and warps of a call whose scans store final states only."""
     spec = call.spec
     # More programs a multiprocessor, of which one works while the other waits for its state.
     config = dataclasses.replace(call.config, state_stages=min(call.config.state_stages, 2))
@@ -219,7 +219,7 @@ def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
 def decayed_initial_states(
     call: RecurrenceCall, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
 ) -> jax.Array:
-    """The states at the start of the segments of a row, [B, SEQUENCES, H, K, V] float32.
+    """Returns the states at the start of the segments of a row, [B, SEQUENCES, H, K, V] float32.
 
     Sub-segments are scanned from zeros first, all at the same time, and store their final states only. With the decay
     of whole sub-segments, a few additions then give the state at the start of each segment.

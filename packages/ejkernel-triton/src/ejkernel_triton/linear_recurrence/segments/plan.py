@@ -53,7 +53,7 @@ def split_segments(spec: RecurrenceSpec, *, reverse: bool, zero_start: bool, eve
 
 
 def _sub_segments(spec: RecurrenceSpec) -> int:
-    """Sub-segments of a segment: more of them wait for memory at the same time, and more are merged after it.
+    """Returns sub-segments of a segment: more of them wait for memory at the same time, and more are merged after it.
 
     Measured with 4 segments of 65536 tokens (docs/lab/linear_recurrence_gpu.md). To put one of the delta rule to those
     before it takes products one after the other, 8 microseconds.

@@ -130,7 +130,7 @@ def attend(
     qq_bias,
     spec: tl.constexpr,
 ):
-    """Online softmax of an item over `count` of its key tiles, from tile `first` on.
+    """Returns online softmax of an item over `count` of its key tiles, from tile `first` on.
 
     Returns:
         acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in powers of two. `tail` accumulates

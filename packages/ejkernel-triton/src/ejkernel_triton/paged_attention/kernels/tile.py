@@ -20,7 +20,7 @@ FIELDS = tl.constexpr(9)
 
 @triton.jit
 def rounded(x, spec: tl.constexpr):
-    """A tile rounded to `compute_dtype`, to the nearest with ties to even; as it is where there is none."""
+    """Returns a tile rounded to `compute_dtype`, to the nearest with ties to even; as it is where there is none."""
     # Bits are rounded by hand, since the interpreter's cast cuts digits off.
     if spec.ROUND == "bfloat16":
         x = round_bfloat16(x.to(tl.float32))
@@ -34,7 +34,7 @@ def rounded(x, spec: tl.constexpr):
 
 @triton.jit
 def key_operand(x, spec: tl.constexpr):
-    """A tile of queries or keys in the dtype of their product."""
+    """Returns a tile of queries or keys in the dtype of their product."""
     x = rounded(x, spec)
     if spec.OPERAND == "float32":
         return x.to(tl.float32)
@@ -46,7 +46,7 @@ def key_operand(x, spec: tl.constexpr):
 
 @triton.jit
 def value_operand(x, spec: tl.constexpr):
-    """A tile of values in the dtype of the product of weights and values."""
+    """Returns a tile of values in the dtype of the product of weights and values."""
     x = rounded(x, spec)
     if spec.VALUE == "float32":
         return x.to(tl.float32)
@@ -58,7 +58,7 @@ def value_operand(x, spec: tl.constexpr):
 
 @triton.jit
 def load_queries(query, row, rows, head, spec: tl.constexpr):
-    """Queries of an entry's rows and one tile of heads; row m is query row m // G of head m % G.
+    """Returns queries of an entry's rows and one tile of heads; row m is query row m // G of head m % G.
 
     Returns:
         [M, BD], all columns or those multiplied with a latent vector, and [M, BR], those of the rotary columns.
@@ -110,7 +110,7 @@ def load_rows(
     VALUES: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """Columns of a tile's rows of one head's keys or, if VALUES, of its values; 0 where `valid` is false."""
+    """Returns columns of a tile's rows of one head's keys or, if VALUES, of its values; 0 where `valid` is false."""
     per_page: tl.constexpr = spec.VALUE_STRIDES[0] if VALUES else spec.KEY_STRIDES[0]
     per_slot: tl.constexpr = spec.VALUE_STRIDES[1] if VALUES else spec.KEY_STRIDES[1]
     # 64 bits: a cache may have more than 2 ** 31 elements.
@@ -131,7 +131,7 @@ def load_rows(
 
 @triton.jit
 def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.constexpr):
-    """Scores [M, BLOCK_KV] as powers of two, from products of queries and keys."""
+    """Returns scores [M, BLOCK_KV] as powers of two, from products of queries and keys."""
     scores = products * spec.FACTOR
     if spec.PLAIN:
         return scores
@@ -157,7 +157,7 @@ def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.const
 
 @triton.jit
 def slopes_of(slopes, head, spec: tl.constexpr):
-    """Slopes [M] of an item's rows."""
+    """Returns slopes [M] of an item's rows."""
     M: tl.constexpr = spec.M
     m = tl.arange(0, M)
     if spec.ALIBI:
@@ -209,7 +209,7 @@ def store_partial(parts, slot, acc, tail, spec: tl.constexpr):
 
 @triton.jit
 def load_share(work, shares, sinks, batch, spec: tl.constexpr, per: tl.constexpr):
-    """The work list, the programs' shares and the sinks of a batch row."""
+    """Returns the work list, the programs' shares and the sinks of a batch row."""
     work = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS)
     shares = at_batch(shares, batch, per.SHARES, (spec.PROGRAMS + 1) * 2)
     if spec.SINKS:

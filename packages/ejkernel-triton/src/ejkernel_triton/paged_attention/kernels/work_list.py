@@ -31,13 +31,13 @@ from ejkernel_triton.paged_attention.kernels.tile import (
 
 @triton.jit
 def larger(a, b):
-    """The larger of two numbers."""
+    """Returns the larger of two numbers."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def reach(low, position, rows, context_end, spec: tl.constexpr):
-    """First key and one more than the last key of tiles of query rows, as `paged_work` has them."""
+    """Returns first key and one more than the last key of tiles of query rows, as `paged_work` has them."""
     high = tl.minimum(context_end, spec.CAPACITY)
     if spec.LEFT is not None:
         low = tl.maximum(low, position - spec.LEFT)

@@ -16,7 +16,7 @@ HANDLES = frozenset(
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """Why a record of `mla_decode` is refused, where `Requires` cannot say it."""
+    """Yields why a record of `mla_decode` is refused, where `Requires` cannot say it."""
     if not (record.query.size and record.key.size):
         yield "an array is empty"
         return
@@ -28,7 +28,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Decoding with a dense latent cache; for the CPU too where Triton's interpreter is switched on."""
+    """Returns decoding with a dense latent cache; for the CPU too where Triton's interpreter is switched on."""
     return (
         triton_implementation(
             "tiled_attention",

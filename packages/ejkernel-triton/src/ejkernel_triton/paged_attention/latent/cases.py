@@ -7,7 +7,7 @@ from ejkernel.ops.model import Case
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """Cases by the name of their operation."""
+    """Returns cases by the name of their operation."""
     sizes = DecodeSizes(b=2, s=80, h=80, g=1, r=512, n=16, rope=64, one_cache=True, lengths=(80, 30))
     wide: Row[DecodeSizes] = ("one cache of 512 + 64, 80 heads", sizes, lambda key: {}, (), ("awkward",))
     return {"mla_decode": table(MLADecodeArguments, arrays, (wide,))}

@@ -12,17 +12,17 @@ from ejkernel_triton.paged_attention.config import PagedForward
 
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
-    """Tile sizes for a record on a device."""
+    """Returns tile sizes for a record on a device."""
     return paged_config.heuristic(_shapes(record), device, direction)
 
 
 def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
-    """Tile sizes worth measuring for a record on a device."""
+    """Returns tile sizes worth measuring for a record on a device."""
     return paged_config.candidates(_shapes(record), device, direction)
 
 
 def too_large(record: TiledAttention, device: DeviceInfo) -> str:
-    """Why the kernel cannot run for a record on a device; empty where it can."""
+    """Returns why the kernel cannot run for a record on a device; empty where it can."""
     return paged_config.too_large(_shapes(record), device)
 
 

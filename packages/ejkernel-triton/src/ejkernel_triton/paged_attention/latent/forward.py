@@ -13,7 +13,7 @@ from ejkernel_triton.paged_attention.forward import attend_pages
 
 
 def forward(record: TiledAttention, config: PagedForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Output [B, 1, H, Dv] and residuals of a record that `mla_decode` made."""
+    """Returns output [B, 1, H, Dv] and residuals of a record that `mla_decode` made."""
     pages, rotary = as_pages(record)
     output, lse = attend_pages(pages, config, rotary)
     return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])

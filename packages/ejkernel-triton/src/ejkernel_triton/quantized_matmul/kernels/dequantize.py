@@ -24,7 +24,7 @@ def decode_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.cons
 
 @triton.jit
 def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
-    """What is stored of the scales of a tile of words, and of the zeros of affine codes: one number a group.
+    """Returns what is stored of the scales of a tile of words, and of the zeros of affine codes: one number a group.
 
     They are loaded one tile before their use. A load outside of the pipeline that every step waits for took the whole
     time of a step.
@@ -117,7 +117,7 @@ def store_partial(parts, acc, code, m, columns, WIDTH: tl.constexpr, spec: tl.co
 
 @triton.jit
 def program_of(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
-    """Batch row, split, tile of columns and tile of rows of a program.
+    """Returns batch row, split, tile of columns and tile of rows of a program.
 
     Programs that share words run next to each other, and find them in L2.
     """

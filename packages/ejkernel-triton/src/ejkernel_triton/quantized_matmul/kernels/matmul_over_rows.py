@@ -12,7 +12,7 @@ a tile [BLOCK_R, BLOCK_W] by itself, one shift away from the words:
               scales, zeros (loaded one tile before their use)
 
 Both kernels are split-K: each program contracts a part of the axis and stores float32 sums, which XLA adds in a fixed
-order, so every run gives the same bits.
+order, so results are reproducible bit for bit.
 """
 
 import triton

@@ -8,7 +8,7 @@
 
 Blocks have equally many tokens, however long pools are, so programs have equal work. What lies in one block is finished
 there. A pool that crosses blocks leaves a float32 sum in each: the tail of the block in which it begins, the heads of
-those that it goes on in. The second kernel adds them in order: no atomics, so two runs give the same bits.
+those that it goes on in. The second kernel adds them in order: no atomics, so results are reproducible bit for bit.
 
 Pools are disjoint and in order, so the pools of a block are found by two searches, and that of a token by one.
 """
@@ -22,7 +22,7 @@ from ejkernel_triton.segment_pooling.kernels.tile import load_rows, pools_betwee
 
 @triton.jit
 def sum_rows(values, first, end, channels, spec: tl.constexpr):
-    """[BLOCK_C] float32, the sum of tokens from `first` up to `end`."""
+    """Returns [BLOCK_C] float32, the sum of tokens from `first` up to `end`."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_C: tl.constexpr = spec.BLOCK_C
     # BLOCK_T rows of partial sums: their loads are independent, and one reduction follows the loop.

@@ -50,7 +50,7 @@ def tokens_of(lengths, row, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
-    """First token of a pool, or of each of a vector of them, and the token after its last."""
+    """Returns first token of a pool, or of each of a vector of them, and the token after its last."""
     if spec.RANGES:
         first = tl.load(ranges + 2 * pool, mask=in_range, other=0)
         return first, tl.load(ranges + 2 * pool + 1, mask=in_range, other=0)
@@ -60,7 +60,7 @@ def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
 
 @triton.jit
 def load_rows(values, token, end, channels, spec: tl.constexpr):
-    """[BLOCK_T, BLOCK_C] of the tokens from `token` on; 0 from `end` on."""
+    """Returns [BLOCK_T, BLOCK_C] of the tokens from `token` on; 0 from `end` on."""
     rows = tl.arange(0, spec.BLOCK_T)
     # 64 bits for where the rows begin, 32 for where an element is in them.
     start = values + tl.cast(token, tl.int64) * spec.C

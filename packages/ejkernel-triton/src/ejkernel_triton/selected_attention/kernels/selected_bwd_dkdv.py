@@ -9,7 +9,7 @@
 
 Every query may list the first block, so long lists are split: a program of `selected_bwd_dkdv_kernel` loops over one
 split of one list. Where a list has several splits, each stores its float32 accumulators in a slot, and
-`split_combine_kernel` adds the slots up in their order. No atomic additions, so every run gives the same bits.
+`split_combine_kernel` adds the slots up in their order. No atomic additions, so results are reproducible bit for bit.
 """
 
 import triton
@@ -28,7 +28,7 @@ SPLIT_FIELDS = tl.constexpr(4)
 
 @triton.jit
 def _gather(base, token, group_head, head, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[ROWS, COLUMNS], each row that of a token and a head of the group; 0 where `valid` is false."""
+    """Returns [ROWS, COLUMNS], each row that of a token and a head of the group; 0 where `valid` is false."""
     d = tl.arange(0, COLUMNS)
     # 64-bit offsets for every row: the tokens of a tile come from a list and may lie anywhere in the array.
     row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64) * WIDTH
@@ -125,7 +125,7 @@ def selected_bwd_dkdv_kernel(
             if spec.SEGMENTS:
                 attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=listed, other=-1)[None, :])
             scores = dot(k, tl.trans(q), spec) * spec.FACTOR
-            # Transposed, [keys, queries]: p^T and ds^T are left operands as they lie in registers.
+            # Transposed, [keys, queries]: p^T and ds^T are left operands in their memory layout in registers.
             weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
             dv = add_dot(dv, weights.to(do.dtype), do, spec)
             dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])

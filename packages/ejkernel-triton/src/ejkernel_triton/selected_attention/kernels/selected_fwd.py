@@ -101,7 +101,7 @@ def selected_fwd_kernel(
 
 @triton.jit
 def softmax_step(q, k, v, attends, row_max, row_sum, acc, spec: tl.constexpr):
-    """One step of the online softmax, over a tile of keys.
+    """Returns one step of the online softmax, over a tile of keys.
 
     q [BG, BD], k [K, BD], v [K, BV], attends [K], row_max and row_sum [BG], acc [BG, BV].
     """

@@ -48,7 +48,7 @@ def split_combine_kernel(
         dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         row = tl.cast(batch // per.KEY_SUMS, tl.int64) * (spec.HK * SUMS) + head * SUMS + first
-        # Slots in the order of the list's parts, so every run gives the same bits.
+        # Slots in the order of the list's parts, so results are reproducible bit for bit.
         for slot in tl.range(0, count):
             q_row = (row + slot) * TILES + tile
             dk += tl.load(key_sums + q_row * (BLOCK_KV * BD) + k_at)

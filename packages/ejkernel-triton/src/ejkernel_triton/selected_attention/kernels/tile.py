@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
+    """Returns where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
     return array + tl.cast(batch // PER, tl.int64) * ELEMENTS
 
 
@@ -37,14 +37,14 @@ def store_heads(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def load_numbers(base, token, head, spec: tl.constexpr):
-    """[BG] of an array [T, H]: one number for every query head of a KV head."""
+    """Returns [BG] of an array [T, H]: one number for every query head of a KV head."""
     g = tl.arange(0, spec.BG)
     return tl.load(base + tl.cast(token * spec.H + head * spec.G, tl.int64) + g, mask=g < spec.G, other=0.0)
 
 
 @triton.jit
 def slots_in_use(listed, spec: tl.constexpr):
-    """One more than the last slot of a query's list that names a block."""
+    """Returns one more than the last slot of a query's list that names a block."""
     slots = tl.arange(0, spec.BS)
     # The list in one load; empty slots may lie between others.
     blocks = tl.load(listed + slots, mask=slots < spec.SLOTS, other=-1)
@@ -53,7 +53,7 @@ def slots_in_use(listed, spec: tl.constexpr):
 
 @triton.jit
 def block_start(starts, block, spec: tl.constexpr):
-    """The first key of a block; that of the first block for -1."""
+    """Returns the first key of a block; that of the first block for -1."""
     # An empty slot is -1: the load of `starts` has no mask and must not begin before the array.
     block = tl.maximum(block, 0)
     if spec.STARTS:
@@ -64,7 +64,7 @@ def block_start(starts, block, spec: tl.constexpr):
 
 @triton.jit
 def load_keys(base, start, index, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[keys, COLUMNS] at keys `start + index` of an array [S, HK, WIDTH]; 0 where `valid` is false."""
+    """Returns [keys, COLUMNS] at keys `start + index` of an array [S, HK, WIDTH]; 0 where `valid` is false."""
     d = tl.arange(0, COLUMNS)
     # 64 bits for where the tile begins, 32 for where an element is in it: 64-bit offsets of elements take registers.
     at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])
@@ -76,7 +76,7 @@ def load_keys(base, start, index, valid, WIDTH: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def query_position(q_positions, token, spec: tl.constexpr):
-    """The query's position among the keys, which is the last key it may attend to."""
+    """Returns the query's position among the keys, which is the last key it may attend to."""
     if spec.POSITIONS:
         return tl.load(q_positions + token)
     else:
@@ -85,7 +85,7 @@ def query_position(q_positions, token, spec: tl.constexpr):
 
 @triton.jit
 def attending(k_ids, key, valid, q_positions, q_id, spec: tl.constexpr):
-    """Which keys of a block one query attends to."""
+    """Returns which keys of a block one query attends to."""
     attends = valid & (key <= q_positions)
     if spec.SEGMENTS:
         attends = attends & (tl.load(k_ids + key, mask=valid, other=-1) == q_id)

@@ -21,7 +21,7 @@ WIDEST = 256
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """Why the decode step refuses a record, where `Requires` cannot say it."""
+    """Yields why the decode step refuses a record, where `Requires` cannot say it."""
     tokens = record.x.shape[1]
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     if tokens > STEP * sequences:
@@ -33,7 +33,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def scan_reasons(record: Any) -> Iterable[str]:
-    """What neither the scan nor its decode step takes, and `Requires` cannot say."""
+    """Yields what neither the scan nor its decode step takes, and `Requires` cannot say."""
     arrays = (record.x, record.decay, record.initial_state)
     if not all(array.size for array in arrays if array is not None):
         yield "an array is empty"
@@ -42,7 +42,7 @@ def scan_reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """The decode step of the scan."""
+    """Returns the decode step of the scan."""
     return (
         triton_implementation(
             "selective_scan",

@@ -14,5 +14,5 @@ _ROWS = (
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """The cases of the decode step, by operation."""
+    """Returns the cases of the decode step, by operation."""
     return {"state_space_v1": state_space_v1.make_cases(StateSpaceV1Arguments, _ROWS)}

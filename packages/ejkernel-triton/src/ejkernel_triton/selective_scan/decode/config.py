@@ -19,7 +19,7 @@ class StepTile:
 
     Attributes:
         block_e: Channels of a program; a power of two.
-        num_warps: Warps a program.
+        num_warps: Warps per program.
     """
 
     block_e: int
@@ -31,16 +31,16 @@ class StepTile:
 
 
 FACES = {"block_d": "block_e", "num_warps": "num_warps"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 def sequences(record: SelectiveScan) -> int:
-    """Rows, or packed sequences."""
+    """Returns rows, or packed sequences."""
     return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> StepTile:
-    """The tile for a record on a device, not measured."""
+    """Returns the tile for a record on a device, not measured."""
     if interpreting():
         return StepTile(block_e=16, num_warps=1)
     lanes, numbers = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
@@ -59,7 +59,7 @@ def _sized(block: int, numbers: int, lanes: int) -> StepTile:
 
 
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[StepTile, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     if interpreting():
         return (first, StepTile(block_e=4, num_warps=1))

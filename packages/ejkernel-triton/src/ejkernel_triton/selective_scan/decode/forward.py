@@ -11,7 +11,7 @@ from ejkernel_triton.selective_scan.decode.spec import make_spec
 
 
 def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """Output and final states of a record.
+    """Returns output and final states of a record.
 
     States in float32, and slots of any dtype, are updated in their own memory: XLA copies them before only if they are
     used elsewhere, as those of a call that does not donate them are.

@@ -41,7 +41,7 @@ class StepSpec:
 
 
 def make_spec(record: SelectiveScan, config: StepTile) -> StepSpec:
-    """The constants of a record's kernel."""
+    """Returns the constants of a record's kernel."""
     (_, tokens, channels), size, states = record.x.shape, record.decay.shape[1], record.initial_state
     packed = record.cu_seqlens is not None
     slots = 0 if states is None or record.state_slots is None else states.shape[0]

@@ -17,7 +17,7 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 
 @triton.jit
 def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
-    """The column of the token that is the ith of a block in the direction of the scan."""
+    """Returns the column of the token that is the ith of a block in the direction of the scan."""
     if REVERSE:
         return load_column(column, token + (spec.BLOCK_T - 1 - i), spec.T, spec)
     else:

@@ -13,7 +13,7 @@
 Dividing by a_t instead of recomputing states would save an exponential, and lose all digits where a_t is small.
 
 Sums over a program's channels exchange halves between lanes (`sum_lanes`). Programs store their sums, and XLA adds them
-up in a fixed order: no atomic additions, so every run gives the same bits.
+up in a fixed order: no atomic additions, so results are reproducible bit for bit.
 
 Source: Gu & Dao 2023, arXiv:2312.00752.
 """
@@ -65,7 +65,7 @@ def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
-    """[G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
+    """Returns [G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
     parts = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
     low, high = tl.split(tl.permute(parts, (0, 2, 3, 1)))
     return exchange(low, high, SPAN, LANES)
@@ -144,14 +144,14 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, count, 
 
 @triton.jit
 def load_inputs(x, step, cotangent, token, end, channels, spec: tl.constexpr):
-    """x, dt and dy of a block of tokens."""
+    """Returns x, dt and dy of a block of tokens."""
     xs, steps = load_tokens(x, token, end, channels, spec), load_tokens(step, token, end, channels, spec)
     return xs, steps, load_tokens(cotangent, token, end, channels, spec)
 
 
 @triton.jit
 def load_block(base, token, end, spec: tl.constexpr):
-    """The columns of a block of tokens."""
+    """Returns the columns of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     columns = ()
     for i in tl.static_range(BLOCK_T):
@@ -161,7 +161,7 @@ def load_block(base, token, end, spec: tl.constexpr):
 
 @triton.jit
 def next_state(state, now, dt, rates, b):
-    """The states after a token."""
+    """Returns the states after a token."""
     return tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
 
 

@@ -45,7 +45,7 @@ def store_boundary(states, offset, channels, state, spec: tl.constexpr):
 
 @triton.jit
 def scan_token(state, x, dt, rates, columns, skip_weights):
-    """The states after a token, and its output."""
+    """Returns the states after a token, and its output."""
     b, c = columns
     now, dt = x.to(tl.float32), dt.to(tl.float32)
     # `rates` has log2(e) in it, which saves a product in every exponential. Rows after N and tokens after T have b,
@@ -72,7 +72,7 @@ def scan_segment(
         )
         columns = (load_columns(write, read, token, end, spec), load_columns(write, read, token + 1, end, spec))
         tl.debug_barrier()
-        # Stored once a block: no store stands between the loads of a token and the arithmetic of the next.
+        # Stored once per block: no store stands between the loads of a token and the arithmetic of the next.
         outputs = ()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
@@ -89,7 +89,7 @@ def scan_segment(
 def scan_prefetched(
     x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
 ):
-    """`scan_segment` with B and C loaded PREFETCH tokens before their use, and carried through the loop.
+    """Returns `scan_segment` with B and C loaded PREFETCH tokens before their use, and carried through the loop.
 
     A token's columns are loaded into the registers of those that were used last; with PREFETCH = 2:
 

@@ -22,7 +22,7 @@ def program_of(program, spec: tl.constexpr):
 
 @triton.jit
 def segment_of(part, spec: tl.constexpr):
-    """(first token, end, first interval) of a segment of the row."""
+    """Returns (first token, end, first interval) of a segment of the row."""
     # Segments are whole intervals, so each begins where a state is stored.
     first = part * (spec.PART * spec.INTERVAL)
     return first, tl.minimum(first + spec.PART * spec.INTERVAL, spec.T), part * spec.PART
@@ -30,14 +30,14 @@ def segment_of(part, spec: tl.constexpr):
 
 @triton.jit
 def sequence_of(bounds, intervals, part):
-    """(first token, end, first interval) of a packed sequence."""
+    """Returns (first token, end, first interval) of a packed sequence."""
     first, end = tokens_of(bounds, part)
     return first, end, tl.load(intervals + part).to(tl.int64)
 
 
 @triton.jit
 def channels_of(tile, spec: tl.constexpr):
-    """The channels of a tile.
+    """Returns the channels of a tile.
 
     The opaque zero hides that the tile begins at a multiple of its size. Without it Triton gives a thread several
     channels, to vectorise loads, and spreads a state's elements over lanes: the sums over elements then need shuffles.
@@ -48,7 +48,7 @@ def channels_of(tile, spec: tl.constexpr):
 
 @triton.jit
 def load_tokens(base, token, end, channels, spec: tl.constexpr):
-    """BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 before the first and from token `end` on.
+    """Returns BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 before the first and from token `end` on.
 
     All loads are issued before the first value is used, so a block waits for memory once.
     """
@@ -94,20 +94,20 @@ def load_column(base, token, end, spec: tl.constexpr):
 
 @triton.jit
 def load_columns(one, other, token, end, spec: tl.constexpr):
-    """A token's columns of two arrays."""
+    """Returns a token's columns of two arrays."""
     return load_column(one, token, end, spec), load_column(other, token, end, spec)
 
 
 @triton.jit
 def state_offsets(channels, spec: tl.constexpr):
-    """(offsets, mask) of a tile of an [N, E] array."""
+    """Returns (offsets, mask) of a tile of an [N, E] array."""
     n = tl.arange(0, spec.BN)
     return n[:, None] * spec.E + channels[None, :], (n < spec.N)[:, None] & (channels < spec.E)[None, :]
 
 
 @triton.jit
 def load_state(base, channels, spec: tl.constexpr):
-    """[BN, BLOCK_E] of an [N, E] array; 0 outside of it."""
+    """Returns [BN, BLOCK_E] of an [N, E] array; 0 outside of it."""
     at, mask = state_offsets(channels, spec)
     return tl.load(base + at, mask=mask, other=0.0)
 
@@ -121,7 +121,7 @@ def store_state(base, channels, state, spec: tl.constexpr):
 
 @triton.jit
 def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
-    """The states at one end of a segment, from [SPLITS, N, E]; zeros if none are given."""
+    """Returns the states at one end of a segment, from [SPLITS, N, E]; zeros if none are given."""
     if GIVEN:
         return load_state(starts + part * (spec.N * spec.E), channels, spec)
     else:
@@ -130,7 +130,7 @@ def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constex
 
 @triton.jit
 def zero_state(spec: tl.constexpr):
-    """[BN, BLOCK_E] of zeros."""
+    """Returns [BN, BLOCK_E] of zeros."""
     ROWS: tl.constexpr = spec.BN
     COLUMNS: tl.constexpr = spec.BLOCK_E
     return tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -138,6 +138,6 @@ def zero_state(spec: tl.constexpr):
 
 @triton.jit
 def zero_channels(spec: tl.constexpr):
-    """[BLOCK_E] of zeros."""
+    """Returns [BLOCK_E] of zeros."""
     COLUMNS: tl.constexpr = spec.BLOCK_E
     return tl.zeros([COLUMNS], tl.float32)

@@ -51,7 +51,7 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.constexpr, per: tl.constexpr):
-    """Where a head's queries begin in each of the arrays that `load_queries` reads."""
+    """Returns where a head's queries begin in each of the arrays that `load_queries` reads."""
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
     do_base = cotangent + (tl.cast(batch // per.COTANGENT, tl.int64) * spec.T * spec.H + head) * spec.DV
     shift += (tl.cast(batch // per.SHIFT, tl.int64) * spec.H + head) * spec.T
@@ -65,7 +65,7 @@ def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.co
 
 @triton.jit
 def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, MASKED: tl.constexpr):
-    """Softmax weights of a tile from its products, and the slope of the soft cap."""
+    """Returns softmax weights of a tile from its products, and the slope of the soft cap."""
     scores, slope = transform(products, queries, keys, bias, spec)
     weights = tl.exp2(in_log2(scores, spec) - shift)
     if MASKED:
@@ -77,7 +77,7 @@ def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, 
 
 @triton.jit
 def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr):
-    """Gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped weights.
+    """Returns gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped weights.
 
     It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
     """
@@ -119,7 +119,7 @@ def tile_gradient(
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
+    """Returns key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q, do, row_shift, row_delta, row_argmax = rows

@@ -64,7 +64,7 @@ def flash_bwd_dbias_kernel(
     bias_row = program // (GRID_K * GRID_Q * SIZES[0])
     acc = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
     # Loops over what the bias broadcasts over; each takes one step along an axis that the bias has. One program adds
-    # in one order, so two runs give the same bits.
+    # in one order, so results are reproducible bit for bit.
     for b in range(per.DBIAS):
         batch = bias_row * per.DBIAS + b
         for h in range(spec.H // SIZES[0]):

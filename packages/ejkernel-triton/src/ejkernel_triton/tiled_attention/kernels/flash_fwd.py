@@ -179,7 +179,7 @@ def _key_block_step(
     if MASKED:
         # Masked scores are replaced, not added to: a product with a padded query may be NaN.
         scores = tl.where(allowed(queries, columns, masks, spec), scores, float("-inf"))
-    # FACTOR is positive, so the maximum is found among unscaled scores and scaled once a row. In the exponents below
+    # FACTOR is positive, so the maximum is found among unscaled scores and scaled once per row. In the exponents below
     # the factor is part of a multiply-add.
     largest = tl.max(scores, 1)
     new_max = tl.maximum(row_max, in_log2(largest, spec))
@@ -253,7 +253,7 @@ def _finish(
 
 @triton.jit
 def _natural(power, base, spec: tl.constexpr):
-    """A power of two as one of e; the least number there is where a bias hides all that its row has."""
+    """Returns a power of two as one of e; the least number there is where a bias hides all that its row has."""
     if spec.BIASED:
         return tl.where(base == LOWEST, LEAST, power * LN2)
     else:

@@ -84,14 +84,14 @@ def describe_keys(
 
 @triton.jit
 def as_rows(described):
-    """A description along the first axis of a tile, [n, 1] each."""
+    """Returns a description along the first axis of a tile, [n, 1] each."""
     index, valid, id, position, dropout_key = described
     return index[:, None], valid[:, None], id[:, None], position[:, None], dropout_key[:, None]
 
 
 @triton.jit
 def as_columns(described):
-    """A description along the second axis of a tile, [1, n] each."""
+    """Returns a description along the second axis of a tile, [1, n] each."""
     index, valid, id, position, dropout_key = described
     return index[None, :], valid[None, :], id[None, :], position[None, :], dropout_key[None, :]
 
@@ -122,7 +122,7 @@ def allowed(queries, keys, masks, spec: tl.constexpr):
 
 @triton.jit
 def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: tl.constexpr):
-    """Where a pair is in a head's bias or mask; in 64 bits, which take registers, only if it must."""
+    """Returns where a pair is in a head's bias or mask; in 64 bits, which take registers, only if it must."""
     if spec.T * spec.S < 2**31:
         return q * Q_STRIDE + k * K_STRIDE
     else:
@@ -131,7 +131,7 @@ def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: t
 
 @triton.jit
 def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
-    """Where a head of a batch row begins in the bias and in the mask; the pointers themselves without them."""
+    """Returns where a head of a batch row begins in the bias and in the mask; the pointers themselves without them."""
     if spec.BIAS is not None:
         bias = bias + tl.cast(batch // per.BIAS, tl.int64) * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
     if spec.MASK is not None:
@@ -141,7 +141,7 @@ def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
-    """Where a KV head of a batch row begins in the keys and in the values."""
+    """Returns where a KV head of a batch row begins in the keys and in the values."""
     k = key + (tl.cast(batch // per.KEY, tl.int64) * spec.S * spec.HK + head) * spec.D
     v = value + (tl.cast(batch // per.VALUE, tl.int64) * spec.S * spec.HK + head) * spec.DV
     return k, v
@@ -149,7 +149,7 @@ def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def block_run(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
-    """The blocks of a tile without a pattern: first, full_start, full_end, last; see `plan`."""
+    """Returns the blocks of a tile without a pattern: first, full_start, full_end, last; see `plan`."""
     row = block_lists + ((batch // per.BLOCK_LISTS) * TILES + tile) * 4
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
@@ -167,13 +167,13 @@ def block_list(block_lists, batch, head, tile, LISTS: tl.constexpr, per: tl.cons
 
 @triton.jit
 def block_at(blocks, i):
-    """Block `i` of a list."""
+    """Returns block `i` of a list."""
     return tl.load(blocks + 2 * i)
 
 
 @triton.jit
 def tile_mask_id(blocks, i):
-    """The id of the tile mask of block `i` of a list."""
+    """Returns the id of the tile mask of block `i` of a list."""
     return tl.load(blocks + 2 * i + 1)
 
 
@@ -217,7 +217,7 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
 
 @triton.jit
 def in_log2(scores, spec: tl.constexpr):
-    """Scores times log2(e), for exp2, which is the instruction that there is; -inf stays what it is."""
+    """Returns scores times log2(e), for exp2, which is the instruction that there is; -inf stays what it is."""
     if spec.BIASED:
         # A bias may be the least float32, which times log2(e) is -inf and would count as masked.
         return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST))
@@ -227,7 +227,7 @@ def in_log2(scores, spec: tl.constexpr):
 
 @triton.jit
 def drop(weights, queries, keys, spec: tl.constexpr):
-    """Weights with those that are dropped at 0; the others are not scaled up."""
+    """Returns weights with those that are dropped at 0; the others are not scaled up."""
     if spec.DROPOUT:
         _, _, _, _, row = queries
         _, _, _, _, column = keys

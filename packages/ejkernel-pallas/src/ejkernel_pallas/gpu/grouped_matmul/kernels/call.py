@@ -34,12 +34,12 @@ class Call:
 
     @property
     def below(self) -> Any:
-        """This block's number among those of its cluster that lie below one another."""
+        """Returns this block's number among those of its cluster that lie below one another."""
         return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_m > 1 else jnp.int32(0)
 
     @property
     def beside(self) -> Any:
-        """This block's number among those of its cluster that lie side by side."""
+        """Returns this block's number among those of its cluster that lie next to each other."""
         return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_n > 1 else jnp.int32(0)
 
 

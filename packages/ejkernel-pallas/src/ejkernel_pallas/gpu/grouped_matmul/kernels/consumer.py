@@ -124,14 +124,14 @@ def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll
 
 
 def _multiply_tile(call: Call, multiply: Multiply, before: Any, count: Any, carry: Any) -> Any:
-    """A warpgroup's part of a tile, and the number of its block's next one."""
+    """Returns a warpgroup's part of a tile, and the number of its block's next one."""
     number, done = carry
     multiply(call, tile_of(call, before, count, number), done)
     return work_queue.next_number(call, number, done), done + call.spec.steps
 
 
 def accumulated(call: Call, done: Any, part: SubTile) -> jax.Array:
-    """The sum of a warpgroup's products over all steps; the last stage is free then."""
+    """Returns the sum of a warpgroup's products over all steps; the last stage is free then."""
     spec, shared = call.spec, call.shared
     acc = pl.run_scoped(
         functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
@@ -142,13 +142,13 @@ def accumulated(call: Call, done: Any, part: SubTile) -> jax.Array:
 
 
 def _steps(call: Call, done: Any, part: SubTile, acc: Any) -> Any:
-    """The products of a warpgroup's part of a tile."""
+    """Returns the products of a warpgroup's part of a tile."""
     lax.fori_loop(0, call.spec.steps, functools.partial(step_and_free, call, part, acc), done)
     return acc[...]
 
 
 def step_and_free(call: Call, part: SubTile, acc: Any, index: Any, done: Any) -> Any:
-    """A product, and the end of the one before: the stage that it has read is free."""
+    """Returns a product, and the end of the one before: the stage that it has read is free."""
     shared, stages = call.shared, call.spec.tile.stages
     issue_product(call, done, part, acc)
     # One product stays in flight, so the tensor cores never run dry.

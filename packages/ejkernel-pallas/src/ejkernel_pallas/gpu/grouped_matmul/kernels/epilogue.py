@@ -16,7 +16,7 @@ I32 = jnp.int32
 
 
 def write_rows(call: Call, tiles: list[Any], row: Any, column: Any, end: Any) -> None:
-    """Writes a warpgroup's rows before `end`; tiles lie side by side."""
+    """Writes a warpgroup's rows before `end`; tiles lie next to each other."""
     tiles = [made.astype(call.spec.out) for made in tiles]
     whole = end - row >= WGMMA_M
     pl.when(whole)(lambda: copy_out(call, pieces_of(call, tiles, row, column)))

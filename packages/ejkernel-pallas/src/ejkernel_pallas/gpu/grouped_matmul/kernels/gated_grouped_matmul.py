@@ -31,7 +31,7 @@ I32 = jnp.int32
 
 
 def gated_grouped_matmul_kernel(call: Call) -> None:
-    """Body of the kernel."""
+    """Runs one thread block of the kernel."""
     rows_kernel(call, _multiply_tile)
 
 
@@ -74,7 +74,7 @@ def _free_stages(call: Call, done: Any) -> None:
 
 
 def _gated_products(call: Call, activation: str, done: Any, part: SubTile) -> list[jax.Array]:
-    """A warpgroup's part of a tile, gated: for every 64 columns [64, 64]."""
+    """Returns a warpgroup's part of a tile, gated: for every 64 columns [64, 64]."""
     spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
     count = 2 * part.size // SWIZZLE_COLUMNS
     first = I32(0) if part.split else lax.div(I32(part.start), I32(SWIZZLE_COLUMNS // 2))

@@ -21,7 +21,7 @@ I32 = jnp.int32
 
 
 def grouped_matmul_kernel(call: Call) -> None:
-    """Body of the kernel."""
+    """Runs one thread block of the kernel."""
     rows_kernel(call, _multiply_tile, _multiply_all_overlapped)
 
 
@@ -61,7 +61,7 @@ def _multiply_all_overlapped(call: Call, before: Any, count: Any, every: Any) ->
 
 
 def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """A warpgroup's part of a tile in registers, whose first products run while the tile before is written."""
+    """Returns a warpgroup's part of a tile in registers, whose first products run while the tile before is written."""
     number, done, *left = carry
     tile, spec, warpgroup = tile_of(call, before, count, number), call.spec, lax.axis_index("warpgroup")
     part, shared = SubTile(warpgroup, 0, spec.tile.block_n), call.shared

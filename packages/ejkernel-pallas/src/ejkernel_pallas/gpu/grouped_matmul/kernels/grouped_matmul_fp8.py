@@ -19,7 +19,7 @@ I32 = jnp.int32
 
 
 def grouped_matmul_fp8_kernel(call: Call) -> None:
-    """Body of the kernel."""
+    """Runs one thread block of the kernel."""
     rows_kernel(call, _multiply_tile)
 
 
@@ -61,7 +61,7 @@ def _product(call: Call, scaling: Scaling, tile: Tile, done: Any, part: SubTile)
 
 
 def _product_of_columns(call: Call, scaling: Scaling, tile: Tile, done: Any, parts: int) -> None:
-    """So many times 64 rows, and the columns of a product."""
+    """Returns So many times 64 rows, and the columns of a product."""
     firsts, size = tuple(tile.first(part) for part in range(parts)), scaling.product_n
     start = lax.axis_index("warpgroup") * size
     made = sums(call, scaling, Rows(tuple(range(parts)), firsts, done), SubTile(None, start, size))

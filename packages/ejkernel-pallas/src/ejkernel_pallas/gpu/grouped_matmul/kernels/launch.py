@@ -62,12 +62,12 @@ def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record
 
 
 def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
-    """Name and number of the blocks of a cluster."""
+    """Returns name and number of the blocks of a cluster."""
     return {clusters.AXIS: spec.members} if spec.members > 1 else None
 
 
 def _free_barrier(spec: GroupedSpec) -> Any:
-    """What says that a stage has been read: by both members of a cluster, as copies of both may write there."""
+    """Returns what says that a stage has been read: by both members of a cluster, as copies of both may write there."""
     options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": spec.tile.stages}
     if spec.members == 1:
         return plgpu.Barrier(**options)
@@ -75,7 +75,7 @@ def _free_barrier(spec: GroupedSpec) -> Any:
 
 
 def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in two views: as products read it, and row after row, a swizzled row of 128 bytes each.
+    """Returns shared memory in two views: as products read it, and row after row, a swizzled row of 128 bytes each.
 
     Eight rows by one swizzled row are a tile of the first, so that both have every element in the same place. Copies of
     the second may begin at any row of an array, those of the first at every eighth.
@@ -86,14 +86,14 @@ def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _halves(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
-    """Shared memory in two views: tiles of matrices, and, of each, two of half the columns."""
+    """Returns shared memory in two views: tiles of matrices, and, of each, two of half the columns."""
     stages, *part = shape
     part[0 if spec.transposed else 1] //= 2
     return plgpu.RefUnion(matrix(shape, spec.dtype), matrix((2 * stages, *part), spec.dtype))
 
 
 def _matrix_stages(spec: GroupedSpec) -> Any:
-    """Shared memory of the stages' tiles of matrices."""
+    """Returns shared memory of the stages' tiles of matrices."""
     tile = spec.tile
     if spec.gate:
         return matrix((tile.stages, spec.panels, spec.step, SWIZZLE_COLUMNS), spec.dtype)
@@ -102,7 +102,7 @@ def _matrix_stages(spec: GroupedSpec) -> Any:
 
 
 def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
-    """Shared memory and barriers, by the names of `consumer.Shared`."""
+    """Returns shared memory and barriers, by the names of `consumer.Shared`."""
     tile = spec.tile
     scales: dict[str, Any] = {}
     if spec.scaling:
@@ -125,7 +125,7 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
 
 
 def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
-    """Shared memory and barriers, by the names of `matrix_gradients.Shared`."""
+    """Returns shared memory and barriers, by the names of `matrix_gradients.Shared`."""
     tile, out = spec.tile, transforms()
     if spec.out.itemsize == 4:
         # Swizzled rows of 128 bytes: 32 columns of 32 bits.

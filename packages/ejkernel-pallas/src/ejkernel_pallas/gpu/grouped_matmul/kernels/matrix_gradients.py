@@ -7,7 +7,7 @@
 A tile is part of one matrix; its steps are 64 rows of the matrix's group each, from the multiple of 8 at or before its
 first row on, which is where copies can begin. The first and the last step may have rows of other groups: the producer
 waits for those copies and writes zeros over them, in both operands, as zero times NaN is NaN. Sums are taken in the
-order of rows, so that two runs give the same bits.
+order of rows, so that results are reproducible bit for bit.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ def matrices_kernel(call: Call) -> None:
 
 
 def _tile(call: Call, number: Any) -> Tile:
-    """The tile that has a number: matrix after matrix, in each band after band, in a band column after column.
+    """Returns the tile that has a number: matrix after matrix, in each band after band, in a band column after column.
 
     Matrices come in the order of their groups' rows, the most first. Each block has one tile of every `blocks`, in turn
     from either end, so that two tiles in a row take as long for all blocks, whatever the sizes of groups are.
@@ -126,7 +126,7 @@ def _tile(call: Call, number: Any) -> Tile:
 
 
 def _folded(call: Call, number: Any) -> Any:
-    """Number of the tile that a block has in a round: blocks take every second round of tiles from its end."""
+    """Returns number of the tile that a block has in a round: blocks take every second round of tiles from its end."""
     round_, block = lax.div(number, I32(call.blocks)), lax.rem(number, I32(call.blocks))
     # A last round that has fewer tiles than there are blocks begins with the first block.
     whole = (round_ + 1) * call.blocks <= call.spec.matrices * call.spec.down * call.spec.across
@@ -184,7 +184,7 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
 
 
 def _multiply_tile(call: Call, carry: Any) -> Any:
-    """A warpgroup's part of a tile, from its products to memory."""
+    """Returns a warpgroup's part of a tile, from its products to memory."""
     number, done = carry
     tile, spec, shared = _tile(call, number), call.spec, call.shared
     warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages

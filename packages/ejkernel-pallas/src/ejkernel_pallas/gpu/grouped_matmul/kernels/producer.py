@@ -92,7 +92,7 @@ def gathered(call: Call, done: Any, *, in_flight: int) -> None:
 
 
 def _find_rows(call: Call, firsts: list[Any]) -> Any:
-    """Where the rows of a tile lie, for each thread those that it copies."""
+    """Returns where the rows of a tile lie, for each thread those that it copies."""
     lhs, spec = call.operands["lhs"], call.spec
     return row_gathers.find_rows(call.operands["indices"], firsts, spec.contracted * spec.dtype.itemsize, lhs.shape[0])
 

@@ -37,12 +37,12 @@ class Tile:
     half: Any = None
 
     def first(self, warpgroup: Any) -> Any:
-        """First row of a warpgroup's 64, which end with the group if they would not end before it."""
+        """Returns first row of a warpgroup's 64, which end with the group if they would not end before it."""
         return jnp.maximum(self.begin, jnp.minimum(self.row + warpgroup * WGMMA_M, self.end - WGMMA_M))
 
 
 def cluster_tiles(spec: GroupedSpec, tiles: Any) -> Any:
-    """Work items of so many tiles of rows: a cluster takes a tile for each member."""
+    """Returns work items of so many tiles of rows: a cluster takes a tile for each member."""
     return lax.div(tiles + (spec.tile.cluster_m - 1), I32(spec.tile.cluster_m))
 
 
@@ -78,7 +78,7 @@ class TileIndex(NamedTuple):
 
 
 def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
-    """Where the tile that has a number is: bands of tiles of rows, in a band column after column."""
+    """Returns where the tile that has a number is: bands of tiles of rows, in a band column after column."""
     spec = call.spec
     half: Any = I32(-1)
     if spec.splits:
@@ -95,7 +95,7 @@ def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
 
 
 def tile_of(call: Call, before: Any, count: Any, number: Any) -> Tile:
-    """The tile of the output that has a number."""
+    """Returns the tile of the output that has a number."""
     place, members, table = tile_index(call, count, number), call.spec.tile.cluster_m, call.operands["tiles"]
     # Where the last member has no tile, it has the one before too: both store the same bits.
     entry, other = (

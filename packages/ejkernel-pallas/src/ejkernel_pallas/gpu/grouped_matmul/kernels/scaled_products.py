@@ -117,7 +117,7 @@ def _scan_steps(call: Call, scaling: Scaling, rows: Rows, part: SubTile, *, same
 
 
 def _matrix(call: Call, part: SubTile, slot: Any, columns: Any) -> Any:
-    """The operand of some of a part's columns."""
+    """Returns the operand of some of a part's columns."""
     if part.split:
         return call.shared.b_half.at[2 * slot, columns]
     return call.shared.b.at[slot, pl.ds(part.start + columns.start, columns.size)]
@@ -141,7 +141,7 @@ def scaled_tiles(call: Call, scaling: Scaling, accs: list[jax.Array], rows: Rows
 
 
 def _slot(call: Call, done: Any) -> Any:
-    """Where the scales of a step are in shared memory.
+    """Returns where the scales of a step are in shared memory.
 
     They have a slot more than operands: those of a step are read when its stage is free already, and overwritten after
     the next stage is.
@@ -150,5 +150,5 @@ def _slot(call: Call, done: Any) -> Any:
 
 
 def _block(call: Call, blocks: int, index: Any) -> Any:
-    """The block of contracted elements that a step is in."""
+    """Returns the block of contracted elements that a step is in."""
     return lax.div(index, I32(call.spec.steps // blocks))

@@ -34,7 +34,7 @@ def request(call: Call, number: Any) -> Any:
 
 
 def publish(call: Call, requested: Any, done: Any) -> Any:
-    """The number of the producer's next tile, which consumers get from shared memory.
+    """Returns the number of the producer's next tile, which consumers get from shared memory.
 
     Args:
         call: What the kernel is given.
@@ -55,7 +55,7 @@ def publish(call: Call, requested: Any, done: Any) -> Any:
 
 
 def next_number(call: Call, number: Any, done: Any) -> Any:
-    """The number of the tile after a consumer's; `done` as in `publish`."""
+    """Returns the number of the tile after a consumer's; `done` as in `publish`."""
     if not call.spec.dynamic:
         return number + call.blocks
     shared, slot = call.shared, _slot(call, done)
@@ -66,7 +66,7 @@ def next_number(call: Call, number: Any, done: Any) -> Any:
 
 
 def scratch() -> dict[str, Any]:
-    """Shared memory and barriers, by the names of `consumer.Shared`."""
+    """Returns shared memory and barriers, by the names of `consumer.Shared`."""
     return {
         "number": plgpu.SMEM((SLOTS,), jnp.int32),
         "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),

@@ -110,7 +110,7 @@ class Item(NamedTuple):
 
 
 def program_of(call: ScheduledCall) -> tuple[Any, Any]:
-    """Program and tile of heads of a block: the tiles of a program are neighbours, which read the same keys."""
+    """Returns program and tile of heads of a block: the tiles of a program are neighbours, which read the same keys."""
     block = lax.axis_index("block")
     return lax.div(block, I32(call.spec.tiles)), lax.rem(block, I32(call.spec.tiles))
 

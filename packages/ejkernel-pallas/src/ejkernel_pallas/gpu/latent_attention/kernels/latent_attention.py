@@ -106,7 +106,7 @@ class State(NamedTuple):
 
 
 def latent_kernel(call: Call) -> None:
-    """Body of the kernel."""
+    """Runs one thread block of the kernel."""
     warpgroup = lax.axis_index("warpgroup")
     # Each warpgroup has code of its own, as their steps differ in what they wait for.
     for number, step in enumerate((_first_step, _second_step)):
@@ -129,7 +129,7 @@ def latent_kernel(call: Call) -> None:
 
 
 def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
-    """A warpgroup's half of the output of a program's steps of an item."""
+    """Returns a warpgroup's half of the output of a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
     queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in IN_REGISTERS}
@@ -156,7 +156,7 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
 
 
 def _first_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
-    """A step of the warpgroup that scores block 0 and accumulates the left half."""
+    """Returns a step of the warpgroup that scores block 0 and accumulates the left half."""
     shared = call.shared
     issued = _issue(call, item, (0, step), queries, state.scores)
     ping_pong_pass(WARPGROUPS)
@@ -193,7 +193,7 @@ def _first_step(call: Call, item: Item, queries: Queries, step: Any, state: Stat
 
 
 def _second_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
-    """A step of the warpgroup that scores block 1 and accumulates the right half.
+    """Returns a step of the warpgroup that scores block 1 and accumulates the right half.
 
     The product of the other's weights is under way while this one exponentiates its scores.
     """
@@ -309,7 +309,7 @@ def _masked(call: Call, issued: Issued, scores: Any) -> Any:
 
 
 def _powers(call: Call, scores: Any, row_max: Any) -> Any:
-    """Weights in float32."""
+    """Returns weights in float32."""
     return jnp.exp2(scores * call.spec.factor - over_columns(row_max, scores.shape))
 
 
@@ -335,7 +335,7 @@ def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
 
 
 def _moved(call: Call, row_max: Any, scores: Any) -> Any:
-    """The running maximum after a block."""
+    """Returns the running maximum after a block."""
     if call.spec.lazy:
         return moved_lazily(row_max, scores, call.spec.factor, SLACK)
     return jnp.maximum(row_max, scores.max(axis=1) * call.spec.factor)

@@ -14,7 +14,7 @@ Places = list[tuple[Any, Any]]
 
 
 def block_places(call: ScheduledCall, item: Item, key: Any, size: int) -> tuple[Places, Any]:
-    """Page and slot of every copy of a block of keys, and which groups of eight keys are present.
+    """Returns page and slot of every copy of a block of keys, and which groups of eight keys are present.
 
     The page of an absent one is the number of pages: TMA writes zeros for what lies beyond an array's end.
 

@@ -34,7 +34,7 @@ SHIFT = UNIT.bit_length() - 1
 
 
 def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
-    """The items of a record, and the programs' shares, as `plan.make_plan` has them."""
+    """Returns the items of a record, and the programs' shares, as `plan.make_plan` has them."""
     # A power of two, which every layout of a warpgroup divides.
     size = max(THREADS, 1 << (spec.rows - 1).bit_length())
     # Where a sequence is a row, the kernel reads lengths, and XLA has nothing to compute.
@@ -82,7 +82,7 @@ def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest:
 
 
 def _load(ref: Any, size: int, layout: Any) -> Any:
-    """An int32 vector from device memory, with its last element again for all that is behind it."""
+    """Returns an int32 vector from device memory, with its last element again for all that is behind it."""
     count = ref.shape[0]
 
     @plgpu.inline_mgpu(
@@ -117,7 +117,7 @@ def _running_sums(steps: Any, sums: Any, size: int, layout: Any) -> Any:
 
 
 def _beginning(spec: LatentSpec, steps: Any, ends: Any, program: Any) -> tuple[Any, Any]:
-    """First step of a program in the line of all steps, and the item that it is of."""
+    """Returns first step of a program in the line of all steps, and the item that it is of."""
     total, longest = jnp.sum(steps), jnp.max(steps)
     share = lax.div(total + (spec.programs - 1), I32(spec.programs))
     if spec.growth:

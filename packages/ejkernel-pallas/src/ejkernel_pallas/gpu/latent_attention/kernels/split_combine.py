@@ -49,7 +49,7 @@ class Parts:
 def combined(
     spec: ScheduledSpec, plan: LatentSchedule, made: Parts, stored: int = WGMMA_M
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, W] and lse [T, H] of all items.
+    """Returns output [T, H, W] and lse [T, H] of all items.
 
     Args:
         spec: Constants.
@@ -110,7 +110,7 @@ def _combine(
             output, row_sum = output * over_columns(alpha, output.shape), row_sum * alpha
             for part_lse, part in pair:
                 # A part is normalised by its own denominator, so its weight is exp(lse). The order of parts is fixed:
-                # two runs give the same bits.
+                # results are reproducible bit for bit.
                 weight = jnp.exp(part_lse - top)
                 output, row_sum = output + part * over_columns(weight, part.shape), row_sum + weight
             return output, top, row_sum

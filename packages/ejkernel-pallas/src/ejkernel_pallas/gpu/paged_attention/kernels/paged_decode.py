@@ -47,7 +47,7 @@ class State(NamedTuple):
 
 
 def paged_kernel(call: Call) -> None:
-    """Body of the kernel."""
+    """Runs one thread block of the kernel."""
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 0)
@@ -59,7 +59,7 @@ def paged_kernel(call: Call) -> None:
 
 
 def _consume_item(call: Call, item: Item, count: Any) -> Any:
-    """A program's part of the output of an item; returns the blocks that it has had until then."""
+    """Returns a program's part of the output of an item; returns the blocks that it has had until then."""
     shared, spec = call.shared, call.spec
     plgpu.barrier_wait(shared.q_full)
     begin = State(
@@ -108,7 +108,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
 
 
 def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) -> Any:
-    """Scores as powers of two, `LOWEST` where a row does not attend.
+    """Returns scores as powers of two, `LOWEST` where a row does not attend.
 
     Args:
         call: The launch.
@@ -147,7 +147,7 @@ def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
 
 
 def _product(output: Any, weights: Any, values: Any) -> Any:
-    """The output with weights times values added."""
+    """Returns the output with weights times values added."""
     ref = plgpu.WGMMAAccumulatorRef.init(output)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(ref)
 

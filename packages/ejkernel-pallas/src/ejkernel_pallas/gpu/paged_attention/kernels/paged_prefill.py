@@ -57,19 +57,19 @@ class PagedKeys:
 
     @property
     def copies(self) -> int:
-        """A copy a page, or a part of one."""
+        """Returns a copy a page, or a part of one."""
         return UNIT // self.spec.copied
 
     def live(self, operands: dict[str, Any]) -> Any:
-        """All heads' tiles that have query tokens."""
+        """Returns all heads' tiles that have query tokens."""
         return operands["table"][0, 0, LIVE]
 
     def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
-        """A tile of queries."""
+        """Returns a tile of queries."""
         return PagedTile(*(operands["table"][0, number, column] for column in range(FIELDS.start, FIELDS.stop)))
 
     def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
-        """The page of every copy of a block.
+        """Returns the page of every copy of a block.
 
         That of an absent one is the number of pages: copies from beyond an array's end write zeros.
         """
@@ -86,7 +86,7 @@ class PagedKeys:
         return tuple(pages)
 
     def word(self, pages: tuple[Any, ...]) -> Any:
-        """The keys of a block that are there."""
+        """Returns the keys of a block that are there."""
         if self.spec.columns == 0:
             # All bits set: keys behind the last one are masked by their number.
             return I32(-1)
@@ -113,7 +113,7 @@ class PagedKeys:
 def prefill(
     record: PagedAttention, spec: PagedSpec, lengths: paged_cache.RowLimits, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [T, H, Dv] and lse [T, H] of the sequences with so many query rows.
+    """Returns output [T, H, Dv] and lse [T, H] of the sequences with so many query rows.
 
     Rows of no sequence have 0 and -inf, those of other sequences anything.
 
@@ -156,7 +156,7 @@ def _flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
 
 
 def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Outputs [1, T, H, Dv] and lse [1, H, T], of whole groups of eight rows."""
+    """Returns outputs [1, T, H, Dv] and lse [1, H, T], of whole groups of eight rows."""
     operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
     tile = forward_tile(HopperForward(block_q=TILE, block_kv=UNIT, stages=STAGES), spec)
     # All heads are one bundle, so that tiles are in order over all of them and the live ones come first.

@@ -57,7 +57,7 @@ class RowTiles(NamedTuple):
 
 
 def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> jax.Array:
-    """The work tiles of the sequences with so many query rows, and of rows that are no sequence's.
+    """Returns the work tiles of the sequences with so many query rows, and of rows that are no sequence's.
 
     Returns:
         [1, W, 12] int32, tiles in the order in which blocks take them: their ranges of key blocks, as
@@ -92,7 +92,7 @@ def _runs(record: PagedAttention, lengths: paged_cache.RowLimits) -> Runs:
 
 
 def _tiles(runs: Runs, bound: int) -> RowTiles:
-    """Tiles of runs; the run with the most keys first, and of each run the last tile first.
+    """Returns tiles of runs; the run with the most keys first, and of each run the last tile first.
 
     Blocks that run together then read keys of the same sequence at about the same time, which come from L2; and no
     block is left with a long tile at the end.
@@ -118,7 +118,7 @@ def _tiles(runs: Runs, bound: int) -> RowTiles:
 def _key_blocks(
     record: PagedAttention, runs: Runs, tiles: RowTiles, position: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """The first key of each tile, one more than its last, and the four limits of its ranges of blocks."""
+    """Returns the first key of each tile, one more than its last, and the four limits of its ranges of blocks."""
     left, right = band(record)
     # Positions of the first row that counts, and behind the last one.
     head, tail = position + tiles.first, position + tiles.end
@@ -142,7 +142,7 @@ def _key_blocks(
 
 
 def _has_holes(record: PagedAttention) -> jax.Array:
-    """Whether pages of a sequence's keys are absent, bool [N]."""
+    """Returns whether pages of a sequence's keys are absent, bool [N]."""
     if record.block_tables is None:
         return jnp.zeros(record.kv_lens.shape, bool)
     pages, slots = record.block_tables, paged_cache.page_size(record)

@@ -54,12 +54,12 @@ class Call:
         return self.listed("blocks", item, head, place) if self.spec.pattern else place
 
     def listed(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
-        """What an operand of a pattern has for the item's keys and a head."""
+        """Returns what an operand of a pattern has for the item's keys and a head."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
 
     def positions(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
-        """Positions in the list of a head: its start, the start and end of its full blocks, and its end."""
+        """Returns positions in the list of a head: its start, the start and end of its full blocks, and its end."""
         return tuple(self.listed("table", item, head, n) for n in range(4))
 
 
@@ -123,13 +123,13 @@ def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
 
 
 def adder(call: Call, count: Any, piece: int) -> Any:
-    """Which warp adds a piece of a step's part of dq."""
+    """Returns which warp adds a piece of a step's part of dq."""
     # In turn: a warp that waits for the key tiles before it holds up no other piece.
     return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
 
 
 def dq_barrier(call: Call, count: Any, piece: int) -> Any:
-    """The barrier at which the warp that adds a piece of a step's part of dq waits for it.
+    """Returns the barrier at which the warp that adds a piece of a step's part of dq waits for it.
 
     Each warp has one for every piece: what the warpgroups make comes in no order.
     """
@@ -145,13 +145,13 @@ def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"
 
 
 def of_keys(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
-    """What an operand has, in device memory, of 64 of a tile's keys."""
+    """Returns what an operand has, in device memory, of 64 of a tile's keys."""
     operand = call.operands[name]
     return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * WGMMA_M, WGMMA_M)]
 
 
 def query_numbers(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
-    """Dropout's numbers of a step's queries in device memory, where shared memory has no room for them."""
+    """Returns dropout's numbers of a step's queries in device memory, where shared memory has no room for them."""
     numbers, queries = call.operands["q_numbers"], call.tile.queries
     return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
 
@@ -169,7 +169,7 @@ def clean(ids: Any, *parts: tuple[Any, int]) -> None:
 def masked_scores(
     call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tuple[Any, ...], scores: Any
 ) -> Any:
-    """Scores of 64 keys with a query block, minus infinity for masked pairs.
+    """Returns scores of 64 keys with a query block, minus infinity for masked pairs.
 
     Args:
         call: The kernel's arguments.
@@ -186,7 +186,7 @@ def masked_scores(
 
 
 def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
-    """Bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a query block."""
+    """Returns bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a query block."""
     if not call.spec.pattern:
         return ()
     words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]

@@ -1,7 +1,7 @@
 """Which weights of a tile dropout keeps: numbers of rows and columns, made before a kernel, say so.
 
 A weight takes a multiplication, a comparison, and a selection or another multiplication. That kept ones are larger is
-left to what is done once a row.
+left to what is done once per row.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def numbers(record: TiledAttention, spec: HopperSpec, queries: int, keys: int) -
 
 
 def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
-    """Weights [rows, columns] with zeros where dropout drops one.
+    """Returns weights [rows, columns] with zeros where dropout drops one.
 
     By a multiplication, and not a selection: those, comparisons and conversions are one unit's, and keep it busier than
     products keep the matrix unit. Weights are finite.
@@ -72,7 +72,7 @@ def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights:
 
 
 def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
-    """Tiles that have one thing where dropout keeps a weight, and another where it drops it.
+    """Returns tiles that have one thing where dropout keeps a weight, and another where it drops it.
 
     Comparisons are scalar: Mosaic's own, of pairs, have their results in bytes, and twice as many instructions.
 
@@ -118,7 +118,7 @@ def _limit(spec: HopperSpec) -> Any:
 
 
 def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
-    """A tile, but where another one is negative the number of the column.
+    """Returns a tile, but where another one is negative the number of the column.
 
     Args:
         signs: Float32 [rows, columns].

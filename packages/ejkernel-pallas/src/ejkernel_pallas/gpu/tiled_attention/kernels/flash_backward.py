@@ -163,12 +163,12 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
 
 
 def _key_ids(call: Call, item: tile_scheduler.WorkTile, w: Any) -> Any:
-    """Segment ids of a warpgroup's keys."""
+    """Returns segment ids of a warpgroup's keys."""
     return of_keys(call, "k_ids", item, w) if call.tile.register_bound else call.buffers["k_ids"].at[w]
 
 
 def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
-    """Dropout's numbers of a warpgroup's keys and of a step's queries."""
+    """Returns dropout's numbers of a warpgroup's keys and of a step's queries."""
     if call.tile.register_bound:
         return arrays.load_rows(of_keys(call, "k_numbers", item, w)), query_numbers(call, item, head, index)
     rows, columns = call.buffers["k_numbers"].at[w], call.buffers["q_numbers"].at[slot]
@@ -223,7 +223,7 @@ def _make_weights(
     mask_scores: Any,
     dropout_keys: Callable[[], tuple[Any, Any]],
 ) -> tuple[Any, ...]:
-    """dk with the previous step's part, and, made under its product, this step's weights.
+    """Returns dk with the previous step's part, and, made under its product, this step's weights.
 
     With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
     would not stay in registers. With dropout also what gradients of weights are summed up on top of.
@@ -282,7 +282,7 @@ def _factors(weights: Any, capped: Any) -> Iterator[Any]:
 def _dropped(
     call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *given: Any
 ) -> list[Any]:
-    """What `_make_weights` makes of a step's weights, and of these times the cap's slope where there is a cap.
+    """Returns what `_make_weights` makes of a step's weights, and of these times the cap's slope where there is a cap.
 
     A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
     for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
@@ -306,7 +306,7 @@ def _dropped(
 def _score_gradients(
     call: Call, w: Any, count: Any, dv: Any, ds: Any, weights: Any, capped: Any = None
 ) -> tuple[Any, Any, Any]:
-    """dv with this step's part, the previous step's part of dq, and the gradients of this step's scores.
+    """Returns dv with this step's part, the previous step's part of dq, and the gradients of this step's scores.
 
     Gradients of weights are summed up on top of `ds`: delta, negative. Of a register-bound tile dq is None: `_late_dq`
     makes it in the registers that gradients of weights have left.
@@ -341,7 +341,7 @@ def _score_gradients(
 
 
 def _initial_ds(call: Call, w: Any) -> Any:
-    """Gradients of scores before the first step: zeros, which register-bound tiles keep in shared memory."""
+    """Returns gradients of scores before the first step: zeros, which register-bound tiles keep in shared memory."""
     nothing = arrays.full_tile((WGMMA_M, call.tile.queries)).astype(call.spec.dtype)
     if not call.tile.register_bound:
         return nothing
@@ -358,12 +358,12 @@ def _store_ds(call: Call, w: Any, count: Any, ds: Any) -> None:
 
 
 def _previous_ds(call: Call, w: Any, count: Any) -> Any:
-    """Where the previous step's gradients of a warpgroup's scores are in shared memory."""
+    """Returns where the previous step's gradients of a warpgroup's scores are in shared memory."""
     return call.buffers["ds"].at[_ds_place(call.tile, count + 1, w, 0)]
 
 
 def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
-    """The previous step's part of dq, by itself: the other warpgroup's products run meanwhile.
+    """Returns the previous step's part of dq, by itself: the other warpgroup's products run meanwhile.
 
     The step's gradients of scores leave their registers first. They take the place of those of the step before the
     previous one, of which the other warpgroup has made its part of dq when it arrives at `ds_full` after the last one.
@@ -376,7 +376,7 @@ def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
 
 
 def _in_new_registers(tile: Any, one: Any) -> Any:
-    """A tile in new registers, written after what came before: times a one that the compiler cannot fold.
+    """Returns a tile in new registers, written after what came before: times a one that the compiler cannot fold.
 
     Narrow numbers are made while products are under way, where they take half the registers; but no register that is a
     product's input may be written there.
@@ -385,7 +385,7 @@ def _in_new_registers(tile: Any, one: Any) -> Any:
 
 
 def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
-    """dk with the previous step's part, whose part of dq is handed over, too."""
+    """Returns dk with the previous step's part, whose part of dq is handed over, too."""
 
     def products(refs: Any) -> None:
         dk_ref, dq_ref = refs
@@ -427,6 +427,6 @@ def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
 
 
 def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:
-    """Where a warpgroup's gradients of scores are, those of 64 queries."""
+    """Returns where a warpgroup's gradients of scores are, those of 64 queries."""
     # Two steps' worth: dq's product reads the previous step's while this step's is written.
     return (lax.rem(count, I32(2)) * WARPGROUPS + w) * (tile.queries // WGMMA_M) + half

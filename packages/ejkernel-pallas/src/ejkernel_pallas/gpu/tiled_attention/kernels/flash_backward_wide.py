@@ -160,7 +160,7 @@ def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
 
 
 def _zero() -> Any:
-    """Zero as an opaque offset: addresses in shared memory that the compiler can hoist would hold registers."""
+    """Returns zero as an opaque offset: addresses in shared memory that the compiler can hoist would hold registers."""
     return lax.optimization_barrier(I32(0))
 
 

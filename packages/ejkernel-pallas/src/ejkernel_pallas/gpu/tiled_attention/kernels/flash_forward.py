@@ -89,7 +89,7 @@ def forward_kernel(call: Call) -> None:
 
 
 def _query_tile(call: Call, carry: Any) -> Any:
-    """One work tile of a consumer: prologue, main loop over partial and full blocks, last product, epilogue."""
+    """Returns one work tile of a consumer: prologue, main loop over partial and full blocks, last product, epilogue."""
     nth_tile, step, number, (start, full_start, full_end, stop) = carry
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
     item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
@@ -124,7 +124,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
 
 
 def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
-    """The end of the key blocks that the rows of a warpgroup need; every warpgroup computes the first one."""
+    """Returns the end of the key blocks that the rows of a warpgroup need; every warpgroup computes the first one."""
     spec, end = call.spec, stop
     if spec.right is not None and call.tile.has_uneven_ends(spec):
         last = query_tile.row + (WGMMA_M - 1 + spec.right)
@@ -133,7 +133,7 @@ def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
 
 
 def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State:
-    """The first key block, before which there are no weights to multiply."""
+    """Returns the first key block, before which there are no weights to multiply."""
     slot = call.slot(step)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
     scores = wgmma.wait(wgmma.issue(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
@@ -152,7 +152,7 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
 
 
 def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state: State) -> State:
-    """One key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
+    """Returns one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
     shared, warpgroups = call.shared, call.tile.warpgroups
     slot, last = call.slot(state.count), call.slot(state.count - 1)
 
@@ -193,7 +193,7 @@ def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state
 
 
 def _skip_key_block(call: Call, _: Any, count: Any) -> Any:
-    """A key block that only other warpgroups need: keeps barriers and ping-pong in step, nothing else."""
+    """Returns a key block that only other warpgroups need: keeps barriers and ping-pong in step, nothing else."""
     shared, warpgroups, slot = call.shared, call.tile.warpgroups, call.slot(count)
     if call.spec.ping_pong:
         ping_pong_wait(warpgroups)
@@ -216,12 +216,12 @@ class TileMask(NamedTuple):
     words: tuple[Any, ...] = ()
 
     def with_words(self, words: tuple[Any, ...]) -> "TileMask":
-        """The mask with further words."""
+        """Returns the mask with further words."""
         return self._replace(words=(*self.words, *words))
 
 
 def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) -> TileMask:
-    """The mask of the key block at a place of the item's list, where it needs one."""
+    """Returns the mask of the key block at a place of the item's list, where it needs one."""
     if masking is None or not call.spec.pattern:
         return TileMask(place)
     words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", query_tile.item, place)]
@@ -240,7 +240,7 @@ def _present(call: Call, masking: Masking, slot: Any) -> tuple[Any, ...]:
 
 
 def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking, scores: Any) -> Any:
-    """Scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
+    """Returns scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
     spec, key = call.spec, mask.block * call.tile.keys
     if spec.soft_cap is not None and not (masking is None and spec.fuses_soft_cap):
         scores = jnp.tanh(scores * spec.inner_scale)
@@ -257,7 +257,7 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking,
 
 
 def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:
-    """First and last column of every row where there are segment ids, and the ids that must be compared."""
+    """Returns first and last column of every row where there are segment ids, and the ids that must be compared."""
     first, last = (arrays.load_rows(call.shared.ranges.at[query_tile.buffer, n]) for n in (0, 1))
     # The host has added MIXED to rows whose segments are not one range of keys: there ids are compared.
     mixed = last >= MIXED
@@ -277,7 +277,7 @@ def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, An
 
 
 def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) -> Any:
-    """Weights with zeros where dropout drops."""
+    """Returns weights with zeros where dropout drops."""
     if not call.spec.has_dropout:
         return weights
     rows, columns = (
@@ -288,7 +288,7 @@ def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) 
 
 
 def _as_operand(call: Call, weights: Any) -> Any:
-    """Weights in the dtype of the next product, whose A operand they are, in registers.
+    """Returns weights in the dtype of the next product, whose A operand they are, in registers.
 
     Hazard: nothing may write registers that a WGMMA in flight reads. The barrier keeps LLVM from sinking the conversion
     to the next step, where a product is in flight.
@@ -297,7 +297,7 @@ def _as_operand(call: Call, weights: Any) -> Any:
 
 
 def _last_product(call: Call, state: State) -> State:
-    """P V of the last key block, which no scores overlap."""
+    """Returns P V of the last key block, which no scores overlap."""
     slot = call.slot(state.count - 1)
 
     def product(acc_ref: Any) -> None:

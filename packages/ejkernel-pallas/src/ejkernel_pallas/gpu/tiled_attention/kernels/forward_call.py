@@ -26,10 +26,10 @@ class Shared:
         lse: [buffers * warpgroups, 64].
         q_full: mbarriers of the producer: queries have arrived; `k_full` and `v_full` for keys and values.
         q_free: mbarriers of the consumers: queries have been read; `k_free` and `v_free` for keys and values.
-        k_full: As `q_full`, one a stage.
-        k_free: As `q_free`, one a stage.
-        v_full: As `q_full`, one a stage.
-        v_free: As `q_free`, one a stage.
+        k_full: As `q_full`, one per stage.
+        k_free: As `q_free`, one per stage.
+        v_full: As `q_full`, one per stage.
+        v_free: As `q_free`, one per stage.
         number: Numbers of the tiles that the block owns in even and in odd turns, [2].
         number_full: They are there.
         number_free: They have been read.
@@ -85,7 +85,7 @@ class PagedTile(NamedTuple):
     end: Any
 
     def part(self, first: Any) -> "PagedTile":
-        """The rows from one of the tile on."""
+        """Returns the rows from one of the tile on."""
         return self._replace(
             position=self.position + first, row=self.row + first, first=self.first - first, end=self.end - first
         )
@@ -150,24 +150,24 @@ class Call:
     pages: KeyPages | None = None
 
     def slot(self, count: Any) -> Any:
-        """The pipeline stage of a key block."""
+        """Returns the pipeline stage of a key block."""
         return lax.rem(count, I32(self.tile.stages))
 
     def key_block(self, item: tile_scheduler.WorkTile, place: Any) -> Any:
-        """The key block of a step: the step itself, or with a pattern what the item's list has there."""
+        """Returns the key block of a step: the step itself, or with a pattern what the item's list has there."""
         return self.listed("blocks", item, place) if self.spec.pattern else place
 
     def listed(self, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
-        """What an operand of a pattern has at a place of the item's list."""
+        """Returns what an operand of a pattern has at a place of the item's list."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
 
     def numbers(self, count: Any) -> Any:
-        """Dropout's hash keys of a key block."""
+        """Returns dropout's hash keys of a key block."""
         return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
 
     def buffer(self, nth_tile: Any, warpgroup: Any) -> Any:
-        """The buffer that the queries of a nth_tile are in."""
+        """Returns the buffer that the queries of a nth_tile are in."""
         return lax.rem(nth_tile, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
 
 
@@ -189,7 +189,7 @@ class QueryTile:
 
 
 def queries_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup: Any) -> QueryTile:
-    """The warpgroup's queries of a work tile."""
+    """Returns the warpgroup's queries of a work tile."""
     if call.pages is None:
         return QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer)
     paged = call.pages.tile(call.operands, item.tile).part(warpgroup * WGMMA_M)
@@ -197,7 +197,7 @@ def queries_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup
 
 
 def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
-    """Number and key blocks of the work tile after this one."""
+    """Returns number and key blocks of the work tile after this one."""
     place = lax.rem(nth_tile, I32(2))
     plgpu.barrier_wait(call.shared.number_full.at[place])
     # Read before the arrival, after which the producer may overwrite it.

@@ -63,7 +63,7 @@ def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
 
 
 def _output_places(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
-    """Columns of a warpgroup's output, None for all, and their shared memory: that of its queries."""
+    """Returns columns of a warpgroup's output, None for all, and their shared memory: that of its queries."""
     spec = call.spec
     if spec.value_dim == spec.head_dim:
         return [(None, call.shared.q.at[query_tile.buffer])]

@@ -31,7 +31,7 @@ Weights are then at most 2**8 = 256: float16 does not overflow, and they keep al
 
 
 def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full: bool) -> tuple[Any, ...]:
-    """Exponentiates the scores of a key block and updates the rows' maximum and sum.
+    """Returns exponentiates the scores of a key block and updates the rows' maximum and sum.
 
     Args:
         spec: The kernel's constants.

@@ -31,7 +31,7 @@ def produce(call: Call, carry: Any) -> Any:
     assert call.pages is not None
     nth_tile, step, number, (start, _, _, stop) = carry
     item = tile_scheduler.item(call.plan, number)
-    # Read once a tile: a load in the loop would be one more that its copies wait for.
+    # Read once per tile: a load in the loop would be one more that its copies wait for.
     tile = call.pages.tile(call.operands, item.tile)
     find = functools.partial(call.pages.find, call.operands, tile)
     keys, values = (functools.partial(copy, call, item, tile) for copy in (_copy_keys, _copy_values))

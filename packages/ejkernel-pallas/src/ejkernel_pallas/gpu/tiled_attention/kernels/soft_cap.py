@@ -33,7 +33,7 @@ SOME = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p, p, -1; sel
 
 
 def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Weights relative to 1 of raw products of queries and keys, and their sums of rows.
+    """Returns weights relative to 1 of raw products of queries and keys, and their sums of rows.
 
     Args:
         spec: The kernel's constants.
@@ -76,7 +76,7 @@ def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[A
 
 
 def _some_far(spec: HopperSpec, products: list[Any]) -> Any:
-    """Whether some product of the warp's is not near zero."""
+    """Returns whether some product of the warp's is not near zero."""
     operands = [_largest([math.absf(product) for product in products]), number(NEAR / spec.inner_scale)]
     some: Any = llvm.inline_asm(i32(), operands, SOME, "=r,f,f", has_side_effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
@@ -91,7 +91,7 @@ def _largest(numbers: list[Any]) -> Any:
 
 
 def _near(spec: HopperSpec, _: int, product: Any) -> Any:
-    """The weight of a product that is near zero."""
+    """Returns the weight of a product that is near zero."""
     first, third = (
         number(coefficient * spec.inner_scale**power * spec.log2_scale)
         for coefficient, power in zip(COEFFICIENTS, (1, 3), strict=True)
@@ -100,7 +100,7 @@ def _near(spec: HopperSpec, _: int, product: Any) -> Any:
 
 
 def _far(spec: HopperSpec, n: int, product: Any) -> Any:
-    """The weight of any product, the thread's `n`th."""
+    """Returns the weight of any product, the thread's `n`th."""
     scaled = arith.mulf(product, number(spec.inner_scale))
     # tanh takes the special-function unit for every product, so every second power goes to the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")

@@ -6,7 +6,7 @@ from ejkernel.planning.softmax_merge import Partial, merge
 
 
 def merged(outputs: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tiles of their parts.
+    """Returns tiles of their parts.
 
     Args:
         outputs: Float32 [tiles, parts, queries, D].

@@ -64,7 +64,7 @@ def paged_key_range(spec: HopperSpec, rows: int, limits: Any, key: Any) -> tuple
 
 
 def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
-    """First and last column that attends of each row, where keys are a tile's rows and queries its columns."""
+    """Returns first and last column that attends of each row, where keys are a tile's rows and queries its columns."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (key - query)
     low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
     # Rows past the last key attend to no column.
@@ -113,7 +113,7 @@ def within(
     mixed: Mixed | None = None,
     pattern: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Scores with -inf in columns before `low` and after `high`, both int32 for every row.
+    """Returns scores with -inf in columns before `low` and after `high`, both int32 for every row.
 
     Where `mixed` says so, also where the ids of row and column differ; and where the words of a pattern have no bits.
 
@@ -162,7 +162,7 @@ def between(
     ids: tuple[jax.Array, Any] | None = None,
     pattern: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """As `within`, without a register for words: columns are constants of the instructions that compare.
+    """Returns as `within`, without a register for words: columns are constants of the instructions that compare.
 
     For the backward kernel, whose registers are full: with words, the assembler runs the products of heads of 64 one by
     one. It does, too, where a branch says whether ids are compared; so they always are, those of columns as they lie in
@@ -193,7 +193,7 @@ def between(
 
 
 def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
-    """Every thread has two rows, and of each eight columns the two that its place among four threads says."""
+    """Returns a tile with -inf in the columns outside of each row's limits, and where column ids differ."""
     place = _thread_column()
     # Relative to the thread's first column, so that columns are constants of the instructions.
     limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(tests)]]
@@ -216,7 +216,7 @@ def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any
 
 
 def _range_word(number: int, low: Any, high: Any) -> Any:
-    """Bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
+    """Returns bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
     before = constant(0) if low is None else _columns(number, arith.subi(low, constant(1)))
     through = constant(WORD) if high is None else _columns(number, high)
     count = arith.maxsi(arith.subi(through, before), constant(0))
@@ -234,12 +234,12 @@ def _columns(number: int, last: Any) -> Any:
 
 
 def _thread_column() -> Any:
-    """The first of a thread's columns: its place among four threads says which two of every eight it has."""
+    """Returns the first of a thread's columns: its place among four threads says which two of every eight it has."""
     return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
 
 
 def _thread_row() -> Any:
-    """The first of a thread's two rows of 64; the other one is eight rows later."""
+    """Returns the first of a thread's two rows of 64; the other one is eight rows later."""
     thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
     return arith.addi(
         arith.muli(arith.divui(thread, constant(32)), constant(16)),
@@ -248,7 +248,7 @@ def _thread_row() -> Any:
 
 
 def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
-    """Words without the bits of columns whose ids are not the row's, where a flag is set."""
+    """Returns words without the bits of columns whose ids are not the row's, where a flag is set."""
     (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
     # A branch that all threads take alike: ids are loaded only where segments are in no order.

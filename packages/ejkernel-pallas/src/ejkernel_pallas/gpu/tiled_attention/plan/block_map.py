@@ -17,7 +17,7 @@ Ids = tuple[jax.Array, jax.Array] | None
 
 
 def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """For every query tile the range of its key blocks: int32 [B|1, query tiles, 4], as `_table` gives them.
+    """Returns for every query tile the range of its key blocks: int32 [B|1, query tiles, 4], as `_table` gives them.
 
     A tile without work gets block 0, fully masked, so that one code path writes every output.
     """
@@ -27,7 +27,7 @@ def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) ->
 
 
 def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """For every key tile the range of its query blocks: int32 [B|1, key tiles, 4].
+    """Returns for every key tile the range of its query blocks: int32 [B|1, key tiles, 4].
 
     A later key tile neither begins nor ends before an earlier one, so that the key tiles of a query block come
     one after the other. Bands and ids in ascending order have it so; for ids in another order, ranges are widened.
@@ -37,7 +37,7 @@ def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) 
 
 
 def tiles(length: int, block: int) -> int:
-    """Tiles that cover a length."""
+    """Returns tiles that cover a length."""
     return -(-length // block)
 
 
@@ -48,7 +48,7 @@ def padded_ids(values: jax.Array, block: int, padding: int) -> jax.Array:
 
 
 def without_padding(x: jax.Array, ids: jax.Array) -> jax.Array:
-    """An array [B, length, heads, size] with zeros where ids [B, length] are below zero.
+    """Returns an array [B, length, heads, size] with zeros where ids [B, length] are below zero.
 
     Padding may hold anything, and a weight of zero times NaN is NaN.
     """
@@ -56,7 +56,7 @@ def without_padding(x: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]:
-    """Whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
+    """Returns whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
     (q_low, q_high), (k_low, k_high) = _indices(spec.queries, q_block), _indices(spec.keys, kv_block)
     some = np.ones((1, len(q_low), len(k_low)), bool)
     every = some & (k_low + kv_block <= spec.keys)
@@ -76,7 +76,7 @@ def _pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any
 
 
 def _indices(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last index of every tile."""
+    """Returns first and last index of every tile."""
     low = np.arange(tiles(length, block)) * block
     return low, np.minimum(low + block, length) - 1
 
@@ -103,7 +103,7 @@ def _table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
 
 
 def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
-    """A table of spans of which neither the first nor the last is before that of an earlier tile.
+    """Returns a table of spans of which neither the first nor the last is before that of an earlier tile.
 
     Tiles without work have the shortest span that lets them be so.
     """
@@ -116,6 +116,6 @@ def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
-    """As `where` of JAX, if there is an array of its own among them, and of NumPy otherwise."""
+    """Returns as `where` of JAX, if there is an array of its own among them, and of NumPy otherwise."""
     traced = any(isinstance(given, jax.Array) for given in (condition, x, y))
     return (jnp if traced else np).where(condition, x, y)

@@ -10,7 +10,7 @@ from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MINIMUM, re
 
 
 def first_adders(ranges: Any, count: int) -> Any:
-    """The first key tile that adds to the dq of a query block; those that do come one after the other.
+    """Returns the first key tile that adds to the dq of a query block; those that do come one after the other.
 
     Args:
         ranges: Table of the query blocks of every key tile, [B|1, key tiles, 4]; a NumPy array where it is

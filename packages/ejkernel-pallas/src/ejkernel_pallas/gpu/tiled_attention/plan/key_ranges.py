@@ -11,7 +11,7 @@ MIXED = 2**30
 
 
 def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int) -> jax.Array:
-    """The keys that queries may attend to where there are segment ids.
+    """Returns the keys that queries may attend to where there are segment ids.
 
     Where the ids of a row's keys are in order, with padding before or after them, the keys of a segment are one after
     the other, and every query has a first and a last key. Elsewhere these are what the band leaves, and ids have to be

@@ -29,7 +29,7 @@ QUAD = 4
 
 
 def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, jax.Array]:
-    """What the forward kernel reads of a pattern.
+    """Returns what the forward kernel reads of a pattern.
 
     Args:
         record: With a pattern.
@@ -85,7 +85,7 @@ def _module(x: Any) -> Any:
 
 
 def _table(lists: BlockLists) -> Any:
-    """Int32 [B|1, H|1, tiles, 4]: full blocks are the first of a list."""
+    """Returns int32 [B|1, H|1, tiles, 4]: full blocks are the first of a list."""
     xp = _module(lists.count)
     none = xp.zeros_like(lists.count)
     return xp.stack([none, none, lists.full, lists.count], axis=-1)
@@ -107,7 +107,7 @@ def _arrays(**given: Any) -> dict[str, jax.Array]:
 
 
 def _with_work(found: BlockMap) -> BlockMap:
-    """The map in which every tile has a block: the first one, fully masked, if there is no other."""
+    """Returns the map in which every tile has a block: the first one, fully masked, if there is no other."""
     first = np.arange(found.some.shape[-1]) == 0
     forced = ~found.some.any(axis=-1, keepdims=True) & first
     xp = _module(forced)
@@ -126,7 +126,7 @@ def _tile_masks(found: BlockMap) -> np.ndarray:
 
 
 def _words(masks: np.ndarray) -> np.ndarray:
-    """Tile masks [n, rows, columns] as words."""
+    """Returns tile masks [n, rows, columns] as words."""
     count, rows, columns = masks.shape
     masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN)))
     bits = masks.reshape(count, rows, -1, SPAN // 8, QUAD, 2).transpose(0, 1, 2, 4, 3, 5)

@@ -38,12 +38,12 @@ class Extent(NamedTuple):
 
     @property
     def mixed(self) -> jax.Array:
-        """Whether a row has ids in another order than ascending, with padding before or after them, [B, 1]."""
+        """Returns whether a row has ids in another order than ascending, with padding before or after them, [B, 1]."""
         return self.breaks.sum(axis=1, keepdims=True) > 1
 
 
 def extent(ids: jax.Array, block: int) -> Extent:
-    """The extent of every tile of ids [B, length], a whole number of tiles."""
+    """Returns the extent of every tile of ids [B, length], a whole number of tiles."""
     before = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     used, index = ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32)
     breaks = jnp.where(used, jnp.where(before < 0, 1, jnp.where(ids < before, 2, 0)), 0)
@@ -54,7 +54,7 @@ def extent(ids: jax.Array, block: int) -> Extent:
 
 
 def reduced(arrays: list[Any], ways: tuple[Way, ...]) -> list[Any]:
-    """Arrays of one shape reduced over their last axis, each in its way; in JAX all at once."""
+    """Returns arrays of one shape reduced over their last axis, each in its way; in JAX all at once."""
     if not any(isinstance(x, jax.Array) for x in arrays):
         return [numpy(x, axis=-1) for x, (numpy, _) in zip(arrays, ways, strict=True)]
     neutral = {lax.min: LARGEST, lax.max: -LARGEST, lax.add: 0}

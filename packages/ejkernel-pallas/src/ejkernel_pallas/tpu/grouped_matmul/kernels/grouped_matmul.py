@@ -60,19 +60,19 @@ class SubTile(NamedTuple):
 
     @property
     def r(self) -> Any:
-        """The rows."""
+        """Returns the rows."""
         return pl.ds(self.row, self.rows)
 
     @property
     def c(self) -> Any:
-        """The columns."""
+        """Returns the columns."""
         return pl.ds(self.column, self.columns)
 
 
 def multiply(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array], dtype: Any
 ) -> jax.Array:
-    """Every row times the matrix of its group.
+    """Returns every row times the matrix of its group.
 
     Args:
         record: Matrices, their scales, and which rows are theirs.
@@ -82,7 +82,7 @@ def multiply(
         dtype: Of the result.
 
     Returns:
-        [M, N]; rows of no group are `"existing"`, or 0.
+        [M, N]; unassigned rows are `"existing"`, or 0.
     """
     work, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
     array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
@@ -134,7 +134,7 @@ def _inputs(
 
 
 def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
-    """The tile of contracted elements; where there is no work, that of the next item or of the one before."""
+    """Returns the tile of contracted elements; where there is no work, that of the next item or of the one before."""
     return jnp.where(v.has(WORK), k, jnp.where(v.has(LEADING), 0, spec.steps - 1))
 
 
@@ -219,7 +219,7 @@ def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bo
 def _product(
     refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int], cut: bool = False
 ) -> jax.Array:
-    """The product over a piece of the contracted elements."""
+    """Returns the product over a piece of the contracted elements."""
     start, size = piece
     inner = slice(start, start + size)
     row = sub.row
@@ -243,7 +243,7 @@ def _product(
 
 
 def _factors(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int]) -> jax.Array:
-    """The scales of a matrix, in the shape of its subtile."""
+    """Returns the scales of a matrix, in the shape of its subtile."""
     columns_first = spec.transposed != spec.backward
     if spec.backward:
         scales = refs.scales[:, slice(piece[0], piece[0] + piece[1])]

@@ -52,7 +52,7 @@ GROUP = 64
 def matrix_gradients(
     record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Gradients of what belongs to a matrix.
+    """Returns gradients of what belongs to a matrix.
 
     Args:
         record: The record.
@@ -102,7 +102,7 @@ def _cotangent(cotangent: jax.Array, spec: GroupedSpec) -> Operand:
 
 
 def _matrix(array: Any, spec: GroupedSpec) -> Operand:
-    """An array of matrices, by tiles."""
+    """Returns an array of matrices, by tiles."""
     _, depth, width = spec.blocks
     if spec.transposed:
         return Operand(array, (None, width, depth), _at(spec, lambda v, k, n: (v.matrix, n, k)))
@@ -112,7 +112,7 @@ def _matrix(array: Any, spec: GroupedSpec) -> Operand:
 def _operands(
     record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
 ) -> dict[str, Operand]:
-    """What the products are made from, and what they become of them."""
+    """Returns what the products are made from, and what they become of them."""
     rows = (spec.blocks.rows, spec.blocks.contracted)
     inputs = {
         "cotangent": _cotangent(cotangent, spec),
@@ -130,7 +130,7 @@ def _operands(
 def _results(
     record: GroupedMatmul, cotangent: Any, spec: GroupedSpec, k_tiles: int, grad_fields: frozenset[str]
 ) -> tuple[dict[str, Operand], dict[str, Any]]:
-    """What is written, and what is kept."""
+    """Returns what is written, and what is kept."""
     matrices, width = record.rhs.shape[0], spec.blocks.columns
     outputs: dict[str, Operand] = {}
     scratch: dict[str, Any] = {}

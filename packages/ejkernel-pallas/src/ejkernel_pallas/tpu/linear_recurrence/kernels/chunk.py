@@ -70,7 +70,7 @@ class Numbers:
 
 
 def advance(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> tuple[Heads, Heads]:
-    """Outputs [C, V] and states [K, V] of some heads after a chunk.
+    """Returns outputs [C, V] and states [K, V] of some heads after a chunk.
 
     Heads are independent of each other. Each stage is computed for all of them before the next one is begun, so that
     one head's products fill the time for which another's wait for their operands.
@@ -89,20 +89,20 @@ def advance(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> tuple
 
 
 def next_states(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> Heads:
-    """The states after a chunk alone."""
+    """Returns the states after a chunk alone."""
     keys, values = _gates(heads)
     return _after(states, heads, keys, values, _writes(states, heads, keys, numbers.exact), numbers.exact)
 
 
 def _gates(heads: tuple[Tokens, ...]) -> tuple[list[KeyGates], list[tuple[Span, ...] | None]]:
-    """The weights of all heads' gates, of keys and of values."""
+    """Returns the weights of all heads' gates, of keys and of values."""
     return [key_gates(x.decay) for x in heads], [
         None if x.value_decay is None else spans_of(x.value_decay) for x in heads
     ]
 
 
 def _writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exact: bool) -> Heads:
-    """What every token writes, [C, V]."""
+    """Returns what every token writes, [C, V]."""
     rhs: list[jax.Array] = []
     matrices: list[jax.Array] = []
     for state, x, key in zip(states, heads, keys, strict=True):
@@ -118,7 +118,7 @@ def _writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exac
 def _read(
     state: jax.Array, x: Tokens, keys: KeyGates, values: tuple[Span, ...] | None, write: jax.Array, exact: bool
 ) -> jax.Array:
-    """What tokens read of the state before the chunk and from each other, [C, V]."""
+    """Returns what tokens read of the state before the chunk and from each other, [C, V]."""
     before = keys.read(x.query, state, exact)
     if values is None:
         return before + dot(keys.pairs(x.query, x.key, exact), write, (1, 0), exact)
@@ -126,7 +126,7 @@ def _read(
 
 
 def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Span, ...], exact: bool) -> jax.Array:
-    """What tokens read from each other with gates of the values' channels, [C, V]: a product for every cut."""
+    """Returns what tokens read from each other with gates of the values' channels, [C, V]: a product for every cut."""
     row, column = indices(write.shape[0])
     scores = keys.pairs(x.query, x.key, exact)
     total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * write

@@ -54,7 +54,7 @@ def chunk_bwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed
 
 
 def _pull(spec: RecurrenceSpec, before: Heads, heads: AllTokens, cotangents: Heads, after: Heads) -> Gradients:
-    """Gradients of the states before a chunk and of its tokens."""
+    """Returns gradients of the states before a chunk and of its tokens."""
     _, pull = jax.vjp(lambda states, heads: advance(states, heads, spec.numbers), before, heads)
     return pull((cotangents, after))
 
@@ -68,7 +68,7 @@ def _over_runs(
     cotangents: Heads,
     after: Heads,
 ) -> Gradients:
-    """The same of a chunk of several runs: the first has the states before it, and the last leaves some."""
+    """Returns the same of a chunk of several runs: the first has the states before it, and the last leaves some."""
 
     def run(number: jax.Array, carry: Gradients) -> Gradients:
         of_states, totals = carry

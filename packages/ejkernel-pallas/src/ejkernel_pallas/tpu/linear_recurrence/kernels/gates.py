@@ -49,7 +49,7 @@ class HeadDecay:
 
 @dataclasses.dataclass(frozen=True)
 class HeadGates:
-    """One gate a head and token.
+    """One gate per head and token.
 
     Attributes:
         between: [C, C] weights of the gates after token j up to and with token i; 0 for j > i.
@@ -64,15 +64,15 @@ class HeadGates:
     total: jax.Array
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
-        """What tokens read of the state before the chunk, decayed up to each token: [C, V]."""
+        """Returns what tokens read of the state before the chunk, decayed up to each token: [C, V]."""
         return dot(left, state, (1, 0), exact) * widen(self.since, state.shape[1])
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
-        """<left_i, w_ij right_j> for j <= i, else 0: [C, C]."""
+        """Returns <left_i, w_ij right_j> for j <= i, else 0: [C, C]."""
         return dot(left, right, (1, 1), exact) * self.between
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
-        """The state after the chunk."""
+        """Returns the state after the chunk."""
         # The weights go to what is written: keys stay as they were loaded.
         width = state.shape[1]
         return state * widen(self.total, width) + dot(key, write * widen(self.until, width), (0, 0), exact)
@@ -89,11 +89,11 @@ class ChannelGates:
     spans: "tuple[Span, ...]"
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
-        """What tokens read of the state before the chunk; see `HeadGates`."""
+        """Returns what tokens read of the state before the chunk; see `HeadGates`."""
         return dot(left * self.spans[-1].since, state, (1, 0), exact)
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
-        """Products of all pairs of tokens, decayed and masked; see `HeadGates`."""
+        """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         row, column = indices(left.shape[0])
         total = jnp.where(row == column, jnp.sum(left * right, axis=1, keepdims=True), 0.0)
         for level, span in enumerate(self.spans[:-1]):
@@ -102,7 +102,7 @@ class ChannelGates:
         return total
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
-        """The state after the chunk; see `HeadGates`."""
+        """Returns the state after the chunk; see `HeadGates`."""
         span = self.spans[-1]
         # The rows of the state are the channels of the keys: the weights of all gates, as a column.
         total = jnp.broadcast_to(last_row(span.since), (state.shape[1], state.shape[0])).T
@@ -114,16 +114,16 @@ class NoGates:
     """No decay."""
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
-        """What tokens read of the state before the chunk; see `HeadGates`."""
+        """Returns what tokens read of the state before the chunk; see `HeadGates`."""
         return dot(left, state, (1, 0), exact)
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
-        """Products of all pairs of tokens, masked; see `HeadGates`."""
+        """Returns products of all pairs of tokens, masked; see `HeadGates`."""
         row, column = indices(left.shape[0])
         return jnp.where(row >= column, dot(left, right, (1, 1), exact), 0.0)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
-        """The state after the chunk; see `HeadGates`."""
+        """Returns the state after the chunk; see `HeadGates`."""
         return state + dot(key, write, (0, 0), exact)
 
 
@@ -131,7 +131,7 @@ KeyGates = HeadGates | ChannelGates | NoGates
 
 
 def key_gates(decay: jax.Array | HeadDecay | None) -> KeyGates:
-    """The gates of a chunk's keys from log gates [C, K], or from sums of those that channels share."""
+    """Returns the gates of a chunk's keys from log gates [C, K], or from sums of those that channels share."""
     if decay is None:
         return NoGates()
     return _head_gates(decay) if isinstance(decay, HeadDecay) else ChannelGates(spans_of(decay))
@@ -162,7 +162,7 @@ def _in_lanes_gradient(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
 
 @with_gradient(_in_lanes_saved, _in_lanes_gradient)
 def _in_lanes(column: jax.Array) -> jax.Array:
-    """[C, 1] as [C, 128], the same in every lane."""
+    """Returns [C, 1] as [C, 128], the same in every lane."""
     return jnp.broadcast_to(column, (column.shape[0], LANES))
 
 
@@ -178,7 +178,7 @@ def _widen_gradient(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Arra
 
 @with_gradient(_widen_saved, _widen_gradient, static=(1,))
 def widen(x: jax.Array, width: int) -> jax.Array:
-    """[C, 128], the same in every lane, as [C, width]."""
+    """Returns [C, 128], the same in every lane, as [C, width]."""
     return vectors.widen(x, width)
 
 
@@ -199,7 +199,7 @@ class Span:
 
 
 def spans_of(gates: jax.Array) -> tuple[Span, ...]:
-    """Weights of log gates [C, channels] in blocks of length 1, 2, 4, ..., C, which is a power of two."""
+    """Returns weights of log gates [C, channels] in blocks of length 1, 2, 4, ..., C, which is a power of two."""
     token = lax.broadcasted_iota(jnp.int32, gates.shape, 0)
     total = jnp.exp(gates)  # of each token's block
     found, length = [Span(total, jnp.ones_like(total))], 1
@@ -227,7 +227,7 @@ def _swapped_gradient(length: int, _: None, cotangent: jax.Array) -> tuple[jax.A
 
 @with_gradient(_swapped_saved, _swapped_gradient, static=(1,))
 def swapped(x: jax.Array, length: int) -> jax.Array:
-    """x [C, d] with every two neighbouring blocks of `length` rows exchanged."""
+    """Returns x [C, d] with every two neighbouring blocks of `length` rows exchanged."""
     if length >= ROWS:  # whole registers
         starts = range(0, x.shape[0], length)
         parts = [x[start ^ length : (start ^ length) + length] for start in starts]
@@ -247,5 +247,5 @@ def _last_row_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
 
 @with_gradient(_last_row_saved, _last_row_gradient)
 def last_row(x: jax.Array) -> jax.Array:
-    """[n, d] -> [1, d]."""
+    """Returns [n, d] -> [1, d]."""
     return x[x.shape[0] - 1 :]

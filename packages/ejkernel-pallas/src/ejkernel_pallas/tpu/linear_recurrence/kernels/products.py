@@ -25,7 +25,7 @@ def _dot_gradients(contract: Contract, exact: bool, saved: Pair, cotangent: jax.
 
 @with_gradient(_dot_saved, _dot_gradients, static=(2, 3))
 def dot(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> jax.Array:
-    """The product of two matrices over one axis of each, in float32.
+    """Returns the product of two matrices over one axis of each, in float32.
 
     Args:
         a: [.., ..]
@@ -41,6 +41,6 @@ def dot(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> jax.Arra
 
 
 def indices(size: int) -> tuple[jax.Array, jax.Array]:
-    """Row and column numbers of a square matrix, int32."""
+    """Returns row and column numbers of a square matrix, int32."""
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return row, column

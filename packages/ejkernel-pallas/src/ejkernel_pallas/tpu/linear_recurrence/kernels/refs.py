@@ -25,7 +25,7 @@ class RecurrenceRefs:
         query: [C, some heads * K], or [some heads, C, K]; so are the other fields with channels.
         key: Likewise.
         value: Likewise, with V channels.
-        decay: Likewise, of gates of channels.
+        decay: Likewise, of gates per key channel.
         value_decay: Likewise, with V channels.
         columns: float32 [C, columns of the step's heads].
         along: float32 [rows of the step's heads, C]: sums of gates that channels share, and runs of segments.
@@ -83,7 +83,7 @@ class Step:
 
 
 def step_of(refs: RecurrenceRefs, *, chunks: int, packed: bool, backwards: bool = False) -> Step:
-    """The grid step of a kernel whose grid is (rows, steps over heads, chunks)."""
+    """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks)."""
     chunk = pl.program_id(2)
     chunk = chunks - 1 - chunk if backwards else chunk
     entry = refs.table[pl.program_id(0) * chunks + chunk]
@@ -93,12 +93,12 @@ def step_of(refs: RecurrenceRefs, *, chunks: int, packed: bool, backwards: bool 
 
 
 def part(ref: Ref, index: int, width: int) -> tuple[Any, ...]:
-    """Where one head lies in a block: [C, heads * width], or [heads, C, width]."""
+    """Returns where one head lies in a block: [C, heads * width], or [heads, C, width]."""
     return (index,) if len(ref.shape) == 3 else (slice(None), slice(index * width, (index + 1) * width))
 
 
 def load(refs: RecurrenceRefs, spec: RecurrenceSpec, head: int, dtype: Any = None) -> Tokens:
-    """The tokens of a head of the step, in the dtypes that they have, or in another."""
+    """Returns the tokens of a head of the step, in the dtypes that they have, or in another."""
     given: dict[str, Any] = {}
     for name, count in spec.wide:
         ref = getattr(refs, name)
@@ -119,19 +119,19 @@ def load(refs: RecurrenceRefs, spec: RecurrenceSpec, head: int, dtype: Any = Non
 def load_all(
     refs: RecurrenceRefs, spec: RecurrenceSpec, dtype: Any = None
 ) -> tuple[tuple[Tokens, ...], tuple[jax.Array, ...]]:
-    """The tokens and the scratch states of all heads of the step."""
+    """Returns the tokens and the scratch states of all heads of the step."""
     heads = range(spec.heads)
     return tuple(load(refs, spec, head, dtype) for head in heads), tuple(refs.state[head] for head in heads)
 
 
 def _is_weighted(spec: RecurrenceSpec, name: str) -> bool:
-    """Whether numbers of a field are multiplied before they are an operand of the matrix unit."""
+    """Returns whether numbers of a field are multiplied before they are an operand of the matrix unit."""
     by_channel = any(field in ("decay", "value_decay") for field, _ in spec.wide)
     return by_channel or name not in ("query", "key")
 
 
 def _places(spec: RecurrenceSpec, head: int) -> list[tuple[str, int]]:
-    """The columns of a head."""
+    """Returns the columns of a head."""
     return [(name, number * spec.heads + head) for number, name in enumerate(spec.columns)]
 
 
@@ -150,7 +150,7 @@ class Run:
     is_last: jax.Array
 
     def select(self, x: Tokens) -> Tokens:
-        """Its tokens, and zeros for all others: selected and not multiplied, for those may hold NaN."""
+        """Returns its tokens, and zeros for all others: selected and not multiplied, for those may hold NaN."""
         sums = x.decay if isinstance(x.decay, HeadDecay) else None
         x = dataclasses.replace(x, decay=None) if sums is not None else x
         found = jax.tree.map(lambda field: jnp.where(self.column, field, jnp.zeros_like(field)), x)
@@ -190,7 +190,7 @@ class Runs:
 
 
 def load_runs(refs: RecurrenceRefs, spec: RecurrenceSpec, step: Step) -> Runs | None:
-    """The runs of a chunk's tokens; None without segments."""
+    """Returns the runs of a chunk's tokens; None without segments."""
     if not spec.runs:
         return None
     at = len(spec.columns) * spec.heads
@@ -204,7 +204,7 @@ def over_runs(step: Step, run: Callable[[Any, Any], Any], start: Any) -> Any:
 
 
 def _head_of(spec: RecurrenceSpec, head: int, count: int) -> int:
-    """The head of a block of a field that a head of the step reads."""
+    """Returns the head of a block of a field that a head of the step reads."""
     return head * spec.block_heads(count) // spec.heads
 
 

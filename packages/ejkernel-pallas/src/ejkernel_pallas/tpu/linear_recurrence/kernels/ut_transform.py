@@ -33,7 +33,7 @@ def solve(matrices: Heads, rhs: Heads, exact: bool) -> Heads:
 
 
 def inverses(matrices: Heads, exact: bool) -> Heads:
-    """The inverses of `1 + matrix`, from blocks of 1, 2, 4, ... tokens on their diagonals.
+    """Returns the inverses of `1 + matrix`, from blocks of 1, 2, 4, ... tokens on their diagonals.
 
     [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' those of its blocks. The products of all
     blocks of a length are two products of whole matrices: first D' B, then that times A'. Rows of first blocks, which
@@ -54,14 +54,14 @@ def inverses(matrices: Heads, exact: bool) -> Heads:
 
 
 def _seconds(x: jax.Array, length: int) -> jax.Array:
-    """The rows of every second block; all rows where blocks are parts of registers."""
+    """Returns the rows of every second block; all rows where blocks are parts of registers."""
     if length < ROWS:
         return x
     return jnp.concatenate([x[at : at + length] for at in range(length, x.shape[0], 2 * length)], axis=0)
 
 
 def _minus_seconds(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
-    """x less `y`, which has the rows that `_seconds` gives."""
+    """Returns x less `y`, which has the rows that `_seconds` gives."""
     if length < ROWS:
         return x - y
     parts: list[jax.Array] = []

@@ -91,14 +91,14 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
 
 
 def _chunks(block: Block, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
-    """The `count` chunks that one step computes, from key `start` of the block on."""
+    """Returns the `count` chunks that one step computes, from key `start` of the block on."""
     item, base = block.item, block.number * spec.block_kv
     offsets = [pl.multiple_of(start + k * spec.chunk_kv, spec.chunk_kv) for k in range(count)]
     return [KeyChunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk_kv) for x in offsets]
 
 
 def _plain(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
-    """Whether all rows of an item attend all of the `size` keys from `key` on: such keys need no mask."""
+    """Returns whether all rows of an item attend all of the `size` keys from `key` on: such keys need no mask."""
     last, end = item.position + item.tokens - 1, key + size
     low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
     high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)

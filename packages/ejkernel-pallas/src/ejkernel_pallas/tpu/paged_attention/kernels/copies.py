@@ -51,18 +51,18 @@ class Block(NamedTuple):
     slot: Any
 
     def pages(self, spec: PagedSpec) -> tuple[Any, Any]:
-        """First page to copy, in the block, and one more than the last."""
+        """Returns first page to copy, in the block, and one more than the last."""
         start = self.number * spec.pages
         first = jnp.clip(self.item.first_page - start, 0, spec.pages)
         return first, jnp.clip(self.item.end_page - start, first, spec.pages)
 
     def full(self, spec: PagedSpec) -> Any:
-        """Whether all of its pages are copied."""
+        """Returns whether all of its pages are copied."""
         first, end = self.pages(spec)
         return (end - first == spec.pages) & (self.item.missing_pages == 0)
 
     def entry(self, spec: PagedSpec) -> Any:
-        """The index of its first page in the table."""
+        """Returns the index of its first page in the table."""
         return self.item.sequence * spec.entries + self.number * spec.pages
 
 
@@ -73,7 +73,7 @@ class Cursor(NamedTuple):
     number: Any
 
     def after(self, items: Any, end: Any) -> "Cursor":
-        """The block after it, of the same item or of the next; its item is `end` after the last block."""
+        """Returns the block after it, of the same item or of the next; its item is `end` after the last block."""
         item = Item(items, jnp.minimum(self.index, end - 1))
         more = self.number + 1 < item.end_block
         index = jnp.where(more, self.index, self.index + 1)
@@ -182,7 +182,7 @@ def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> Non
 
 
 def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, carry: Any) -> Any:
-    """Zeroes the keys that no row attends in the first page that is copied, and then in the last."""
+    """Returns zeroes the keys that no row attends in the first page that is copied, and then in the last."""
     slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
     page = jnp.where(k == first, first, end - 1)
     start = block.number * spec.block_kv + page * slots
@@ -201,7 +201,7 @@ def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, car
 
 
 def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
-    """The slot of every number of a page in a buffer, int32."""
+    """Returns the slot of every number of a page in a buffer, int32."""
     slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # of transposed pages [D, slots], too
     if spec.cache.latent and not spec.cache.head_major:  # [groups, slots / packing, packing, 128]
         return slot * spec.cache.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
@@ -209,7 +209,7 @@ def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
 
 
 def _page_index(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[Any, ...]:
-    """The index of a page in the buffer of the first or of the second cache."""
+    """Returns the index of a page in the buffer of the first or of the second cache."""
     slots = spec.cache.slots
     if spec.cache.in_columns(second):
         return slot, 0, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
@@ -219,7 +219,7 @@ def _page_index(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[An
 
 
 def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: PagedSpec) -> list[Any]:
-    """The copies of a page of the caches to its slice of a buffer."""
+    """Returns the copies of a page of the caches to its slice of a buffer."""
     cache, copies = spec.cache, []
     for second, (source, target) in enumerate(refs.caches):
         index = _page_index(slot, page, spec, bool(second))

@@ -65,7 +65,7 @@ def order(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.
 
 
 def head_groups(spec: PagedSpec) -> int:
-    """The number of head groups, which a loop goes through."""
+    """Returns the number of head groups, which a loop goes through."""
     heads = spec.kv_heads
     if spec.cache.head_major:
         return heads // TILE if heads % TILE == 0 else 1
@@ -137,7 +137,7 @@ def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.A
 def _all_rows(
     buffer: Any, head_group: Any, at: KeyChunk, spec: PagedSpec, values: bool, between: Callable[[], None]
 ) -> list[jax.Array]:
-    """Rows of all words of a head group: keys or values extracted where both share words, else as they lie.
+    """Returns rows of all words of a head group: keys or values extracted where both share words, else as they lie.
 
     Each slice of words is split before the next is loaded. The scheduler mostly keeps this order; without it, the words
     of a whole chunk would be live at once and spill.
@@ -173,7 +173,7 @@ def _span(flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec
 
 
 def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool) -> list[jax.Array]:
-    """Rows of each head of a unit, for the keys of one chunk."""
+    """Returns rows of each head of a unit, for the keys of one chunk."""
     cache, word = spec.cache, unit
     subwords = range(cache.packing)
     if cache.interleaved:
@@ -184,7 +184,7 @@ def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec
 
 
 def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
-    """Rows, put together from their lane groups."""
+    """Returns rows, put together from their lane groups."""
     return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
 
 
@@ -193,7 +193,7 @@ def _as_words(buffer: Any, spec: PagedSpec) -> Any:
 
 
 def _words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
-    """Words [n, lanes] of consecutive keys. A strided load must start at a row that is known when compiling."""
+    """Returns words [n, lanes] of consecutive keys. A strided load must start at a row that is known when compiling."""
     words, chunk = spec.cache.words, at.size
     flat = _as_words(buffer, spec)
     flat = flat.reshape(spec.block_kv * words, flat.shape[-1])

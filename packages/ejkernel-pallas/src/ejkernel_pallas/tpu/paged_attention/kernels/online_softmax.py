@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
     @property
     def span(self) -> Any:
-        """The rows, in the tile."""
+        """Returns the rows, in the tile."""
         return pl.ds(self.start, self.size)
 
 
@@ -102,14 +102,14 @@ def store_key_mask(refs: PagedRefs, item: Item, chunks: list[KeyChunk], spec: Pa
 
 
 def _attended_keys(refs: PagedRefs, item: Item, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
-    """Which keys of a chunk any row attends, bool [1, n], and which they are."""
+    """Returns which keys of a chunk any row attends, bool [1, n], and which they are."""
     offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec)
     inside = (offset >= at.low - at.key) & (offset < at.high - at.key)
     return inside & (_missing_pages(refs, item, at, offset, spec) == 0), offset
 
 
 def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: PagedSpec) -> Mask | None:
-    """The mask of the n-th chunk's scores; None where all pairs attend.
+    """Returns the mask of the n-th chunk's scores; None where all pairs attend.
 
     It is computed again for every head: mask registers are too few to keep it from one head to the next.
     """
@@ -154,13 +154,13 @@ def _limit(refs: PagedRefs, index: int, mask: jax.Array, n: int) -> Any:
 
 
 def _first_head(start: int, at: KeyChunk, spec: PagedSpec) -> int:
-    """The KV head of the first key in a lane group."""
+    """Returns the KV head of the first key in a lane group."""
     cache = spec.cache
     return start // (at.size * spec.heads_per_product // cache.heads_per_unit) if cache.interleaved else 0
 
 
 def _head_mask(rows: Rows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
-    """Which keys belong to the head that a row's query reads."""
+    """Returns which keys belong to the head that a row's query reads."""
     shape = (rows.size, LANES)
     _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
     row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group_size // spec.heads_per_product
@@ -169,7 +169,7 @@ def _head_mask(rows: Rows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Arr
 
 
 def _missing_pages(refs: PagedRefs, item: Item, at: KeyChunk, offset: jax.Array, spec: PagedSpec) -> jax.Array:
-    """Which keys of a chunk lie in pages that the table does not have, int32."""
+    """Returns which keys of a chunk lie in pages that the table does not have, int32."""
     slots, first = spec.cache.slots, divide(at.key, spec.cache.slots)
 
     def page(k: jax.Array, missing: jax.Array) -> jax.Array:
@@ -211,13 +211,13 @@ def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spe
 
 
 def staged(rows: int, keys: int, dtype: Any) -> Staged:
-    """Scratch memory of parts; `dtype` is that of weights."""
+    """Returns scratch memory of parts; `dtype` is that of weights."""
     shapes = ((keys, jnp.float32), (keys, dtype), (LANES, jnp.float32))
     return Staged(*(score_chunk.double_buffer((rows, width), dtype) for width, dtype in shapes))
 
 
 def _staged(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
-    """The scratch memory for parts of this many rows."""
+    """Returns the scratch memory for parts of this many rows."""
     if rows == spec.small_rows:
         return refs.small
     assert refs.large is not None  # as there are larger products
@@ -225,7 +225,7 @@ def _staged(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
 
 
 def _slot(buffers: tuple[Ref, Ref], n: int, shape: tuple[int, ...]) -> Ref:
-    """The slice of a double buffer that part n uses."""
+    """Returns the slice of a double buffer that part n uses."""
     (rows, width), ref = shape, buffers[n % BUFFERS]
     return ref.at[pl.ds(n // BUFFERS * rows % ref.shape[0], rows), :width]
 
@@ -303,7 +303,7 @@ def _as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> Non
 
 
 def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
-    """Scores in powers of two, before masking."""
+    """Returns scores in powers of two, before masking."""
     query = refs.query_buffer[chunk.rows.slot, chunk.head, chunk.rows.span, :]
     if chunk.rotary is None:
         s = _product(query, chunk.keys(), (1, 0 if spec.cache.transposed else 1), spec.operand, spec)
@@ -316,5 +316,5 @@ def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:
-    """Product of two matrices over one axis of each, in float32; of 16 bits it is exact in one pass."""
+    """Returns product of two matrices over one axis of each, in float32; of 16 bits it is exact in one pass."""
     return product(a, b, contract, spec.precision if jnp.dtype(dtype).itemsize == 4 else lax.Precision.DEFAULT)

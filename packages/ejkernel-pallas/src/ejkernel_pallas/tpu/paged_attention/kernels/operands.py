@@ -25,7 +25,7 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
 
 
 def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, output: jax.Array) -> jax.Array:
-    """[T, H, Dv] of [Hk, rows, Dv]."""
+    """Returns [T, H, Dv] of [Hk, rows, Dv]."""
     heads, size = record.query.shape[1], paged_cache.value_size(record)
     first = 0 if record.latent else spec.value_dim - size
     tokens = output[:, :, first : first + size].reshape(spec.kv_heads, -1, spec.group_size, size)
@@ -36,14 +36,14 @@ def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, outp
 
 
 def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax.Array) -> jax.Array:
-    """[T, H] of [items, Hk, 1, rows of a tile]."""
+    """Returns [T, H] of [items, Hk, 1, rows of a tile]."""
     tiles = lse[:, :, 0, : spec.tokens * spec.group_size].reshape(-1, spec.kv_heads, spec.tokens, spec.group_size)
     tokens = tiles.swapaxes(1, 2).reshape(-1, spec.tokens, spec.heads)[work.item, work.offset]
     return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
 
 
 def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
-    """Sinks [H] as powers of two by the rows of a tile, [Hk, rows, 128]."""
+    """Returns sinks [H] as powers of two by the rows of a tile, [Hk, rows, 128]."""
     padded = jnp.pad(sinks.astype(jnp.float32) * LOG2E, (0, spec.heads - sinks.shape[0]))
     rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, cdiv(spec.rows, spec.group_size)))[
         :, : spec.rows
@@ -52,7 +52,7 @@ def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
 
 
 def pack_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:
-    """New tokens as slots of the caches, one array each; 0 in the heads and lanes that only pad them."""
+    """Returns new tokens as slots of the caches, one array each; 0 in the heads and lanes that only pad them."""
     keys, values = record.new_keys, record.new_values
     if keys is None or values is None:
         return ()

@@ -46,9 +46,9 @@ class PagedRefs:
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
         keys_buffer: Scratch, blocks of keys; `values_buffer`, of values.
         head_keys: Scratch, [Hk, part, D]; likewise `head_values`.
-        query_arrived: DMA semaphores, one a query buffer.
+        query_arrived: DMA semaphores, one per query buffer.
         results_sent: DMA semaphores, one an output buffer.
-        pages_arrived: DMA semaphores, one a block buffer.
+        pages_arrived: DMA semaphores, one per block buffer.
         write_counts: int32 [2] in scalar memory: pages, and single tokens, whose copies to the cache were started.
         tokens_written: DMA semaphore.
     """
@@ -89,17 +89,17 @@ class PagedRefs:
 
     @property
     def caches(self) -> tuple[tuple[Ref, Ref], ...]:
-        """Pages of each cache, and the buffer of its blocks."""
+        """Returns pages of each cache, and the buffer of its blocks."""
         pairs = ((self.keys, self.keys_buffer), (self.values, self.values_buffer))
         return tuple(pair for pair in pairs if pair[0] is not None)
 
     @property
     def buffers(self) -> tuple[Ref, ...]:
-        """The buffers of keys and of values, or of both together."""
+        """Returns the buffers of keys and of values, or of both together."""
         return tuple(buffer for _, buffer in self.caches)
 
     @property
     def written(self) -> tuple[tuple[Ref, Ref], ...]:
-        """New tokens, and the pages that they are written to."""
+        """Returns new tokens, and the pages that they are written to."""
         pairs = ((self.new_keys, self.keys), (self.new_values, self.values))
         return tuple(pair for pair in pairs if pair[1] is not None)

@@ -26,12 +26,12 @@ class Factors(NamedTuple):
 
 
 def code_table(form: Format) -> jax.Array | None:
-    """The numbers of codes that are places in a table, float32 [1, 128]."""
+    """Returns the numbers of codes that are places in a table, float32 [1, 128]."""
     return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if form.mode == "nf4" else None
 
 
 def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
-    """float32 of the bits of a float with few, in int32.
+    """Returns float32 of the bits of a float with few, in int32.
 
     A subnormal is what its mantissa adds to the smallest power of two: float32 subnormals do not exist on a TPU.
     """
@@ -58,7 +58,7 @@ def scale_values(stored: jax.Array, form: Format) -> jax.Array:
 
 
 def spread(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
-    """Numbers of groups [rows, 128], for each of 128 words: word `first` of the tile is the first of them."""
+    """Returns numbers of groups [rows, 128], for each of 128 words: word `first` of the tile is the first of them."""
     word = first + lax.broadcasted_iota(jnp.int32, groups.shape, 1)
     group = lax.shift_right_logical(word, jnp.int32(spec.group_words.bit_length() - 1)) & (LANES - 1)
     return jnp.take_along_axis(groups, group, axis=1, mode="promise_in_bounds")
@@ -67,7 +67,7 @@ def spread(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
 def code_values(
     words: jax.Array, n: int, factors: Factors, codebook: jax.Array | None, spec: QuantizedSpec
 ) -> jax.Array:
-    """Code n of every word as a number, in the dtype of products.
+    """Returns code n of every word as a number, in the dtype of products.
 
     Args:
         words: int32 [rows, 128].

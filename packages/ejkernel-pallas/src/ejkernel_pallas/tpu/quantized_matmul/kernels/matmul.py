@@ -25,7 +25,7 @@ from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
 def multiply_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
-    """x [M, R] times the packed matrix, [M, C] in `spec.output`."""
+    """Returns x [M, R] times the packed matrix, [M, C] in `spec.output`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
     outputs = run_kernel(
         record,

@@ -115,7 +115,7 @@ class SubTile(NamedTuple):
 
 
 def subtiles(spec: QuantizedSpec, row: int, rows: int) -> list[SubTile]:
-    """The subtiles of a tile that have the given rows."""
+    """Returns the subtiles of a tile that have the given rows."""
     width, size = spec.blocks.block_w, spec.piece
     return [SubTile(row, rows, word, min(size, width - word)) for word in range(0, width, size)]
 
@@ -144,7 +144,7 @@ def group_factors(refs: QuantizedRefs, row: int, size: int, spec: QuantizedSpec)
 
 
 def zero_factors_from(factors: Factors, first: Any, axis: int) -> Factors:
-    """Factors with 0 from an index on: memory beyond an array may hold anything, NaN too."""
+    """Returns factors with 0 from an index on: memory beyond an array may hold anything, NaN too."""
     zeros = None if factors.zeros is None else zero_outside(factors.zeros, 0, first, axis)
     return Factors(zero_outside(factors.scales, 0, first, axis), zeros)
 

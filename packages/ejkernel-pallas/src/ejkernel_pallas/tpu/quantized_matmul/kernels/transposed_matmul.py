@@ -26,7 +26,7 @@ from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
 def multiply_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
-    """x [M, C] times the transposed packed matrix, [M, R] in `spec.output`."""
+    """Returns x [M, C] times the transposed packed matrix, [M, R] in `spec.output`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
     output = jax.ShapeDtypeStruct((spec.rows, spec.packed_rows), spec.output)
     # x is rearranged once by XLA, so that code n of neighbouring words meets neighbouring columns: no number moves

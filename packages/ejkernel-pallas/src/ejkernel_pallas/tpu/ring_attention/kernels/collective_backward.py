@@ -44,7 +44,7 @@ class QueryRows(NamedTuple):
 
 
 def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
-    """Gradients of the wanted fields of one device's record.
+    """Returns gradients of the wanted fields of one device's record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
@@ -67,7 +67,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
 
 
 def query_rows_of(pullback: Pullback) -> QueryRows:
-    """What the gradients need of every query's whole row."""
+    """Returns what the gradients need of every query's whole row."""
     record, cotangent = pullback.record, pullback.cotangent
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # padding's cotangent may be anything
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
@@ -78,7 +78,7 @@ def query_rows_of(pullback: Pullback) -> QueryRows:
 
 
 def striped(query_rows: QueryRows, ring: Ring) -> QueryRows:
-    """The rows of the queries that this device works on."""
+    """Returns the rows of the queries that this device works on."""
     return QueryRows(
         cotangent=ring.stripe(query_rows.cotangent, 1),
         output=ring.stripe(query_rows.output, 1),
@@ -90,7 +90,7 @@ def striped(query_rows: QueryRows, ring: Ring) -> QueryRows:
 
 
 def _around(plan: RingPlan, query_rows: QueryRows, config: TpuBackward, grad_fields: frozenset[str]) -> Gradients:
-    """The gradients of everything but sinks, in the layout that the ring works in, float32."""
+    """Returns the gradients of everything but sinks, in the layout that the ring works in, float32."""
     record, ring = plan.record, plan.ring
     # float32 until the end: every device adds a part, and each rounding to 16 bits would count.
     zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in grad_fields}
@@ -122,7 +122,7 @@ def _step(
     config: TpuBackward,
     grad_fields: frozenset[str],
 ) -> Gradients:
-    """What one load of keys adds to the gradients, float32."""
+    """Returns what one load of keys adds to the gradients, float32."""
     shard, (by_key, by_query) = plan.shard(source, load), backward_blocks(config)
     added: Gradients = {}
     if grad_fields & {"key", "value"}:
@@ -155,7 +155,7 @@ def _query_gradient(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpe
 def _bias_gradient(
     plan: RingPlan, shard: TiledAttention, source: jax.Array, query_rows: QueryRows, config: TpuBackward
 ) -> jax.Array:
-    """The gradient of a bias's columns, which tiled attention has a kernel for: its tiles are written once."""
+    """Returns the gradient of a bias's columns, which tiled attention has a kernel for: its tiles are written once."""
     pullback = Pullback(
         record=plan.with_positions(shard, source),
         residuals=SoftmaxResiduals(lse=query_rows.lse),
@@ -168,7 +168,7 @@ def _bias_gradient(
 
 
 def inputs_of(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
-    """What kernels read of a ring step, and of its queries' rows."""
+    """Returns what kernels read of a ring step, and of its queries' rows."""
     lse = query_rows.lse
     return operands(shard, spec) | {
         "cotangent": rows(query_rows.cotangent, spec.block_q),
@@ -182,7 +182,7 @@ def _float32(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def to_shard(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
-    """A gradient in its field's dtype and layout."""
+    """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
     gradient = gradient.astype(field.dtype)
     axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)

@@ -25,7 +25,7 @@ State = tuple[jax.Array, jax.Array]
 
 
 def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of one device's queries.
+    """Returns attention output and residuals of one device's queries.
 
     Args:
         record: The canonical arguments.
@@ -52,7 +52,7 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
 
 
 def _attend(shard: TiledAttention, spec: TiledSpec, table: Any, state: State) -> State:
-    """The state with the keys of a ring step."""
+    """Returns the state with the keys of a ring step."""
     results = states(state, spec)
     inputs = operands(shard, spec) | {f"{name}_before": x for name, x in results.items()}
     scratch_memory, name = scratch(spec, shard.value.dtype), "ejkernel_ring_forward"
@@ -61,7 +61,7 @@ def _attend(shard: TiledAttention, spec: TiledSpec, table: Any, state: State) ->
 
 
 def states(state: State, spec: TiledSpec) -> dict[str, Operand]:
-    """Output and lse as kernels read and write them."""
+    """Returns output and lse as kernels read and write them."""
     return {"output": rows(state[0], spec.block_q), "lse": per_query(state[1], spec)}
 
 

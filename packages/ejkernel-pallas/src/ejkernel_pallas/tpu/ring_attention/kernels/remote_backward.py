@@ -38,14 +38,14 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
-    """Gradients of the wanted fields of one device's record.
+    """Returns gradients of the wanted fields of one device's record.
 
     Args:
         pullback: As for the pass by collectives, which serves what does not want query, key and value all three.
         config: As for tiled attention.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     record, ring = pullback.record, ring_of(pullback.record)
     if ring is None or not pullback.wanted >= {"query", "key", "value"}:
@@ -90,16 +90,16 @@ class Sweep(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of its scratch memory, which both sweeps share."""
+        """Returns prefix of the names of its scratch memory, which both sweeps share."""
         return "keys_" if self.spec.by_key else "queries_"
 
     @property
     def distinct(self) -> tuple[bool, bool]:
-        """Whether batch rows have tile pairs of their own; heads have none."""
+        """Returns whether batch rows have tile pairs of their own; heads have none."""
         return self.pair_table.shape[1] > 1, False
 
     def table_slice(self, table: Any, number: Any) -> Any:
-        """The tile pairs of a load."""
+        """Returns the tile pairs of a load."""
         _, batch, _, steps = self.pair_table.shape
         return TableSlice(table, self.start + number * (batch * steps))
 

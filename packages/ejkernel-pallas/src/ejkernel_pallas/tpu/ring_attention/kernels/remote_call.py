@@ -50,7 +50,7 @@ class RemoteRefs:
 
     @classmethod
     def of(cls, route: Route, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
-        """The refs of what is named; `scratch` are the names of scratch memory of the kernels of tiles."""
+        """Returns the refs of what is named; `scratch` are the names of scratch memory of the kernels of tiles."""
         load = route.load.bind(named, neighbours)
         cargo = route.cargo.bind(named, neighbours) if route.cargo.names else None
         scratch_memory = {name: named.pop(name) for name in scratch}
@@ -58,18 +58,18 @@ class RemoteRefs:
 
 
 def slots_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
-    """The slots of what moves."""
+    """Returns the slots of what moves."""
     arrays = {name: inputs[name].array for name in lane.names}
     return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
 
 
 def neighbours(ring: Ring, hops: range) -> jax.Array:
-    """The devices that loads come from and go to, int32 [2]."""
+    """Returns the devices that loads come from and go to, int32 [2]."""
     return (lax.axis_index(ring.axis_name) + jnp.asarray([-hops.step, hops.step], jnp.int32)) % ring.size
 
 
 def remote_options(ring: Ring, hops: range) -> dict[str, Any]:
-    """What the compiler is told of a kernel that sends to other devices.
+    """Returns what the compiler is told of a kernel that sends to other devices.
 
     Devices meet at a semaphore by its number: neighbours along other axes, or in the other direction, have another.
     """
@@ -78,7 +78,7 @@ def remote_options(ring: Ring, hops: range) -> dict[str, Any]:
 
 
 def in_hbm(operands: dict[str, Operand]) -> dict[str, Operand]:
-    """The arrays, where they lie: a kernel's own pipelines copy their blocks."""
+    """Returns the arrays, where they lie: a kernel's own pipelines copy their blocks."""
     return {name: Operand(x.array) for name, x in operands.items()}
 
 
@@ -113,7 +113,7 @@ def run_pipeline(
 
 
 def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, list_pairs: Lister) -> jax.Array:
-    """The tile pairs of every load: int32 [loads, B|1, 1, steps].
+    """Returns the tile pairs of every load: int32 [loads, B|1, 1, steps].
 
     Of other devices' segments and positions it takes the smallest and the largest in every tile of keys.
     """
@@ -142,6 +142,6 @@ def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, 
 
 
 def _extremes(x: jax.Array, block: int) -> jax.Array:
-    """[B|1, S] -> [B|1, 2 a tile]: its smallest and its largest value."""
+    """Returns [B|1, S] -> [B|1, 2 a tile]: its smallest and its largest value."""
     cut = x.reshape(x.shape[0], -1, block)
     return jnp.stack([cut.min(axis=2), cut.max(axis=2)], axis=2).reshape(x.shape[0], -1)

@@ -58,7 +58,7 @@ class Channel:
     kind: str
 
     def scratch(self) -> dict[str, Any]:
-        """The semaphores: of sends, of receives by slot, of a free slot."""
+        """Returns the semaphores: of sends, of receives by slot, of a free slot."""
         count = len(self.names)
         return {
             f"{self.kind}_sent": pltpu.SemaphoreType.DMA((count,)),
@@ -67,7 +67,7 @@ class Channel:
         }
 
     def bind(self, named: dict[str, Any], neighbours: Ref) -> "ChannelRefs":
-        """The refs of this lane, of which slots and semaphores are taken out of `named`."""
+        """Returns the refs of this lane, of which slots and semaphores are taken out of `named`."""
         return ChannelRefs(
             lane=self,
             neighbours=neighbours,
@@ -102,12 +102,12 @@ class ChannelRefs:
     slot_free: Ref
 
     def local_copies(self) -> list[Any]:
-        """The copies of this device's own arrays to slot 0."""
+        """Returns the copies of this device's own arrays to slot 0."""
         pairs = enumerate(zip(self.local, self.slots, strict=True))
         return [pltpu.make_async_copy(local, slots.at[0], self.sent.at[n]) for n, (local, slots) in pairs]
 
     def copies(self, slot: Any) -> list[Any]:
-        """The copies from a slot to the next device, or from the device before: they look alike."""
+        """Returns the copies from a slot to the next device, or from the device before: they look alike."""
         return [
             pltpu.make_async_remote_copy(
                 src_ref=slots.at[slot],
@@ -120,7 +120,7 @@ class ChannelRefs:
         ]
 
     def at(self, slot: Any) -> Arrays:
-        """The arrays in a slot."""
+        """Returns the arrays in a slot."""
         return {name: slots.at[slot] for name, slots in zip(self.lane.names, self.slots, strict=True)}
 
 
@@ -139,7 +139,7 @@ class Route:
     cargo: Channel
 
     def scratch(self) -> dict[str, Any]:
-        """The semaphores of all that moves."""
+        """Returns the semaphores of all that moves."""
         return self.load.scratch() | (self.cargo.scratch() if self.cargo.names else {})
 
     def for_each_load(self, load: ChannelRefs, cargo: ChannelRefs | None, work: Work, collect: Work) -> None:

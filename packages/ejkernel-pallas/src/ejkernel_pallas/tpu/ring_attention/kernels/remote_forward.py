@@ -26,7 +26,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of one device's queries.
+    """Returns attention output and residuals of one device's queries.
 
     Args:
         record: The canonical arguments, of a part of whole tiles.
@@ -50,7 +50,7 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
 
 
 def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state: State, hops: range) -> State:
-    """The state with the loads of one direction, the first of which is shard's."""
+    """Returns the state with the loads of one direction, the first of which is shard's."""
     pair_table, inputs, results = (
         remote_call.tables(plan, spec, shard, hops, pairs_by_query),
         operands(shard, spec),

@@ -29,7 +29,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand], spec: TiledSpec) -> jax.Array:
-    """The bias's gradient; what the bias is broadcast along is summed per tile, so nothing larger is stored.
+    """Returns the bias's gradient; what the bias is broadcast along is summed per tile, so nothing larger is stored.
 
     Args:
         record: The record, for its sizes.
@@ -65,7 +65,7 @@ def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand]
 
 
 def _bias_tiles(bias: jax.Array, spec: TiledSpec) -> tuple[Operand, tuple[int, int]]:
-    """The gradient's array and the shape of the sum that becomes a tile of it."""
+    """Returns the gradient's array and the shape of the sum that becomes a tile of it."""
     batch, heads, queries, keys = bias.shape
     if queries > 1 and keys > 1:
         block = (spec.block_q, spec.block_kv)
@@ -112,7 +112,7 @@ def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) 
     def _() -> None:
         total = refs.dbias_acc[...]
         if refs.bias_per_query is not None:
-            # Partial sums lie by lane until here, so the slow reduction across lanes runs once a tile.
+            # Partial sums lie by lane until here, so the slow reduction across lanes runs once per tile.
             total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape).T[:1]
         refs.dbias[...] = total
 

@@ -38,7 +38,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: TiledSpec) -> KernelCall:
-    """The kernel of the gradients of keys and values.
+    """Returns the kernel of the gradients of keys and values.
 
     Args:
         name: The kernel's.

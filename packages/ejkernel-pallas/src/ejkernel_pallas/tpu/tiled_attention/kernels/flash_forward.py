@@ -47,7 +47,7 @@ FINISHED = 512
 
 
 def scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
-    """The kernel's scratch memory; `dtype` is that of values."""
+    """Returns the kernel's scratch memory; `dtype` is that of values."""
     chunk = (spec.chunk_q, spec.chunk_kv)
     return {
         **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in ("row_max", "row_sum", "alpha")},
@@ -155,6 +155,6 @@ def _write(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
 
 
 def whole_row_sum(refs: ForwardRefs, spec: TiledSpec, q: Any) -> jax.Array:
-    """The row sums of some queries, in every lane."""
+    """Returns the row sums of some queries, in every lane."""
     row_sum = refs.row_sum[q, :]
     return row_sum if spec.sums_on_mxu else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_sum.shape)

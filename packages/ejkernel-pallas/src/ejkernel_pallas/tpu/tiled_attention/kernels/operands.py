@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
 
 
 def canonical(record: TiledAttention) -> TiledAttention:
-    """The record with masks of padding alone as segment ids, which let tiles be skipped, and 0 in all padding.
+    """Returns the record with masks of padding alone as segment ids, which let tiles be skipped, and 0 in all padding.
 
     A weight of padding is 0, and what it is multiplied with must not be NaN.
     """
@@ -37,7 +37,7 @@ def canonical(record: TiledAttention) -> TiledAttention:
 
 
 def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
-    """The arrays of a canonical record, by the names of `TileRefs`."""
+    """Returns the arrays of a canonical record, by the names of `TileRefs`."""
     inputs = {
         "query": rows(record.query, spec.block_q),
         "key": kv_rows(record.key, spec),
@@ -80,27 +80,27 @@ def rows(x: Any, block: int) -> Operand:
 
 
 def kv_rows(x: Any, spec: TiledSpec) -> Operand:
-    """[B, S, Hk, D] by tiles of keys."""
+    """Returns [B, S, Hk, D] by tiles of keys."""
     operand, group = rows(x, spec.block_kv), np.int32(spec.group_size)
     return dataclasses.replace(operand, index=lambda b, h, i, j: operand.index(b, lax.div(h, group), j, i))
 
 
 def unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """What `rows` made of an array of this shape, in that shape again."""
+    """Returns what `rows` made of an array of this shape, in that shape again."""
     if shape[3] % LANES == 0:
         return x.reshape(shape)
     return x[..., : shape[3]].swapaxes(1, 2)
 
 
 def per_query(x: Any, spec: TiledSpec) -> Operand:
-    """[B, H, T] by tiles of queries, in lanes."""
+    """Returns [B, H, T] by tiles of queries, in lanes."""
     batch, heads, length = x.shape
     array = _reshaped(x, (batch, heads, 1, length))
     return Operand(array, (None, None, 1, spec.block_q), lambda b, h, i, j: (b, h, 0, i))
 
 
 def per_head(x: jax.Array) -> Operand:
-    """[H] by heads, in every lane."""
+    """Returns [H] by heads, in every lane."""
     array = jnp.broadcast_to(x[:, None, None], (x.shape[0], 1, LANES))
     return Operand(array, (None, 1, LANES), lambda b, h, i, j: (h, 0, 0))
 
@@ -111,7 +111,7 @@ def _shared_by_heads(x: jax.Array, block: int, keys: bool) -> Operand:
 
 
 def _pairs(name: str, x: jax.Array, spec: TiledSpec) -> dict[str, Operand]:
-    """[B|1, H|1, T|1, S|1] by tiles; as lanes, under a name of its own, where it has queries or keys alone."""
+    """Returns [B|1, H|1, T|1, S|1] by tiles; as lanes, under a name of its own, where it has queries or keys alone."""
     batch, heads, queries, keys = (n > 1 for n in x.shape)
 
     def index(b: Any, h: Any, *tile: Any) -> Index:
@@ -139,7 +139,7 @@ def _heads_first(x: Any) -> Any:
 
 
 def _dropped(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
-    """Dropout's numbers of rows [B, H, T] and of columns [1, S], as int32 of the same bits.
+    """Returns dropout's numbers of rows [B, H, T] and of columns [1, S], as int32 of the same bits.
 
     Only the columns' top bits are flipped. As rows have odd numbers, so is the top bit of every product, and no other.
     """

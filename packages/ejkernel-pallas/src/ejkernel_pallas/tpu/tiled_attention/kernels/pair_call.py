@@ -21,7 +21,7 @@ def pairs_call(
     outputs: Operands,
     scratch: dict[str, Any],
 ) -> KernelCall:
-    """The call of a kernel that computes one tile pair per grid step.
+    """Returns the call of a kernel that computes one tile pair per grid step.
 
     Args:
         name: The kernel's name in traces and dumps.

@@ -29,7 +29,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
 
 
 def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> dict[str, Any]:
-    """Scratch memory of a backward kernel; `dtype` is that of queries.
+    """Returns scratch memory of a backward kernel; `dtype` is that of queries.
 
     Accumulators of results, statistics of queries where scores have these in sublanes, and two products of chunks.
     """
@@ -70,7 +70,7 @@ def recompute_weights(
 def score_gradient(
     refs: BackwardRefs, cotangent: jax.Array, slope: Any, mask: jax.Array | None, at: ScoreChunk
 ) -> jax.Array:
-    """Gradient of the scaled and biased scores."""
+    """Returns gradient of the scaled and biased scores."""
     value = load_keys(refs.value, at)
     pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
     dweights = drop(product(*pair, (1, 1), at.spec.precision), refs, at)
@@ -84,7 +84,7 @@ def score_gradient(
 
 
 def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
-    """A statistic of the chunk's queries, to be broadcast against scores."""
+    """Returns a statistic of the chunk's queries, to be broadcast against scores."""
     return row[:, at.q] if at.spec.by_key else widen(column[at.q, :], at.keys)
 
 

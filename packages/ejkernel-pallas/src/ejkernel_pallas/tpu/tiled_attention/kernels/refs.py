@@ -107,6 +107,6 @@ class BackwardRefs(TileRefs):
 
     @property
     def accumulators(self) -> tuple[Any, ...]:
-        """The accumulators of the results that this kernel writes."""
+        """Returns the accumulators of the results that this kernel writes."""
         refs = (self.dkey_acc, self.dvalue_acc, self.dquery_acc, self.dbias_acc)
         return tuple(ref for ref in refs if ref is not None)

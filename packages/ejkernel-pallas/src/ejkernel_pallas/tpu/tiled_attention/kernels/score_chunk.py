@@ -59,26 +59,26 @@ class ScoreChunk(NamedTuple):
 
     @property
     def q(self) -> Any:
-        """The queries, in the tile."""
+        """Returns the queries, in the tile."""
         return pl.ds(self.query, self.queries)
 
     @property
     def k(self) -> Any:
-        """The keys, in the tile."""
+        """Returns the keys, in the tile."""
         return pl.ds(self.key, self.keys)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the scores."""
+        """Returns the shape of the scores."""
         return (self.keys, self.queries) if self.spec.by_key else (self.queries, self.keys)
 
     def of(self, buffers: tuple[Ref, Ref]) -> Ref:
-        """The chunk's part of a scratch double buffer."""
+        """Returns the chunk's part of a scratch double buffer."""
         return buffers[self.parity].at[: self.shape[0], : self.shape[1]]
 
 
 def current_entry(table: Any, distinct: Distinct) -> Any:
-    """The entry of the current step of a kernel whose grid is (batch rows, heads, tile pairs, ...)."""
+    """Returns the entry of the current step of a kernel whose grid is (batch rows, heads, tile pairs, ...)."""
     b, h, step = (pl.program_id(axis) for axis in range(3))
     return entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
 
@@ -122,7 +122,7 @@ def _unmasked_chunks(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], N
 
 
 def _chunks(entry: Any, spec: TiledSpec, area: tuple[int, int], masked: bool) -> list[ScoreChunk]:
-    """The chunks of the first `area` queries and keys of a tile pair."""
+    """Returns the chunks of the first `area` queries and keys of a tile pair."""
     cut = masked and spec.trapezoid
     chunk_q, chunk_kv = spec.chunk_q, spec.chunk_kv
     if cut and not spec.by_columns and chunk_q > DIAGONAL:
@@ -138,7 +138,7 @@ def _chunks(entry: Any, spec: TiledSpec, area: tuple[int, int], masked: bool) ->
 
 
 def _cut(at: ScoreChunk) -> ScoreChunk:
-    """A chunk on the diagonal without the masked pairs that fill whole lanes: early queries, or late keys."""
+    """Returns a chunk on the diagonal without the masked pairs that fill whole lanes: early queries, or late keys."""
     at = at._replace(masked=at.key + at.keys - 1 > at.query)
     if not at.spec.by_columns:
         return at._replace(keys=min(at.keys, cdiv(at.query + at.queries - at.key, LANES) * LANES))
@@ -147,7 +147,7 @@ def _cut(at: ScoreChunk) -> ScoreChunk:
 
 
 def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
-    """The chunk's rows of keys or values, 0 beyond the last key."""
+    """Returns the chunk's rows of keys or values, 0 beyond the last key."""
     x = ref[at.k, :]
     if not (at.masked and at.spec.ragged_keys):
         return x
@@ -155,7 +155,7 @@ def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
 
 
 def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
-    """The chunk's rows of queries or cotangents, 0 beyond the last query."""
+    """Returns the chunk's rows of queries or cotangents, 0 beyond the last query."""
     x = ref[at.q, :]
     if not (at.masked and at.spec.ragged_queries):
         return x
@@ -163,13 +163,13 @@ def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
 
 
 def _zero_from(x: jax.Array, first: Any, end: int) -> jax.Array:
-    """Rows from `first` on, with 0 from `end` on: a block beyond the array holds anything, NaN included."""
+    """Returns rows from `first` on, with 0 from `end` on: a block beyond the array holds anything, NaN included."""
     index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(index < end, x, jnp.zeros_like(x))
 
 
 def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> tuple[jax.Array, jax.Array | None]:
-    """Scores in powers of two before masking, and the slope of the soft cap."""
+    """Returns scores in powers of two before masking, and the slope of the soft cap."""
     spec, slope = at.spec, None
     pair = (key, query) if spec.by_key else (query, key)
     s = product(*pair, (1, 1), spec.precision)
@@ -190,7 +190,7 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
 
 
 def allowed(refs: TileRefs, at: ScoreChunk) -> jax.Array:
-    """Which pairs of a masked chunk attend."""
+    """Returns which pairs of a masked chunk attend."""
     spec, conditions = at.spec, []
     if spec.left is not None or spec.right is not None:
         conditions += _in_band(refs, at)
@@ -212,7 +212,7 @@ def allowed(refs: TileRefs, at: ScoreChunk) -> jax.Array:
 
 
 def apply_mask(x: jax.Array, instead: float, refs: TileRefs, at: ScoreChunk) -> jax.Array:
-    """Scores or weights of a masked chunk, with another number where pairs do not attend."""
+    """Returns scores or weights of a masked chunk, with another number where pairs do not attend."""
     late = at.key + at.keys - at.query
     if not (at.spec.trapezoid and at.spec.by_columns and late < at.queries):
         return jnp.where(allowed(refs, at), x, instead)
@@ -222,7 +222,7 @@ def apply_mask(x: jax.Array, instead: float, refs: TileRefs, at: ScoreChunk) -> 
 
 
 def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
-    """Double buffers in VMEM for scores or weights of chunks, which would spill in registers.
+    """Returns double buffers in VMEM for scores or weights of chunks, which would spill in registers.
 
     Two arrays, not one of twice the size: the compiler orders accesses by array, so in a single one the writes of a
     chunk would wait for the reads of the chunk before.
@@ -231,7 +231,7 @@ def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
 
 
 def dropout_scratch(spec: TiledSpec) -> dict[str, Any]:
-    """Scratch memory for dropout's hash keys of the accumulated tile."""
+    """Returns scratch memory for dropout's hash keys of the accumulated tile."""
     stationary = spec.block_kv if spec.by_key else spec.block_q
     return {} if spec.threshold is None else {"dropout_column": pltpu.VMEM((stationary, LANES), jnp.int32)}
 
@@ -243,7 +243,7 @@ def transpose_dropout_keys(refs: TileRefs, spec: TiledSpec) -> None:
 
 
 def drop(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
-    """x with 0 where dropout drops; kept elements are not scaled."""
+    """Returns x with 0 where dropout drops; kept elements are not scaled."""
     if at.spec.threshold is None:
         return x
     stationary, across = (at.k, refs.row_keys[:, at.q]) if at.spec.by_key else (at.q, refs.column_keys[:, at.k])
@@ -254,19 +254,19 @@ def drop(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
 
 
 def query_column(ref: Any, at: ScoreChunk) -> jax.Array:
-    """A row [1, block_q]: the chunk's part, to be broadcast against scores."""
+    """Returns a row [1, block_q]: the chunk's part, to be broadcast against scores."""
     row = _row(ref, at.q)
     return row if at.spec.by_key else widen(column(row), at.keys)
 
 
 def key_row(ref: Any, at: ScoreChunk) -> jax.Array:
-    """A row [1, block_kv]: the chunk's part, to be broadcast against scores."""
+    """Returns a row [1, block_kv]: the chunk's part, to be broadcast against scores."""
     row = _row(ref, at.k)
     return widen(column(row), at.queries) if at.spec.by_key else row
 
 
 def _row(ref: Any, span: slice) -> jax.Array:
-    """Part of a row, in 32 bits: not every chip broadcasts and transposes narrower types."""
+    """Returns part of a row, in 32 bits: not every chip broadcasts and transposes narrower types."""
     row = ref[:, span]
     return row if row.dtype.itemsize == 4 else row.astype(jnp.float32)
 
@@ -301,7 +301,7 @@ def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound
 
 
 def _pair_values(rectangle: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
-    """A bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None without."""
+    """Returns a bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None without."""
     if rectangle is not None:
         x = rectangle[at.q, at.k].astype(jnp.float32)
         return x.T if at.spec.by_key else x
@@ -319,5 +319,5 @@ def _query_index(at: ScoreChunk) -> jax.Array:
 
 
 def _along(at: ScoreChunk, key: bool) -> jax.Array:
-    """The index, in the chunk, of the key or of the query of every pair."""
+    """Returns the index, in the chunk, of the key or of the query of every pair."""
     return lax.broadcasted_iota(jnp.int32, at.shape, 0 if key == at.spec.by_key else 1)

@@ -59,7 +59,7 @@ def channel_gradients(
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """dq plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij q_ik.
+    """Returns dq plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij q_ik.
 
     See `intra_chunk_scores`, whose transposed products these are.
 
@@ -109,7 +109,7 @@ def through_states(
     BLOCK_V: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """dS v_j of a chunk's tokens, [CHUNK, BLOCK_K], and <dS, S_0> of each key channel if GATES.
+    """Returns dS v_j of a chunk's tokens, [CHUNK, BLOCK_K], and <dS, S_0> of each key channel if GATES.
 
     Args:
         values: Pointers to values, S_0 and dS, the chunk's first token and its sequence's end.
@@ -209,7 +209,7 @@ def chunk_bwd_dqkg_kernel(
             # dt belongs to the written token, which is the column.
             dpairs *= factors[None, :]
         if spec.WIDTH > 1:
-            # Gates of channels: both gradients stay in registers, since each halving adds to both.
+            # Gates per key channel: both gradients stay in registers, since each halving adds to both.
             dk, state_product = through_states(values, k_start, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
             if spec.DT:
                 dk *= factors[:, None]

@@ -15,7 +15,7 @@ does to later chunks is in dS.
     chunk_bwd_dqkg_kernel    a program: one chunk, BLOCK_K key channels; loops over heads that share queries or keys
 
 No atomic additions: programs that each have a part of a gradient store their parts, which are added in a fixed order,
-so every run gives the same bits.
+so results are reproducible bit for bit.
 """
 
 import triton

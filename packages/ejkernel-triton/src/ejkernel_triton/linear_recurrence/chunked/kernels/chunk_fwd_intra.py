@@ -1,4 +1,4 @@
-"""Scores of the pairs of tokens inside a chunk, with gates of channels."""
+"""Scores of the pairs of tokens inside a chunk, with gates per key channel."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def chunk_fwd_intra_kernel(
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """sum_k q_ik exp2(G_ik - G_jk) k_jk of one head's chunk for j <= i, with gates of channels; else 0."""
+    """sum_k q_ik exp2(G_ik - G_jk) k_jk of one head's chunk for j <= i, with gates per key channel; else 0."""
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     head = program % spec.H

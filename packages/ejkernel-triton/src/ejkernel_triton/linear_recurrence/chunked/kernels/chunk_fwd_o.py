@@ -9,7 +9,7 @@ o_i = scale (q_i exp2(G_i) S_0 + sum_{j <= i} (q_i exp2(G_i - G_j) k_j) dt_j v_j
     pairs, v     -> acc += pairs v                   after it, for the diagonal block of tokens
     q, k', v'    -> acc += pairs' v'                 for every earlier block of the chunk, where it has several
 
-With gates of channels the decay differs along the contracted axis: q is multiplied by exp2(G_i) in the loop, and a
+With gates per key channel the decay differs along the contracted axis: q is multiplied by exp2(G_i) in the loop, and a
 kernel before this one makes the pairs, once for all tiles of values.
 """
 
@@ -102,7 +102,7 @@ def chunk_fwd_o_kernel(
         # 0 above the diagonal already.
         pairs = tl.load(scores_at(scores, row, head, chunk, spec))
     if spec.WIDTH == 1:
-        # A gate a head is a factor of rows: once on the accumulator, instead of on every tile of q.
+        # A gate per head is a factor of rows: once on the accumulator, instead of on every tile of q.
         constant = constant_gate(gates, row, head, spec, per)
         g = head_gates(g_base, constant, block * BLOCK_T, BLOCK_T, spec)
         acc *= tl.exp2(g)[:, None]

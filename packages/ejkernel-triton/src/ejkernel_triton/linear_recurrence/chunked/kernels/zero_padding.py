@@ -1,4 +1,4 @@
-"""Zeros for tokens of no packed sequence, which no chunk has.
+"""Zeros for padding tokens of packed sequences, which no chunk has.
 
 In place, and only there: to mask a whole array takes as long as to read and write it, a fifth of a packed call
 (docs/lab/linear_recurrence_gpu.md).

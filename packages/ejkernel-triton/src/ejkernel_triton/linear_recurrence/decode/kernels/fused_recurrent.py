@@ -6,7 +6,7 @@
                                               | read, store 0    | read, store 1
 
 A program has all key channels of one tile of value channels of one head's state, so no program needs another's sums.
-A row of the tile is BLOCK_V numbers side by side, which 16 bytes a thread load; of a transposed state [V, K] a column
+A row of the tile is BLOCK_V numbers side by side, which 16 bytes per thread load; of a transposed state [V, K] a column
 is. Where states are in slots, a program looks up that of its sequence, and leaves the others alone. What the next token
 brings is loaded while the one before is worked on: a step waits for memory once, not once per token.
 
@@ -22,14 +22,14 @@ from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_out
 
 @triton.jit
 def load_row(at, token, channels, there, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """A token's channels in float32; 0 beyond WIDTH and where there is no token."""
+    """Returns a token's channels in float32; 0 beyond WIDTH and where there is no token."""
     mask = (channels < WIDTH) & (there + 0 * channels > 0)  # the interpreter has no & of a vector and a scalar
     return tl.load(at + token * STRIDE + channels, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_number(at, token, there, STRIDE: tl.constexpr):
-    """A token's number in float32."""
+    """Returns a token's number in float32."""
     return tl.load(at + token * STRIDE, mask=there > 0, other=0.0).to(tl.float32)
 
 
@@ -66,7 +66,7 @@ def load_token(
 
 @triton.jit
 def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
-    """The state [K, V] after a token: restart, decay, write."""
+    """Returns the state [K, V] after a token: restart, decay, write."""
     if spec.SEGMENTS:
         # where and not a product: inf or NaN of the segment before must not reach this one.
         state = tl.where(role > 1, 0.0, state)

@@ -8,7 +8,7 @@ one after it:
     chunk_bwd_dhu            from the last chunk to the first   dS, q, do, W, k, A^T do -> dx, dS
                  dx = A^T do + (k exp2(G_T - G)) dS
                  dS = exp2(G_T) dS + scale (q exp2(G))^T do - W^T dx
-                 with gates of channels, the same of what is decayed already (see `wy_channel_gates`)
+                 with gates per key channel, the same of what is decayed already (see `wy_channel_gates`)
     wy_bwd                   all chunks at the same time        dx -> dy = (I + L)^-T dx, dv = beta dy
     chunk_bwd_dqkwg          all chunks, BLOCK_K key channels   dy, do, x -> dq, dk, dG, dbeta
                  r_i    = -(exp2(G_i) S dy_i + sum_{j < i} w_ij <dy_i, x_j> k_j)     k_i as a query, without beta
@@ -17,7 +17,7 @@ one after it:
                  dG_t   = q_t dq_t + k_t beta_t r_t - k_t (its part as a key)
 
 No gradient is divided by beta, which may be 0. No atomic additions: programs that each have a part of a gradient store
-their parts, which are added in a fixed order, so every run gives the same bits.
+their parts, which are added in a fixed order, so results are reproducible bit for bit.
 """
 
 import triton

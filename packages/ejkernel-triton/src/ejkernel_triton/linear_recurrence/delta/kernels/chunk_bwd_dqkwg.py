@@ -50,7 +50,7 @@ def answer_gradients(
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """dr plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij strength_i k_ik, with gates of channels.
+    """dr plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij strength_i k_ik, with gates per key channel.
 
     `chunk_bwd_dqkg.channel_gradients` for keys that read keys before them; pairs are 0 for j >= i.
     """
@@ -87,7 +87,7 @@ def read_gradients(
     BLOCK_V: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """<c_i, x_j> [CHUNK, CHUNK] of cotangents c and writes x, and S c_i [CHUNK, BLOCK_K]."""
+    """Returns <c_i, x_j> [CHUNK, CHUNK] of cotangents c and writes x, and S c_i [CHUNK, BLOCK_K]."""
     C: tl.constexpr = spec.CHUNK
     pairs = tl.zeros([C, C], tl.float32)
     through_state = tl.zeros([C, BLOCK_K], tl.float32)
@@ -158,7 +158,7 @@ def chunk_bwd_dqkwg_kernel(
     to_q = chunk_base(dquery, row, start, head, spec.T, spec.H, spec.K)
     to_k = chunk_base(dkey, row, start, head, spec.T, spec.H, spec.K)
     if spec.WIDTH > 1:
-        # Gates of channels. dk collects its part as a key of both reads, since each halving adds to both gradients.
+        # Gates per key channel. dk collects its part as a key of both reads, since each halving adds to both gradients.
         dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
         g = load_gates(g_base, k_start, BLOCK_K, spec)
         last = load_last_gates(g_base, k_start, BLOCK_K, spec)

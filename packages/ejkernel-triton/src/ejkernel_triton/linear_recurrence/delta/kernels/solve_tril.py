@@ -11,7 +11,7 @@ DIAGONAL = tl.constexpr(16)
 
 @triton.jit
 def batched_inverses(blocks, spec: tl.constexpr):
-    """(I + L)^-1 of strictly lower blocks [BLOCKS, 16, 16], by products of a matrix a warp.
+    """Returns (I + L)^-1 of strictly lower blocks [BLOCKS, 16, 16], by products of a matrix a warp.
 
     Two inverses A and D of blocks of n rows make that of 2 n rows, whose lower left block is -D L A, with L the rows of
     D and the columns of A: 16 rows take four such steps. They have no powers of a matrix in them, which grow beyond all
@@ -33,7 +33,7 @@ def batched_inverses(blocks, spec: tl.constexpr):
 
 @triton.jit
 def diagonal_inverses(lower, spec: tl.constexpr):
-    """The inverses of I plus the diagonal blocks of a strictly lower matrix: [CHUNK, CHUNK], 0 elsewhere."""
+    """Returns the inverses of I plus the diagonal blocks of a strictly lower matrix: [CHUNK, CHUNK], 0 elsewhere."""
     C: tl.constexpr = spec.CHUNK
     BLOCKS: tl.constexpr = C // DIAGONAL
     rows = tl.arange(0, C)
@@ -48,7 +48,7 @@ def diagonal_inverses(lower, spec: tl.constexpr):
 
 @triton.jit
 def solve_tril(lower, spec: tl.constexpr):
-    """(I + lower)^-1 of a strictly lower [CHUNK, CHUNK] float32.
+    """Returns (I + lower)^-1 of a strictly lower [CHUNK, CHUNK] float32.
 
     With D the inverse of the diagonal blocks and X = D times the blocks below them, it is (I + X)^-1 D. X has no power
     beyond the number of blocks, so (I + X)^-1 = (I - X)(I + X^2)(I + X^4), of which a chunk of 64 needs two factors.

@@ -1,4 +1,4 @@
-"""All that the delta rule with gates of channels makes inside of a chunk, in one kernel that reads its gates once.
+"""All that the delta rule with gates per key channel makes inside of a chunk, in one kernel that reads its gates once.
 
 Cumulative gates take as many bytes as queries and keys together. So no array of them goes to other kernels: what reads
 the state or is written to it leaves this one with its decay, relative to the chunk's middle M:
@@ -59,7 +59,7 @@ def sums_from_middle(gates, dtype: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def load_log_gates(base, start, end, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[CHUNK, COLUMNS] gates of a chunk's tokens as powers of two; 0 for tokens from `end` on."""
+    """Returns [CHUNK, COLUMNS] gates of a chunk's tokens as powers of two; 0 for tokens from `end` on."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
     at = base + (rows[:, None] * STRIDE + columns[None, :])
@@ -70,7 +70,7 @@ def load_log_gates(base, start, end, column, STRIDE: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def decayed(tile, decay):
-    """A tile times its decay, rounded to its dtype: an operand of products."""
+    """Returns a tile times its decay, rounded to its dtype: an operand of products."""
     return (tile.to(tl.float32) * decay).to(tile.dtype)
 
 

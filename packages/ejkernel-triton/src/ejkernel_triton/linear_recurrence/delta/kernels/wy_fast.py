@@ -49,7 +49,7 @@ def wy_fast_kernel(
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """U and W of one head's chunk, and (I + L)^-1 if KEEP, without gates of channels; see `forward.wy_fast`."""
+    """U and W of one head's chunk, and (I + L)^-1 if KEEP, without gates per key channel; see `forward.wy_fast`."""
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     head = program % spec.H

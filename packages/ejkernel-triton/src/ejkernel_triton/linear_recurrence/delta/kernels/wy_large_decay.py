@@ -1,4 +1,4 @@
-"""The WY form of chunks whose gates of channels decay too much for `wy_channel_gates`."""
+"""The WY form of chunks whose gates per key channel decay too much for `wy_channel_gates`."""
 
 import triton
 import triton.language as tl
@@ -93,7 +93,7 @@ def wy_large_decay_kernel(
     of_head = (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS
     # A few programs look at all chunks: with one a chunk, most would wait for one number and end.
     # What does not change from chunk to chunk is made again in each: outside of the loop it would take registers, and
-    # 24 bytes a thread spill.
+    # 24 bytes per thread spill.
     for chunk in tl.range(first, tl.minimum(first + GROUP, spec.CHUNKS), num_stages=1, disable_licm=True):
         if tl.load(exponents + of_head + chunk) >= spec.MAX_EXPONENT:
             start, end = chunk_span(starts, ends, row, chunk, spec, per)

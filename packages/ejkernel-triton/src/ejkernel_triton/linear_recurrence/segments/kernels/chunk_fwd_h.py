@@ -67,7 +67,7 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
             if spec.DT and not REVERSE:
                 weights = weights * factors[None, :]
             acc *= tl.exp2(total)[:, None]
-        # On keys and not on values: gates of channels differ by key channel.
+        # On keys and not on values: gates per key channel differ by key channel.
         left = (left.to(tl.float32) * weights).to(left.dtype)
     else:
         if spec.DT and not REVERSE:

@@ -17,7 +17,7 @@ from ejkernel_triton.linear_recurrence.segments.kernels.effective_length import 
 
 @triton.jit
 def decay_of(base, constant, segment, channels, spec: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
-    """The factor on the state that passes through CHUNKS chunks of a segment: [channels], or a number."""
+    """Returns the factor on the state that passes through CHUNKS chunks of a segment: [channels], or a number."""
     if spec.CONSTANT:
         start = segment * CHUNKS * spec.CHUNK
         return tl.exp2(constant * tl.minimum(spec.T - start, CHUNKS * spec.CHUNK).to(tl.float32))

@@ -38,7 +38,7 @@ GATES_AT_ONCE = tl.constexpr(32)
 
 @triton.jit
 def constant_effective_length(constant, spec: tl.constexpr):
-    """Chunks over which a gate that no token changes leaves something of a state."""
+    """Returns chunks over which a gate that no token changes leaves something of a state."""
     # A head without decay reaches over 1.2e9 tokens.
     return (1.0 / tl.minimum(constant, -1e-7) * LOG2_MIN_NORMAL).to(tl.int32) // spec.CHUNK + 1
 

@@ -18,7 +18,7 @@ from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_out
 
 @triton.jit
 def load_token(x, step, write, read, token, there, channels, numbers, spec: tl.constexpr):
-    """What a token brings: x and dt by channels, B and C by numbers; zeros where there is none."""
+    """Returns what a token brings: x and dt by channels, B and C by numbers; zeros where there is none."""
     # Vectors and no scalars: the interpreter has no & of a vector and a scalar.
     of_channels = channels < tl.where(there > 0, spec.E, 0)
     of_numbers = numbers < tl.where(there > 0, spec.N, 0)
