@@ -1,10 +1,10 @@
 """The Triton backend: kernels for NVIDIA and AMD GPUs, compiled by Triton and called through jax-triton.
 
-Importing this module needs neither Triton nor jax-triton. What a kernel needs is data in its `Implementation`, so a
-machine without the toolchain gets a refusal with the missing module's name, not an import error.
+Importing this module needs neither Triton nor jax-triton. What a kernel needs is data in its `Implementation`, so that
+on a machine without the toolchain a call is refused with the missing module's name, and the import succeeds.
 
 With `TRITON_INTERPRET=1` in the environment, Triton's own switch, the kernels run in Triton's interpreter on any
-device, the CPU among them: slow, and right to the last bit that the kernel decides.
+device, including CPUs: slowly, and with the same results up to rounding.
 """
 
 from ejkernel.ops import hookimpl
@@ -28,7 +28,7 @@ from ejkernel_triton import (
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
-    """Return the implementations this package registers; an operation it does not serve is simply absent."""
+    """Return the implementations that this package registers."""
     return (
         *tiled_attention.implementations(),
         *ring_attention.implementations(),

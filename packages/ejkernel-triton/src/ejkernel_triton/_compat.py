@@ -1,4 +1,4 @@
-"""The few places where Triton or jax-triton moved something."""
+"""Adapts to the versions of Triton and jax-triton, where their interfaces differ."""
 
 import contextlib
 import functools
@@ -10,8 +10,9 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 FUSION = {"enable_fp_fusion": True}
-"""Triton's compile option that fuses products and sums: `exp2(x * scale - max)` and running sums are one instruction
-each. Triton 3.10 no longer fuses where it is not told."""
+"""Triton's compile option that fuses multiplications and additions, so that `exp2(x * scale - max)` and running sums
+take one instruction each. It is the default before Triton 3.10 only.
+"""
 
 
 @functools.cache
@@ -23,10 +24,10 @@ def triton_call() -> Any:
 
 
 def _mend_dead_code_rule() -> None:
-    """Makes jax-triton 0.4.1 work under JAX 0.12, whose rules of dead-code elimination take one argument more.
+    """Makes jax-triton 0.4.1 work with JAX 0.12, which passes one argument more to rules of dead-code elimination.
 
-    JAX 0.10 and 0.11 call a rule as (used_outs, eqn), 0.12 as (used_outs, live_ins, eqn); jax-triton's takes two. A
-    rule of theirs that takes another number is left alone.
+    JAX 0.10 and 0.11 call a rule as (used_outs, eqn), 0.12 as (used_outs, live_ins, eqn); jax-triton's rule takes two
+    arguments. A rule that takes another number of arguments is not changed.
     """
     library = importlib.import_module("jax_triton.triton_lib")
     rules, primitive = getattr(getattr(library, "pe", None), "dce_rules", {}), library.triton_kernel_call_p
@@ -42,7 +43,7 @@ def _mend_dead_code_rule() -> None:
 
 @functools.cache
 def output_argument() -> str:
-    """Returns what `jax_triton.triton_call` calls the outputs' shapes: `out_shape` in 0.3, `out_type` in 0.4."""
+    """Returns the name of the outputs' shapes in `jax_triton.triton_call`: `out_shape` in 0.3, `out_type` in 0.4."""
     parameters = inspect.signature(triton_call()).parameters
     return "out_type" if "out_type" in parameters else "out_shape"
 
@@ -50,12 +51,13 @@ def output_argument() -> str:
 def call_kernel(
     kernel: Any, arrays: Sequence[Any], outputs: Sequence[Any], aliases: Mapping[int, int], **options: Any
 ) -> tuple[Any, ...]:
-    """Calls `jax_triton.triton_call`, whichever way it passes outputs that take over the memory of an input.
+    """Calls `jax_triton.triton_call`, whose versions pass aliased outputs in different ways.
 
-    jax-triton 0.3 gives a kernel a pointer for an aliased output, 0.4 none: there the output's own parameter takes the
-    input's array, and the input's parameter another one, since an array passed twice would be copied.
+    jax-triton 0.3 passes a kernel a pointer for an aliased output; 0.4 does not. There the input's array is passed as
+    the output's parameter, and some other array as the input's parameter, since an array that is passed twice would be
+    copied.
 
-    jaxlib hands a kernel its buffers in one order, all operands and then all results, and jax-triton 0.4 lists the
+    jaxlib passes a kernel its buffers in one order, all operands and then all results, and jax-triton 0.4 lists the
     kernel's parameters as they are declared. The two agree only if aliased outputs are declared before the others, and
     if their results, which no parameter takes, come last.
 
@@ -82,7 +84,7 @@ def call_kernel(
     source_of = {output: source for source, output in sorted(aliases.items(), key=lambda pair: pair[1])}
     named = {kernel.arg_names[len(arrays) + n]: arrays[source] for n, source in source_of.items()}
     order = [n for n in range(len(outputs)) if n not in source_of] + list(source_of)
-    # Numbers count the parameters that get an array: the inputs, then the aliased outputs.
+    # Indices count the parameters that are arrays: the inputs, then the aliased outputs.
     renumbered = {len(arrays) + n: order.index(output) for n, output in enumerate(source_of)}
     options["out_type"] = [outputs[n] for n in order]
     results = triton_call()(*inputs, **named, kernel=kernel, input_output_aliases=renumbered, **options)
@@ -91,9 +93,9 @@ def call_kernel(
 
 @functools.cache
 def fusion_option() -> dict[str, Any]:
-    """The argument of `jax_triton.triton_call` that fuses products and sums, which Triton 3.10 no longer does unasked.
+    """Returns the argument of `jax_triton.triton_call` for `FUSION`.
 
-    jax-triton 0.4 takes the compiler's options as they are, 0.3 this one by name.
+    jax-triton 0.4 passes any compiler option on, 0.3 has an argument for this one.
     """
     parameters = inspect.signature(triton_call()).parameters
     return {"backend_options": FUSION} if "backend_options" in parameters else FUSION
@@ -126,7 +128,7 @@ def stages_until_memory(backend: Any, source: Any, options: Any) -> int:
 
 @contextlib.contextmanager
 def cache_folder() -> Generator[None]:
-    """Gives Triton a folder to keep what it compiles in, where jax-triton took it away from the whole process."""
+    """Provides a cache folder for Triton, since jax-triton turned Triton's cache off for the whole process."""
     if os.environ.get("TRITON_CACHE_DIR") != "":
         yield
         return
@@ -144,13 +146,14 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 def mend_interpreter() -> None:
-    """Makes Triton's interpreter run under NumPy 2.5, and twice as fast.
+    """Makes Triton's interpreter run with NumPy 2.5, and twice as fast.
 
-    Its scalars are arrays of one element, which are no loop bounds for that NumPy. It looks for overflow in every sum,
-    and patches what a module sees of `triton.language` in every call of the module's functions; once a run is enough.
+    The interpreter's scalars are arrays of one element, which NumPy 2.5 does not accept as loop bounds. It also checks
+    every sum for overflow, and patches `triton.language` in a module at each call of the module's functions; once per
+    run suffices.
 
-    It computes with bfloat16 as with the integers that hold its bits, so a kernel that does not compute in float32 gets
-    an error instead of wrong numbers.
+    It computes on the bits of bfloat16 as if they were integers, so a kernel that does not convert to float32 raises an
+    error here instead of returning wrong results.
     """
     interpreter = _interpreter()
     _patched.clear()
@@ -172,7 +175,7 @@ def mend_interpreter() -> None:
 
 
 def _without_bfloat16(compute: Any) -> Any:
-    """Returns an operation of the interpreter that refuses bfloat16."""
+    """Returns an operation of the interpreter that raises an error for bfloat16."""
 
     @functools.wraps(compute)
     def checked(builder: Any, operand: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Compiling kernels for a named chip, on a machine that need not have it.
+"""Compiles kernels for a named chip, on a machine that need not have it.
 
 with launch.collected() as launches:
     jax.eval_shape(function, *shapes)
@@ -33,13 +33,13 @@ POINTERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a compiled kernel takes of a chip.
+    """The resources that a compiled kernel uses on a chip.
 
     Attributes:
         kernel: Its name.
-        registers: A thread's.
-        spilled: Bytes of registers a thread keeps in memory.
-        shared: Bytes of shared memory a program.
+        registers: Registers per thread.
+        spilled: Bytes of spilled registers per thread.
+        shared: Bytes of shared memory per program.
         binary: Machine code.
         assembly: PTX, or the assembly of AMD's machine code.
     """
@@ -53,7 +53,7 @@ class Resources:
 
 
 def shared_memory(call: Launch, chip: str) -> int:
-    """Bytes of shared memory of a program, as `compile_for` has them, without its machine code: in half the time.
+    """Returns the bytes of shared memory of a program, without compiling to machine code: in half the time.
 
     Args:
         call: From `launch.collected`.
@@ -71,7 +71,7 @@ def shared_memory(call: Launch, chip: str) -> int:
 
 
 def compile_for(call: Launch, chip: str) -> Resources:
-    """Compiles what a launch runs, down to machine code.
+    """Compiles the kernel of a launch to machine code.
 
     Args:
         call: From `launch.collected`.
@@ -97,20 +97,20 @@ def compile_for(call: Launch, chip: str) -> Resources:
 
 
 def mixed_lanes(ptx: str) -> list[str]:
-    """Returns instructions that put a product wider than 32 bits into the low half of a pair of 32-bit numbers.
+    """Returns instructions that put a product wider than 32 bits into the low half of a pair of 32-bit integers.
 
-    Triton 3.6 compiles some kernels so, wrongly: LLVM joins `x << 28`, whose result is unread, and `y << 1` into one
+    Triton 3.6 miscompiles some kernels in this way: LLVM joins `x << 28`, whose result is unread, and `y << 1` into one
     shift of two lanes, both marked as not overflowing, and its NVPTX backend packs the lanes into 64 bits. It widens
-    the unread lane by `mul.wide.u32 x, 2 ** 28`, so the bits that should have fallen off end up in y's lane:
+    the unread lane by `mul.wide.u32 x, 2 ** 28`, so the bits that should have been shifted out end up in y's lane:
 
-        mul.wide.u32 low, x, 268435456      or.b64 pair, low, high
-        shl.b64 high, y, 33                 mov.b64 {_, y << 1 | x >> 4}, pair
+        mul.wide.u32 low, x, 268435456      or.b64 pair, low, high shl.b64 high, y, 33                 mov.b64 {_, y <<
+        1 | x >> 4}, pair
 
     Args:
-        ptx: What `compile_for` gives as assembly.
+        ptx: The assembly that `compile_for` returns.
 
     Returns:
-        The `or.b64` of each such pair; none where the code is right.
+        The `or.b64` of each such pair; none if the code is correct.
     """
     made: dict[str, str] = {}
     found: list[str] = []
@@ -127,7 +127,7 @@ def _target(chip: str) -> Any:
     from triton.backends.compiler import GPUTarget
 
     known = named(chip)
-    # A target names the threads of a warp: 32 threads on NVIDIA's chips, 64 on CDNA.
+    # A target needs the threads per warp: 32 on NVIDIA's chips, 64 on CDNA.
     return GPUTarget("cuda", known.capability, 32) if known.vendor == "nvidia" else GPUTarget("hip", chip, 64)
 
 
@@ -136,18 +136,20 @@ def _options(call: Launch) -> dict[str, Any]:
 
 
 def _source(call: Launch, make: Any) -> Any:
-    """Returns what jax-triton compiles: arrays that begin at multiples of 16 bytes, and constants."""
+    """Returns the source as jax-triton passes it: arrays are aligned to 16 bytes, and the constants are bound."""
     names = call.kernel.arg_names
     arrays = (*call.inputs, *call.outputs)
     signature = {name: POINTERS[jnp.dtype(x.dtype).name] for name, x in zip(names, arrays, strict=False)}
     signature |= dict.fromkeys(call.constants, "constexpr")
-    # As in JAX's buffers: with this the compiler makes loads of 128 bits and asynchronous copies.
+    # JAX's buffers are aligned: with this the compiler emits loads of 128 bits and asynchronous copies.
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
     return make(call.kernel, signature, dict(call.constants), aligned)
 
 
 def _usage(binary: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of a thread: the kernels have no arrays, so what is on the stack was spilled there."""
+    """Returns registers and stack bytes per thread: kernels have no local arrays, so all of the stack is spilled
+    registers.
+    """
     said = _run_tool("cuobjdump", "-res-usage", binary)
     counts = [max(map(int, re.findall(rf"{name}:(\d+)", said))) for name in ("REG", "STACK")]
     return counts[0], counts[1]
@@ -159,7 +161,7 @@ def machine_code(binary: bytes) -> str:
 
 
 def _run_tool(name: str, option: str, binary: bytes) -> str:
-    """Returns what a tool for binaries, of those in Triton's package, prints."""
+    """Runs a binary tool from Triton's package and returns its output."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
@@ -170,7 +172,9 @@ def _run_tool(name: str, option: str, binary: bytes) -> str:
 
 
 def _amd_usage(assembly: str) -> tuple[int, int]:
-    """Registers and bytes of scratch memory of a thread: scalars that lanes of vectors keep are in no memory."""
+    """Returns registers and bytes of scratch memory per thread; scalars that are spilled to vector lanes take no
+    memory.
+    """
     counts = [
         max(map(int, re.findall(rf"\.{name}:\s+(\d+)", assembly)))
         for name in ("vgpr_count", "private_segment_fixed_size")

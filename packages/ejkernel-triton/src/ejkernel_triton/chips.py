@@ -1,4 +1,4 @@
-"""The GPUs that the kernels are made for: one table, for heuristics and for compiling ahead of time.
+"""The table of GPUs that the kernels support, for heuristics and for compiling ahead of time.
 
 Sources: NVIDIA's CUDA C++ programming guide, table "technical specifications per compute capability", and its data
 sheets; AMD's CDNA 3 instruction set guide and data sheets.
@@ -15,15 +15,15 @@ Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna3"]
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What a kernel can have of a chip.
+    """The limits of a chip that kernels depend on.
 
     Attributes:
-        target: What Triton compiles for: `sm_90`, `gfx942`.
-        vendor: Who makes it.
-        architecture: Its generation. Consumer Blackwell (sm_120) has `ada`'s matrix instructions, and counts as that.
-        shared_memory: Bytes of shared memory that one program can have.
+        target: The name of Triton's target: `sm_90`, `gfx942`.
+        vendor: The manufacturer.
+        architecture: The generation. Consumer Blackwell (sm_120) has `ada`'s matrix instructions, and counts as that.
+        shared_memory: Bytes of shared memory that one program can use.
         registers: 32-bit registers of a multiprocessor, which its resident programs share.
-        multiprocessors: How many the largest product on sale with it has; a grid that covers them has no tail wave.
+        multiprocessors: Number in the largest product on sale; a grid that covers them has no tail wave.
     """
 
     target: str
@@ -35,7 +35,7 @@ class Chip:
 
     @property
     def capability(self) -> int:
-        """Returns the number in NVIDIA's name: 90 for `sm_90`; 0 for another vendor's."""
+        """Returns the number in NVIDIA's name: 90 for `sm_90`; 0 for other vendors."""
         return int(self.target[3:]) if self.vendor == "nvidia" else 0
 
 
@@ -53,11 +53,11 @@ CHIPS = {
         Chip("gfx942", "amd", "cdna3", 64 * KIBI, 128 * KIBI, 304),
     )
 }
-"""By Triton's name for them. AMD's count of registers is of vector registers of 64 lanes, in 32-bit words a lane."""
+"""Maps Triton's names to chips. AMD's registers are vector registers of 64 lanes, counted in 32-bit words per lane."""
 
 
 def named(target: str) -> Chip:
-    """Returns the chip that Triton calls so.
+    """Returns the chip with Triton's name `target`.
 
     Raises:
         ValueError: It is not in the table.
@@ -68,9 +68,9 @@ def named(target: str) -> Chip:
 
 
 def chip_of(device: DeviceInfo) -> Chip:
-    """Returns the chip of a device; of one that is not in the table, the newest of its vendor that is not newer.
+    """Returns the chip of a device; for one that is not in the table, the newest of its vendor that is not newer.
 
-    A CPU, where Triton's interpreter runs, counts as the largest: it has no limits of its own.
+    A CPU, where Triton's interpreter runs, counts as the largest chip, since it has no limits.
     """
     if device.platform == "cpu":
         return CHIPS["sm_90"]

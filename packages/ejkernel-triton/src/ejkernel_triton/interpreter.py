@@ -1,6 +1,6 @@
-"""Triton's interpreter on NumPy arrays.
+"""Runs kernels in Triton's interpreter on NumPy arrays.
 
-It wants PyTorch tensors, of which it uses the few methods that `_Tensor` has.
+The interpreter expects PyTorch tensors, of which it uses the few methods that `_Tensor` has.
 """
 
 import threading
@@ -12,7 +12,7 @@ import numpy as np
 
 from ejkernel_triton import _compat
 
-# The interpreter keeps where it is in module globals, and JAX may run callbacks of several devices at once.
+# The interpreter has global state, and JAX may run callbacks of several devices at the same time.
 _lock = threading.Lock()
 
 
@@ -39,7 +39,7 @@ class _Tensor:
         self.array = storage.array
 
     def copy_(self, other: "_Tensor") -> None:
-        """Nothing: `cpu` was no copy."""
+        """Does nothing, since `cpu` made no copy."""
 
     def storage_offset(self) -> int:
         return 0
@@ -62,25 +62,25 @@ def run(
     """Runs all programs of a kernel, one after the other.
 
     Args:
-        kernel: What `triton.jit` returns where TRITON_INTERPRET=1.
+        kernel: A kernel that `triton.jit` made with TRITON_INTERPRET=1.
         inputs: Arrays.
-        outputs: Shapes and dtypes; they start as NaN, or as the smallest integer, but for aliases.
+        outputs: Shapes and dtypes; they start as NaN, or as the smallest integer, except for aliases.
         grid: Programs.
         constants: The `tl.constexpr` arguments.
-        aliases: Input number -> number of the output that starts as that input.
+        aliases: Input index -> index of the output that starts as that input.
 
     Returns:
         The outputs.
     """
-    # Kernels compute addresses from shapes alone, so arrays must lie without gaps.
+    # Kernels compute addresses from shapes alone, so arrays must be contiguous.
     read = [np.ascontiguousarray(np.asarray(x)) for x in inputs]
-    # NaN, or the least integer, in what a kernel leaves out: a read of it shows in the result.
+    # Elements that a kernel does not write are NaN, or the smallest integer, so that reading them shows in the result.
     written = [np.full(x.shape, _poison(x.dtype), x.dtype) for x in outputs]
     for source, target in aliases.items():
         written[target][...] = read[source]
     tensors = [_Tensor(x, str(x.dtype)) for x in (*read, *written)]
     _compat.mend_interpreter()
-    # Masked lanes compute too, so overflow and NaN there are no errors.
+    # Masked lanes are computed too, so overflow and NaN in them are no errors.
     with _lock, np.errstate(all="ignore"):
         kernel[(grid,)](*tensors, **constants)
     return tuple(written)

@@ -1,10 +1,10 @@
-"""The one door to Triton: a kernel with its arrays, launched in whichever way the process can.
+"""Launches Triton kernels, the only place that does, in the way that the process supports:
 
 - on a device, through jax-triton;
 - with `TRITON_INTERPRET=1` in the environment, by Triton's interpreter in a callback, on any device and under `jit`;
-- inside `collected`, not at all: what would be launched is listed, ready to be compiled for a named target.
+- inside `collected`, not at all: launches are listed, to be compiled for a named target.
 
-Outputs are written by the kernel alone: what it leaves out is undefined on a device and NaN in the interpreter.
+Elements of outputs that a kernel does not write are undefined on a device and NaN in the interpreter.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ class Launch:
     """One launch of a kernel.
 
     Attributes:
-        kernel: The `triton.jit` function: inputs, outputs, then constants.
+        kernel: The `triton.jit` function; its parameters are inputs, outputs and constants.
         inputs: Shapes of the input arrays.
         outputs: Shapes of the arrays that it writes.
-        grid: Programs.
+        grid: Number of programs.
         num_warps: Warps per program.
         num_stages: Depth of the software pipelines.
         constants: Its `tl.constexpr` arguments by name.
-        aliases: Input index -> output index: an input whose memory the output takes over, with what is in it.
+        aliases: Input index -> output index, for inputs that an output is initialised with, in the same memory.
     """
 
     kernel: Any
@@ -58,9 +58,9 @@ _collecting: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def collected() -> Generator[list[Launch]]:
-    """Lists the launches of functions traced inside the block, instead of carrying them out: their outputs are 0.
+    """Lists the launches of functions that are traced inside the block, instead of running them: their outputs are 0.
 
-    JAX remembers what it traced by the function, so give it one that is used nowhere else, such as a `lambda`.
+    JAX caches traces by function, so pass one that is used nowhere else, such as a `lambda`.
     """
     launches: list[Launch] = []
     token = _collecting.set(launches)
@@ -71,7 +71,9 @@ def collected() -> Generator[list[Launch]]:
 
 
 def interpreting() -> bool:
-    """Whether this process interprets Triton kernels: Triton's own switch, which it reads when it is imported."""
+    """Returns whether this process interprets Triton kernels, which depends on the environment when Triton is
+    imported.
+    """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
 
@@ -88,19 +90,19 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel.
 
-    The first axis of every array is rows of the batch, or one or several that follow each other share one. The kernel
-    is told how many by its constant `per`, by the arrays' names in capitals: row b reads row `b // per.NAME`. So under
-    `jax.vmap` a kernel runs once, on a longer batch.
+    The first axis of every array is the batch, of which every row, or a number of consecutive rows, has an entry of the
+    array. The constant `per` has that number for each array, by the array's name in capitals: row b reads entry `b //
+    per.NAME`. With it a kernel under `jax.vmap` is launched once, for a larger batch.
 
     Args:
         kernel: A `triton.jit` function whose parameters are the inputs, the outputs and the constants, in this order.
-        inputs: Arrays. None, for an input that the constants say is not there, passes the first array in its place.
-        outputs: Shapes and dtypes of what it writes; or, for one that is written in part, the number of the input that
-            it starts as, whose memory it takes over. The kernel reads such an input through the output's pointer: what
-            it gets in the input's place may be any array. Such outputs come before all others (`_compat.call_kernel`
-            says why).
+        inputs: Arrays. For None, an input that is absent according to the constants, the first array is passed instead.
+        outputs: Shapes and dtypes of the outputs; or, for one that is partly written, the index of the input that it
+            starts as, whose memory it reuses. The kernel reads such an input through the output's pointer; the array
+            that is passed for the input itself is unspecified. Such outputs come before all others
+            (`_compat.call_kernel` says why).
         batch: Number of batch rows.
-        grid: Number of programs, in proportion to the batch.
+        grid: Number of programs, proportional to the batch.
         num_warps: Warps per program.
         num_stages: Depth of the software pipelines.
         constants: Hashable `tl.constexpr` arguments other than `per`, none of which depends on the batch.
@@ -109,10 +111,10 @@ def launch(
         The outputs.
 
     Raises:
-        ValueError: An output that takes over an input's memory comes after one that does not.
+        ValueError: An output that reuses an input's memory comes after one that does not.
     """
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "constants": constants}
-    # A kernel's signature is fixed, so what a call lacks is another array, which the kernel does not read.
+    # A kernel's signature is fixed, so an absent array is replaced by another one, which the kernel does not read.
     arrays = tuple(inputs[0] if x is None else x for x in inputs)
     aliases = {x: n for n, x in enumerate(outputs) if isinstance(x, int)}
     if any(n >= len(aliases) for n in aliases.values()):
@@ -131,21 +133,20 @@ def launch(
         constants={**constants, "per": _per(kernel, batch, [*inputs, *shapes])},
         aliases=aliases,
     )
-    # Outputs of zeros let the trace go on to launches that read them.
+    # Returns zeros, so that tracing goes on to launches that read them.
     if (launches := _collecting.get()) is not None:
         launches.append(call)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
 
     def folded(size: int, batched: list[bool], *given: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        # An array that is written over needs memory of its own for every element of the batch.
+        # An array that is written needs its own copy for every element of the vmapped axis.
         written = [n in aliases and not b for n, b in enumerate(batched)]
         given = tuple(jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(given, written, strict=True))
-        # Elements of the vmapped axis become rows of the batch: one launch with a grid that much larger, not one for
-        # each.
+        # Elements of the vmapped axis become batch rows: a single launch with a grid that much larger.
         longer = [_longer(x, size, b or w) for x, b, w in zip(given, batched, written, strict=True)]
         there = [None if x is None else y for x, y in zip(inputs, longer, strict=True)]
         wanted = [x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs]
-        # By `launch` itself, so that another vmap around this one finds the rule again.
+        # Calls `launch` again, so that an outer vmap finds this rule too.
         made = launch(kernel, there, wanted, batch=size * batch, grid=size * grid, **options)
         return tuple(x.reshape(size, *y.shape) for x, y in zip(made, shapes, strict=True)), (True,) * len(made)
 
@@ -159,7 +160,9 @@ def _shape_of(x: Any) -> Shape:
 
 
 def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
-    """An array for `size` batches in a row: mapped over them, or shared, which takes no copy of a single row."""
+    """Returns an array for a batch that is `size` times as large: mapped, or shared without a copy if it has one
+    row.
+    """
     if not mapped:
         if x.shape[0] == 1:
             return x
@@ -168,11 +171,11 @@ def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
 
 
 def _per(kernel: Any, batch: int, arrays: Sequence[Any]) -> Any:
-    """Returns the constant `per` of a kernel: for each array that is there, how many batch rows share a row of it."""
-    # Not strict: constants follow the arrays among a kernel's parameters.
+    """Returns the constant `per` of a kernel: for each array, the number of batch rows that share an entry of it."""
+    # Not strict, since constants follow the arrays among a kernel's parameters.
     named = zip(kernel.arg_names, arrays, strict=False)
     per = {name.upper(): batch // x.shape[0] for name, x in named if x is not None}
-    # A dataclass, since a kernel reads `per.QUERY`; one type for each set of names, so that equal constants compare
+    # A dataclass, so that a kernel can read `per.QUERY`; one type per set of names, so that equal constants compare
     # equal.
     return _type_of_per(tuple(per))(**per)
 
@@ -187,7 +190,7 @@ def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         with warnings.catch_warnings():
-            # jax-triton 0.4 would have references instead, which 0.3 does not know.
+            # jax-triton 0.4 recommends references instead, which 0.3 does not support.
             warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
             return _compat.call_kernel(
                 call.kernel,

@@ -48,7 +48,7 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
     before = jnp.swapaxes(dbefore, 1, 2) if spec.STATE else jnp.zeros(states(record).shape, float32)
     if not spec.FINAL:
         dx, before = add_state_gradients(record, dx, before, final)
-    # One sum of the weights' and the bias's parts, over rows and programs.
+    # XLA adds up the partial sums of the gradients of weights and bias, over batch rows and programs.
     dweight = dweights.sum(axis=(0, 1))
     found: dict[str, Any] = {"x": dx, "weight": dweight[:-1].T, "bias": dweight[-1], "initial_state": before}
     return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}

@@ -16,8 +16,8 @@ class ConvolutionForward:
     """Configuration of the forward kernel.
 
     Attributes:
-        block_t: Tokens of a program.
-        block_c: Channels of a program.
+        block_t: Tokens per program.
+        block_c: Channels per program.
         num_warps: Warps per program.
     """
 
@@ -31,11 +31,11 @@ class ConvolutionBackward:
     """Configuration of the backward kernel.
 
     Attributes:
-        block_t: Tokens of a block, whose rows are read while those before are worked on.
-        block_c: Channels of a program.
-        blocks: Blocks of a program, over which it adds up the gradients of the weights.
+        block_t: Tokens per block; the rows of the next blocks are loaded while one is computed.
+        block_c: Channels per program.
+        blocks: Blocks per program, over which it adds up the gradients of the weights.
         num_warps: Warps per program.
-        num_stages: Blocks that are on their way at a time, and the one that is worked on.
+        num_stages: Pipeline stages: blocks in flight, and the one that is computed.
     """
 
     block_t: int
@@ -46,7 +46,9 @@ class ConvolutionBackward:
 
 
 RESIDENT = 7
-"""Programs of the backward pass a multiprocessor from which on longer scans are faster; it holds eight."""
+"""Programs per multiprocessor, of eight that fit, from which on the backward pass is faster with more blocks per
+program.
+"""
 
 FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
@@ -55,11 +57,11 @@ FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
 def heuristic(
     record: CausalConvolution, device: DeviceInfo, direction: Direction
 ) -> ConvolutionForward | ConvolutionBackward:
-    """Returns tiles for a record on a device, by rule: a thread has four channels side by side, two of float32."""
+    """Returns the default tiles for a record on a device: a thread has four neighbouring channels, two of float32."""
     most = 1 << (record.x.shape[2] - 1).bit_length()
     lanes = 64 if device.vendor == "amd" else 32
     # Measured on an H200 (docs/lab/selective_scan_gpu.md): forward 256 channels, 2 warps and 16 tokens 0.146 ms, 512
-    # and 4 0.149, blocks of 32 tokens 0.178; backward, see there.
+    # channels and 4 warps 0.149, blocks of 32 tokens 0.178; see there for backward.
     warps = 2 if most >= 8 * lanes else 1
     each = 2 if record.x.dtype.itemsize > 2 else 4
     block_c = max(16, min(most, each * lanes * warps))
@@ -67,7 +69,7 @@ def heuristic(
     if direction == "backward":
         block_t, blocks = _fitting(tokens, 4), 2 if interpreting() else 128
         programs = record.x.shape[0] * ceil_div(record.x.shape[2], block_c)
-        # Longer scans read fewer halos and leave fewer partial sums, where there are programs enough without them.
+        # More blocks per program read fewer halos and have fewer partial sums, if enough programs remain.
         while blocks > 4 and programs * ceil_div(tokens, block_t * blocks) < RESIDENT * chip_of(device).multiprocessors:
             blocks //= 2
         return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps, num_stages=4)
@@ -94,5 +96,5 @@ def candidates(
 
 
 def _fitting(tokens: int, most: int) -> int:
-    """Returns the tokens of a block: no more than there are."""
+    """Returns the tokens of a block: at most the number of tokens."""
     return min(most, 1 << (tokens - 1).bit_length())

@@ -1,4 +1,4 @@
-"""What the causal convolution's kernels are compiled for."""
+"""The compile-time constants of the causal convolution's kernels."""
 
 import dataclasses
 
@@ -17,20 +17,20 @@ class ConvolutionSpec:
     Attributes:
         T: Tokens.
         C: Channels.
-        W: Weights of a channel.
-        BLOCK_T: Tokens of a block.
-        BLOCK_C: Channels of a program.
-        STEPS: Blocks of a program.
-        STAGES: Depth of its software pipeline.
+        W: Weights per channel.
+        BLOCK_T: Tokens per block.
+        BLOCK_C: Channels per program.
+        STEPS: Blocks per program.
+        STAGES: Pipeline stages of the loop over blocks.
         BLOCKS: Programs that share the tokens.
         TILES: Programs that share the channels.
         BIAS: Whether there is a bias.
         STATE: Whether there are tokens before the first.
-        PACKED: Whether the row holds several sequences.
+        PACKED: Whether a row has several sequences.
         SILU: Whether the activation is SiLU.
-        FINAL: Whether the backward kernel adds the final state's cotangent, which XLA does otherwise.
-        FAST: Whether its exponentials and divisions are NVIDIA's instructions as they are.
-        PAIRS: Whether two channels in bfloat16 are loaded as one number.
+        FINAL: Whether the backward kernel adds the final state's cotangent; otherwise XLA does.
+        FAST: Whether exponentials and divisions use NVIDIA's approximate instructions.
+        PAIRS: Whether two bfloat16 channels are loaded as one integer.
     """
 
     T: int
@@ -54,7 +54,7 @@ class ConvolutionSpec:
 def make_spec(
     record: CausalConvolution, block_t: int, block_c: int, steps: int, *, stages: int = 1, pairs: bool = False
 ) -> ConvolutionSpec:
-    """The constants of a record's kernels; `pairs` is whether they are to load channels as pairs where they can."""
+    """Returns the constants of a record's kernels; `pairs` asks to load channels as pairs where that is possible."""
     _, tokens, channels = record.x.shape
     fast = current_device().vendor == "nvidia" and not interpreting()
     return ConvolutionSpec(

@@ -8,7 +8,7 @@ from ejkernel_triton.expert_routing import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 MOST_EXPERTS = 1024
-"""Experts whose logits of a token are in one program's registers."""
+"""The largest number of experts: the logits of a token must fit in the registers of one program."""
 
 
 def _reasons(record: Any) -> Iterable[str]:

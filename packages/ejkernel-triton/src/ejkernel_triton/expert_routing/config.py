@@ -9,7 +9,7 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
 THREAD_LOGITS = 32
-"""Logits of a thread: with 64 the kernel spills on an H200."""
+"""Logits per thread: with 64 the kernel spills on an H200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class RoutingTiles:
     """Configuration of the kernels.
 
     Attributes:
-        block_t: Tokens of a program; a power of two.
+        block_t: Tokens per program; a power of two.
         num_warps: Warps per program.
     """
 
@@ -36,7 +36,7 @@ FACES = {"block_t": "block_t", "num_warps": "num_warps"}
 
 
 def heuristic(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> RoutingTiles:
-    """Returns tiles for a record on a device, chosen by rule: as many tokens as registers hold the logits of."""
+    """Returns the default tiles for a record on a device: as many tokens as registers can hold logits of."""
     if interpreting():
         return RoutingTiles(block_t=16, num_warps=1)
     warps, lanes = 4, 64 if device.vendor == "amd" else 32

@@ -1,4 +1,4 @@
-"""Expert routing in Triton: three launches, none with atomics."""
+"""Expert routing in Triton: three launches, without atomics."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
         config: Tiles and warps.
 
     Returns:
-        Experts, places, order and sizes. There are no residuals.
+        Experts, positions of pairs in sorted order, the sorted order, and group sizes. There are no residuals.
     """
     from ejkernel_triton.expert_routing.kernels.expert_offsets import expert_offsets_kernel
     from ejkernel_triton.expert_routing.kernels.sorted_rows import sorted_rows_kernel

@@ -1,4 +1,4 @@
-"""What the expert routing kernels are compiled for."""
+"""The compile-time constants of the expert routing kernels."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from ejkernel_triton.sizes import ceil_div, padded
 COUNTS = 4096
 """Counts that a program of `expert_offsets_kernel` adds up at a time, with eight warps."""
 BLOCK_E = 8
-"""Experts of such a program: with all of them in one program the kernel took 22 us of a layer on an H200."""
+"""Experts per program: with all of them in one program the kernel took 22 us of a layer on an H200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,10 @@ class RoutingSpec:
         E: Experts.
         K: Experts per token.
         PADDED_E: E, padded to a power of two.
-        PADDED_K: K, too.
-        BLOCK_T: Tokens of a program.
+        PADDED_K: K, padded to a power of two.
+        BLOCK_T: Tokens per program.
         BLOCKS: Programs that share the tokens.
-        BLOCK_E: Experts of a program that adds up counts.
+        BLOCK_E: Experts per program of `expert_offsets_kernel`.
         BLOCK_B: Blocks whose counts are added up at a time.
     """
 

@@ -17,8 +17,8 @@ class GatedTiles:
     """Configuration of `gated_grouped_gemm_kernel`.
 
     Attributes:
-        block_m: Rows of a tile.
-        block_n: Columns of a tile of the output; as many of the gate and of the others are multiplied.
+        block_m: Rows per tile.
+        block_n: Output columns per tile; the tile multiplies as many columns of the gate and of the values.
         block_k: Contracted elements per step.
         num_programs: Programs that share the tiles.
         num_warps: Warps per program.
@@ -37,23 +37,23 @@ FACES = {name: name for name in ("block_m", "block_n", "block_k", "num_warps", "
 """Maps fields of the public configuration to fields of this one."""
 
 GROUP_M = 4
-"""Tiles of rows that run before the next column of tiles; on an H200 8 and 16 are 1 % and 2 % slower."""
+"""Tile rows per swizzle group (Triton's GROUP_M); on an H200 8 and 16 are 1 % and 2 % slower."""
 LARGE_TILES = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 128, 64, 8, 4), TileChoice(128, 64, 64, 4, 3))
-"""Tiles where groups have many rows, on Hopper and Blackwell; the best first."""
+"""Tiles for groups of many rows, on Hopper and Blackwell; the best first."""
 AMPERE_TILES = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
-"""The same on other chips, whose tensor cores read operands from registers."""
+"""The same for other chips, whose tensor cores read operands from registers."""
 SMALL_TILES = {
     64: (TileChoice(64, 64, 64, 4, 4), TileChoice(64, 128, 64, 8, 3)),
     32: (TileChoice(32, 64, 64, 4, 4), TileChoice(32, 64, 128, 4, 3)),
     16: (TileChoice(16, 64, 128, 4, 4), TileChoice(16, 64, 64, 4, 5)),
 }
-"""Tiles by their rows, where groups have few rows: reading the matrices from HBM then bounds the time."""
+"""Tiles by their rows, for groups of few rows, where reading the matrices from HBM is the bottleneck."""
 WIDE_TILES = (TileChoice(64, 32, 32, 4, 3), TileChoice(32, 32, 32, 4, 3))
-"""Tiles of float32 operands."""
+"""Tiles for float32 operands."""
 
 
 def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> GatedTiles:
-    """Returns tiles for a record on a device, chosen by rule."""
+    """Returns the default tiles for a record on a device."""
     return candidates(record, device, direction)[0]
 
 
@@ -73,7 +73,7 @@ def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direct
 
 
 def rows_shape(record: GatedGroupedMatmul) -> Any:
-    """Returns shape and dtype of the rows, which are nowhere in memory."""
+    """Returns shape and dtype of the gathered rows, which are never in memory."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
     return Shape((rows, record.lhs.shape[1]), record.lhs.dtype)
 
@@ -83,7 +83,7 @@ def _stage_bytes(tile: TileChoice, size: int) -> int:
 
 
 def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Chip) -> TileChoice:
-    """Returns a tile with as few stages as the chip's shared memory holds; AMD's have two."""
+    """Returns a tile with at most as many stages as the chip's shared memory holds; AMD's chips have two."""
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     while stages > 1 and stages * _stage_bytes(tile, record.lhs.dtype.itemsize) > chip.shared_memory - 2 * KIBI:
         stages -= 1
@@ -91,7 +91,7 @@ def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Chip) -> TileCho
 
 
 def _configured(tile: TileChoice, chip: Chip) -> GatedTiles:
-    # Programs of a multiprocessor that shared memory holds, and at most 16 warps.
+    # Programs per multiprocessor, limited by shared memory and to 16 warps.
     held = chip.shared_memory // (tile.stages * _stage_bytes(tile, 2))
     resident = max(1, min(held, 16 // tile.warps))
     return GatedTiles(

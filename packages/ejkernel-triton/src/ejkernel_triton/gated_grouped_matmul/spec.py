@@ -1,4 +1,4 @@
-"""What the gated grouped matmul's kernel is compiled for."""
+"""The compile-time constants of the gated grouped matmul's kernel."""
 
 import dataclasses
 
@@ -14,15 +14,15 @@ class GatedSpec:
         COLUMNS: F; a matrix has twice as many.
         MATRICES: E.
         GATHERS: Whether rows name tokens; otherwise row m is token m.
-        ACTIVATION: Of the gate.
-        BLOCK_M: Rows of a tile.
-        BLOCK_N: Columns of a tile of the output.
+        ACTIVATION: The gate's activation function.
+        BLOCK_M: Rows per tile.
+        BLOCK_N: Output columns per tile.
         BLOCK_K: Contracted elements per step.
         ENTRIES: Entries of the tile list.
         PROGRAMS: Programs that share the tiles.
-        GROUP_M: Tiles of rows that run before the next column of tiles.
+        GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
     TOKENS: int

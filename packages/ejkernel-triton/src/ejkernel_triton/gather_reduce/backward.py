@@ -12,14 +12,14 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
-    """Returns gradients of the rows and of the weights, which one kernel makes.
+    """Returns the gradients of the rows and of the weights, which one kernel computes.
 
     Args:
         pullback: Record and cotangent [T, D].
         config: Tiles and warps.
 
     Returns:
-        `{"rows": [R, D], "weights": [T, K]}`, what is wanted of them, in the dtypes of the fields.
+        `{"rows": [R, D], "weights": [T, K]}`, those that are requested, in the dtypes of the fields.
     """
     from ejkernel_triton.gather_reduce.kernels.gather_bwd import gather_bwd_kernel
 
@@ -48,8 +48,8 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
     )
     gradients = {"rows": made[0]}
     if dots:
-        assert record.weights is not None  # a gradient of it is wanted
-        # No row lists a pair that names none, so nothing was written for it.
+        assert record.weights is not None  # its gradient is requested
+        # No row lists a pair whose index is out of range, so the kernel stored nothing for it.
         valid = named(record.indices, spec.R)
         total = jnp.where(valid, jnp.sum(shares[0].reshape(spec.TILES, spec.T, spec.K), axis=0), 0)
         gradients["weights"] = total.astype(record.weights.dtype)

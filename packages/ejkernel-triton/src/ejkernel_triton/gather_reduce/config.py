@@ -9,7 +9,7 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
 IN_FLIGHT = 4
-"""Rows that a program loads before it waits, of 16 bytes per thread; the fastest of 1 to 8 on an H200."""
+"""Loads in flight per thread, of 16 bytes each; the fastest of 1 to 8 on an H200."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,10 @@ class GatherTiles:
     """Configuration of a kernel.
 
     Attributes:
-        block_t: Sums of a program: tokens forward, rows backward; a power of two.
-        block_d: Channels of a program; a power of two.
+        block_t: Sums per program: tokens forward, rows backward; a power of two.
+        block_d: Channels per program; a power of two.
         num_warps: Warps per program.
-        scatter: Whether rows are read once and written to every token that names them; programs have rows forward then.
+        scatter: Whether each row is read once and written to all of its tokens; a forward program then has rows.
     """
 
     block_t: int
@@ -40,7 +40,7 @@ FACES = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_warps"}
 
 
 def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) -> GatherTiles:
-    """Returns tiles for a record on a device, chosen by rule: a thread has 16 bytes of each row that it loads."""
+    """Returns the default tiles for a record on a device: a thread has 16 bytes of each row that it loads."""
     sums, terms = record.indices.shape if direction == "forward" else record.inverse.shape
     lanes, each = 64 if device.vendor == "amd" else 32, 16 // record.rows.dtype.itemsize
     channels = padded(record.rows.shape[1])
@@ -59,7 +59,9 @@ def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) ->
 
 
 def is_copy(record: GatherReduce) -> bool:
-    """Returns whether tokens are copies of rows, several of one row: the dispatch of a mixture of experts."""
+    """Returns whether every token is a copy of a row, with several tokens per row: the dispatch of a mixture of
+    experts.
+    """
     return record.weights is None and record.indices.shape[1] == 1 and record.inverse.shape[1] > 1
 
 

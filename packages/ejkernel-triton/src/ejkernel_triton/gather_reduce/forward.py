@@ -9,7 +9,7 @@ from ejkernel_triton.launch import Shape, launch
 
 
 def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple[()]]:
-    """Sums of a record.
+    """Returns the sums of a record.
 
     Args:
         record: The canonical arguments.
@@ -19,7 +19,7 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
         [T, D] in the rows' dtype. There are no residuals.
 
     Raises:
-        ValueError: The configuration asks for copies where tokens are sums.
+        ValueError: The configuration has `scatter`, but tokens are not copies of rows.
     """
     if config.scatter:
         return _copies(record, config), ()

@@ -1,4 +1,4 @@
-"""What the gather-reduce kernels are compiled for."""
+"""The compile-time constants of the gather-reduce kernels."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ from ejkernel_triton.gather_reduce.config import GatherTiles
 from ejkernel_triton.sizes import ceil_div
 
 EMPTY_T = 256
-"""Tokens among which a program looks for those that name no row."""
+"""Tokens that a program checks for a missing row."""
 EMPTY_STEP = 16
-"""Tokens that such a program writes together."""
+"""Tokens that such a program fills at a time."""
 UNROLLED = 16
-"""Terms of a sum up to which its loop is unrolled, so that all loads begin before the first is waited for."""
+"""The largest number of terms of a sum for which its loop is unrolled, so that all loads are in flight together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,14 @@ class GatherSpec:
         M: Pairs per row.
         D: Channels.
         WEIGHTS: Whether there are weights.
-        DOTS: Whether the weights' gradient is wanted.
+        DOTS: Whether the gradient of the weights is requested.
         UNROLL: Whether the loop over terms is unrolled.
-        BLOCK_T: Sums of a program.
+        BLOCK_T: Sums per program.
         BLOCKS: Programs that share the sums.
-        BLOCK_D: Channels of a program.
+        BLOCK_D: Channels per program.
         TILES: Programs that share the channels.
-        EMPTY_T: Tokens of a program of `scatter_copies_kernel` that looks for those that name no row.
-        EMPTY_STEP: Tokens that it writes at a time.
+        EMPTY_T: Tokens that a program of `scatter_copies_kernel` checks for a missing row.
+        EMPTY_STEP: Tokens that it fills at a time.
         EMPTY_BLOCKS: Such programs that share the tokens.
     """
 
@@ -54,7 +54,7 @@ class GatherSpec:
 
 
 def make_spec(record: GatherReduce, config: GatherTiles, *, sums: int, terms: int, dots: bool = False) -> GatherSpec:
-    """Returns the constants of a kernel that makes `sums` sums of `terms` terms."""
+    """Returns the constants of a kernel that computes `sums` sums of `terms` terms."""
     (rows, channels), (tokens, count) = record.rows.shape, record.indices.shape
     return GatherSpec(
         R=rows,

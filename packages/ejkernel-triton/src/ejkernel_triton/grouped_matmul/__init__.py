@@ -19,9 +19,9 @@ OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale"
 
 DTYPES = ("float16", "bfloat16", "float32")
 NARROW_DTYPES = ("int8", "float8_e5m2", "float8_e4m3fn")
-"""Dtypes of matrices with scales. The chip must convert float8_e4m3fn, which NVIDIA's do from Ada on."""
+"""Dtypes of matrices with scales. The chip must convert float8_e4m3fn, which NVIDIA's chips do from Ada on."""
 LARGEST = 2**31 - 1
-"""Most elements of a matrix: offsets inside of one have 32 bits."""
+"""The largest number of elements of a matrix: offsets in it have 32 bits."""
 
 
 def _reasons(record: Any) -> Iterable[str]:

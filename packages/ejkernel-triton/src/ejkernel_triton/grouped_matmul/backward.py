@@ -1,8 +1,8 @@
 """Backward pass of a grouped matmul in Triton; the formulas are in `ejkernel_xla.grouped_matmul.backward`.
 
-The gradient of lhs is a grouped matmul itself, of the cotangent with the matrices transposed. Gradients of matrices and
-biases are sums over the rows of a group: each program accumulates one tile of one matrix. Where there are scales, the
-gradient of the scaled matrices is made in float32, and those of matrices and scales from it.
+The gradient of lhs is a grouped matmul itself, of the cotangent with the transposed matrices. Gradients of matrices and
+biases are sums over the rows of a group: each program accumulates one tile of one matrix. If there are scales, the
+gradient of the scaled matrices is computed in float32, and those of matrices and scales are derived from it.
 """
 
 import dataclasses
@@ -48,7 +48,9 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
 
 
 def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
-    """Gradients of a record whose rows have scales: those of the rows with their scales in them, and from it both."""
+    """Returns the gradients of a record whose rows have scales: first of the scaled rows, from which both are
+    derived.
+    """
     record, wanted = pullback.record, pullback.wanted
     inner = wanted - {"lhs_scale"} | ({"lhs"} if "lhs_scale" in wanted else set())
     gradients = backward(dataclasses.replace(pullback, record=scaled_rows(record), wanted=frozenset(inner)), config)
@@ -77,7 +79,7 @@ def _matrix_gradients(
 
 
 def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, dtype: Any) -> jax.Array:
-    """Sums of lhs_i^T do_i over the rows of each group, as the matrices lie."""
+    """Returns the sums of lhs_i^T do_i over the rows of each group, in the matrices' memory layout."""
     from ejkernel_triton.grouped_matmul.kernels.grouped_gemm_drhs import grouped_gemm_drhs_kernel
 
     operand = operand_dtype(record, cotangent.dtype)
@@ -117,7 +119,7 @@ def _bias_sums(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
 
 
 def _bounds(record: GroupedMatmul) -> jax.Array:
-    """Returns first row of every matrix's group and the row after its last, [1, E, 2]."""
+    """Returns the first row of every matrix's group and the row after its last, [1, E, 2]."""
     return jnp.stack(group_rows(record), axis=1)[None]
 
 

@@ -17,11 +17,11 @@ from ejkernel_triton.launch import interpreting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedForward:
-    """Configuration of `grouped_gemm_kernel`, whose programs make tiles of the output's rows.
+    """Configuration of `grouped_gemm_kernel`, whose programs compute tiles of the output.
 
     Attributes:
-        block_m: Rows of a tile.
-        block_n: Columns of a tile.
+        block_m: Rows per tile.
+        block_n: Columns per tile.
         block_k: Contracted elements per step.
         flatten: Whether the loops over tiles and over steps become one, so that a tile's first copies are in flight
             while the epilogue stores the tile before.
@@ -41,14 +41,15 @@ class GroupedForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedBackward(GroupedForward):
-    """Configuration of the backward pass: the fields of the forward kernel, of the gradient of lhs, and those of rhs's.
+    """Configuration of the backward pass: the fields of the forward kernel for lhs's gradient, and those of rhs's
+    gradient.
 
     Attributes:
-        rhs_block_m: Rows of a tile of a matrix's gradient.
-        rhs_block_n: Columns of it.
-        rhs_block_k: Rows of lhs and of the cotangent a step.
+        rhs_block_m: Rows per tile of a matrix's gradient.
+        rhs_block_n: Columns per tile of it.
+        rhs_block_k: Rows of lhs and of the cotangent per step.
         rhs_num_warps: Warps per program of that kernel.
-        rhs_num_stages: Pipeline stages of it.
+        rhs_num_stages: Pipeline stages of that kernel.
     """
 
     rhs_block_m: int
@@ -69,7 +70,7 @@ FACES = {
 
 
 class TileChoice(NamedTuple):
-    """Tile m by n, contracted elements k a step, warps and stages of a kernel."""
+    """A tile of m by n, k contracted elements per step, and warps and stages of a kernel."""
 
     m: int
     n: int
@@ -80,7 +81,7 @@ class TileChoice(NamedTuple):
 
 
 GROUP_M = 8
-"""Tiles of rows that run before the next column of tiles: their rows of lhs stay in L2."""
+"""Tile rows per swizzle group (Triton's GROUP_M), whose rows of lhs stay in L2."""
 
 LARGE_TILES = (
     TileChoice(128, 256, 64, 8, 3),
@@ -89,14 +90,14 @@ LARGE_TILES = (
     TileChoice(256, 128, 64, 8, 3),
     TileChoice(128, 256, 64, 8, 3, True),
 )
-"""Tiles of 16-bit operands where groups have many rows, on Hopper and Blackwell; the best first.
+"""Tiles of 16-bit operands for groups of many rows, on Hopper and Blackwell; the best first.
 
 On an H200, M65536 K2048 N1536 G128: 577, 556, 511, 424 and 382 TFLOP/s (`grouped_matmul_gpu.py`).
 """
 LHS_GRADIENT_TILES = (TileChoice(128, 256, 64, 8, 3, True), *LARGE_TILES[:-1])
-"""Tiles of the gradient of lhs, where flat loops are faster: both gradients at 500 TFLOP/s instead of 452."""
+"""Tiles for the gradient of lhs, where flattened loops are faster: both gradients at 500 TFLOP/s instead of 452."""
 EPILOGUE_TILES = (TileChoice(128, 128, 64, 8, 4), TileChoice(128, 256, 64, 8, 3))
-"""Tiles where the epilogue adds bias or existing_out: with larger tiles or flat loops it spills registers."""
+"""Tiles if the epilogue adds bias or existing_out: with larger tiles or flattened loops it spills registers."""
 MATRIX_TILES = (
     TileChoice(128, 256, 64, 8, 3),
     TileChoice(128, 256, 64, 8, 4),
@@ -115,7 +116,7 @@ FLOAT8_TILES = (
 The first reaches 655 TFLOP/s on an H200; larger tiles spill (docs/lab/grouped_matmul_gpu.md).
 """
 BLOCK_SCALE_TILES = (TileChoice(64, 128, 128, 8, 4), TileChoice(128, 64, 128, 8, 4))
-"""Tiles of 8-bit operands with scales of every step, where MMA has other layouts than WGMMA."""
+"""Tiles of 8-bit operands with scales of every step, on chips with MMA, whose layouts differ from WGMMA's."""
 FAST_FLOAT8_TILES = (
     TileChoice(128, 256, 128, 8, 3),
     TileChoice(128, 256, 128, 8, 4),
@@ -123,7 +124,7 @@ FAST_FLOAT8_TILES = (
     TileChoice(256, 128, 128, 8, 4),
     TileChoice(128, 256, 64, 8, 5),
 )
-"""Tiles of 8-bit operands whose sums stay in the tensor cores' accumulators, at about 14 bits.
+"""Tiles of 8-bit operands that are summed in the tensor cores' accumulators, with about 14 bits.
 
 On an H200, M65536 K2048 N1536 G128: 984 TFLOP/s with the first, 947 with four stages (docs/lab/grouped_matmul_gpu.md).
 """
@@ -132,7 +133,7 @@ SMALL_TILES = {
     32: (TileChoice(32, 128, 128, 4, 4), TileChoice(32, 128, 64, 4, 5), TileChoice(32, 64, 128, 4, 4)),
     16: (TileChoice(16, 128, 128, 4, 4), TileChoice(16, 128, 64, 4, 5), TileChoice(16, 64, 128, 4, 5)),
 }
-"""Tiles by their rows, where groups have few rows: reading the matrices from HBM then bounds the time."""
+"""Tiles by their rows, for groups of few rows, where reading the matrices from HBM is the bottleneck."""
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> GroupedForward:
@@ -165,7 +166,7 @@ def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple
     elif height < 128:
         tiles = SMALL_TILES[height]
     elif record.rhs.dtype.itemsize == 1 or record.rhs_scale is not None:
-        # Matrices of 8 bits are converted in registers before the product, which takes registers of larger tiles.
+        # 8-bit matrices are converted in registers before the product, which leaves too few registers for larger tiles.
         tiles = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 64, 64, 4, 4))
     elif chip.architecture not in ("hopper", "blackwell"):
         tiles = (TileChoice(128, 128, 32, 8 if adds else 4, 4), TileChoice(128, 128, 64, 8, 3))
@@ -190,7 +191,7 @@ def _float8_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[TileCho
 
 
 def _height(record: GroupedMatmul) -> int:
-    """Returns rows of a tile."""
+    """Returns the rows of a tile."""
     few = average_rows(record)
     return next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
 
@@ -207,7 +208,9 @@ def _is_wide_output(record: GroupedMatmul) -> bool:
 
 
 def _warps(record: GroupedMatmul) -> int:
-    """Warps for float32 tiles: products without tensor cores keep operands in registers as well, so they take more."""
+    """Returns the warps of float32 tiles: products without tensor cores keep operands in registers, so they need
+    more.
+    """
     return 8 if record.precision == lax.Precision.HIGHEST else 4
 
 
@@ -223,20 +226,20 @@ def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
 
 
 def _shrunk(tile: TileChoice, chip: Chip, size: int = 2, stored: int = 2) -> TileChoice:
-    """Returns a tile with as few stages as the chip's shared memory holds; AMD's have two.
+    """Returns a tile with at most as many stages as the chip's shared memory holds; AMD's chips have two.
 
     Args:
-        tile: What is wanted.
-        chip: Where.
-        size: Bytes of an element of the operands.
-        stored: Bytes of an element of the output.
+        tile: The preferred tile.
+        chip: The chip.
+        size: Bytes per element of the operands.
+        stored: Bytes per element of the output.
     """
     room = chip.shared_memory - 2 * KIBI
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
-    # Operands that are converted before the product take one more tile of columns in shared memory.
+    # Operands that are converted before the product take another tile of columns in shared memory.
     while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > room:
         stages -= 1
-    # In a flat loop the next tile's operands are copied while this one's output passes through.
+    # In a flattened loop the next tile's operands are copied while this tile's output is in shared memory.
     while tile.flatten and stages > 1 and stages * (tile.m + tile.n) * tile.k * size + tile.m * tile.n * stored > room:
         stages -= 1
     return tile._replace(stages=stages)
@@ -244,14 +247,14 @@ def _shrunk(tile: TileChoice, chip: Chip, size: int = 2, stored: int = 2) -> Til
 
 def _forward(tile: TileChoice, chip: Chip) -> GroupedForward:
     bytes_of_stages = tile.stages * (tile.m + tile.n) * tile.k * 2
-    # Programs of a multiprocessor that shared memory holds, and at most 16 warps.
+    # Programs per multiprocessor, limited by shared memory and to 16 warps.
     resident = max(1, min(chip.shared_memory // max(1, bytes_of_stages), 16 // tile.warps))
     return GroupedForward(
         block_m=tile.m,
         block_n=tile.n,
         block_k=tile.k,
         flatten=tile.flatten,
-        # The interpreter runs programs one after the other: a few, so that tiles are shared there too.
+        # The interpreter runs programs one after the other; a few suffice to test that they share the tiles.
         num_programs=3 if interpreting() else resident * chip.multiprocessors,
         num_warps=tile.warps,
         num_stages=tile.stages,

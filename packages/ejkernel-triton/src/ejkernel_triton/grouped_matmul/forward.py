@@ -31,7 +31,7 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
         config: Tile sizes, programs, warps and stages.
 
     Raises:
-        ValueError: A step of 8 bits would have several scales.
+        ValueError: A step of the 8-bit product has more than one scale.
 
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
@@ -62,18 +62,18 @@ def _float8_product(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
 
 
 def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
-    """Returns the cotangent's rows times the transposed matrix of their group; 0 for left-over rows.
+    """Returns the cotangent's rows times the transposed matrix of their group; 0 for unassigned rows.
 
     Args:
         record: The canonical arguments.
-        cotangent: [M, N] in the dtype in which it is multiplied.
+        cotangent: [M, N] in the dtype of the product's operands.
         config: Tile sizes, programs, warps and stages.
     """
     record = dataclasses.replace(record, left_over="zero")
     spec = _spec(record, config, cotangent.dtype)
     spec = dataclasses.replace(
         spec,
-        # The matrices are read transposed: strides change places, and nothing is copied.
+        # The matrices are read transposed by exchanging strides, without a copy.
         CONTRACTED=spec.COLUMNS,
         COLUMNS=spec.CONTRACTED,
         RHS_STRIDES=spec.RHS_STRIDES[::-1],
@@ -120,7 +120,7 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> Groupe
 def multiply(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedRowsSpec, config: GroupedForward, dtype: Any
 ) -> jax.Array:
-    """Returns the rows times the matrices of their groups, as a spec has them.
+    """Multiplies the rows by the matrices of their groups, as the spec says.
 
     Args:
         record: The record with the groups and matrices.

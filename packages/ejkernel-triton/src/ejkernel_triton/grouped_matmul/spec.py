@@ -1,4 +1,4 @@
-"""What the grouped-matmul kernels are compiled for: all about a record that is neither an array nor a group's size."""
+"""The compile-time constants of the grouped-matmul kernels; group sizes are not among them."""
 
 import dataclasses
 import math
@@ -24,30 +24,30 @@ class GroupedRowsSpec:
         CONTRACTED: C.
         COLUMNS: N.
         MATRICES: E.
-        RHS_STRIDES: Elements from one contracted element, and from one column, of a matrix to the next.
-        BLOCK_M: Rows of a tile.
-        BLOCK_N: Columns of a tile.
+        RHS_STRIDES: Strides of a matrix along contracted elements and along columns, in elements.
+        BLOCK_M: Rows per tile.
+        BLOCK_N: Columns per tile.
         BLOCK_K: Contracted elements per step.
-        FLATTEN: Whether the loops over tiles and over steps become one, so that a tile's first copies are in flight
-            while the epilogue stores the tile before.
+        FLATTEN: Whether the loops over tiles and over steps are flattened into one, so that a tile's first copies are
+            in flight while the epilogue stores the previous tile.
         ENTRIES: Entries of the tile list.
         PROGRAMS: Programs that share the tiles.
-        GROUP_M: Tiles of rows that run before the next column of tiles.
+        GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         SCALES: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the matrix, or to
             the product of each of the `"steps"`.
-        SCALE_STRIDES: Elements from one contracted element's scale, and from one column's, to the next.
-        PER_SCALE: Contracted elements, and columns, that share a scale.
-        SCALE_ELEMENTS: Scales of a matrix.
+        SCALE_STRIDES: Strides of the scales along contracted elements and along columns, in elements.
+        PER_SCALE: Contracted elements, and columns, per scale.
+        SCALE_ELEMENTS: Scales per matrix.
         LHS_SCALES: How scales of rows are applied: `"no"`, to `"rows"` of the accumulator, or to the product of each of
             the `"steps"`.
-        LHS_BLOCKS: Scales of a row.
+        LHS_BLOCKS: Scales per row.
         BIAS: Whether there is a bias.
         EXISTING: Whether there is an `existing_out`.
         OPERAND: Dtype of the product's operands.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
-        IMPRECISE: Contracted elements whose products of 8 bits Hopper's matrix unit may sum by itself, which keeps
-            about 14 bits, before float32 takes over; None for all.
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        IMPRECISE: Contracted elements whose 8-bit products Hopper's matrix unit may sum by itself, with about 14 bits,
+            before they are added in float32; None for all.
     """
 
     ROWS: int
@@ -78,19 +78,19 @@ class GroupedRowsSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedMatricesSpec:
-    """Constants of the kernels that sum over the rows of each group: [M, P]^T [M, Q] for every matrix, [P, Q].
+    """Constants of the kernels that sum over the rows of each group: [M, P]^T [M, Q] -> [P, Q] for every matrix.
 
     Attributes:
         ROWS: M.
         HEIGHT: P.
         WIDTH: Q.
-        BLOCK_P: Rows of a tile of the result.
-        BLOCK_Q: Columns of a tile of the result.
-        BLOCK_K: Rows of the operands a step.
+        BLOCK_P: Rows per tile of the result.
+        BLOCK_Q: Columns per tile of the result.
+        BLOCK_K: Rows of the operands per step.
         MATRICES: E.
-        GROUP_M: Tiles of rows that run before the next column of tiles.
+        GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands become float32 first, as in `GroupedRowsSpec`.
+        WIDEN: Whether operands are converted to float32 first, as in `GroupedRowsSpec`.
     """
 
     ROWS: int
@@ -108,19 +108,21 @@ class GroupedMatricesSpec:
 FLOAT8 = "float8_e4m3fn"
 """Dtype of rows and matrices that tensor cores multiply without conversion."""
 MAX_STEP = 128
-"""Contracted elements of the longest step."""
+"""Contracted elements per step, at most."""
 MIN_STEP = 32
-"""Contracted elements of the matrix unit's products of 8 bits, and so of a step."""
+"""Contracted elements of one 8-bit MMA, and so of the shortest step."""
 
 
 def blocks_of_scales(record: GroupedMatmul) -> tuple[int, int]:
-    """Returns blocks of contracted elements that have a scale each, of rows and of matrices."""
+    """Returns the numbers of contracted elements that share a scale, of rows and of matrices."""
     left, right = (1 if x is None else x.shape[1] for x in (record.lhs_scale, record.rhs_scale))
     return left, right
 
 
 def float8_step(record: GroupedMatmul) -> int:
-    """The longest step with one scale whose 8-bit operands tensor cores multiply; 0 where the chip or dtypes cannot."""
+    """Returns the longest step with one scale for 8-bit tensor core products; 0 if the chip or dtypes do not have
+    them.
+    """
     if record.lhs_scale is None or record.rhs_scale is None:
         return 0
     chip = chip_of(current_device())
@@ -135,24 +137,25 @@ def float8_step(record: GroupedMatmul) -> int:
 
 
 def scaled_rows(record: GroupedMatmul) -> GroupedMatmul:
-    """Returns a record whose rows are multiplied with their scales; rows of 8 bits become float32."""
+    """Returns the record with scales multiplied into the rows; 8-bit rows become float32."""
     if record.lhs_scale is None:
         return record
     dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_dtype(record, jnp.float32)
     given: Any = record.lhs
     if isinstance(given, jax.Array):
         lhs = rows(record, given, record.lhs_scale).astype(dtype)
-    else:  # a record of shapes
+    else:  # a record of shapes only
         lhs = jax.ShapeDtypeStruct(given.shape, dtype)
     return dataclasses.replace(record, lhs=lhs, lhs_scale=None)
 
 
 def operand_dtype(record: GroupedMatmul, *others: Any) -> Any:
-    """The dtype of the product's operands: lhs's, or float32 where the call asks for all digits of a wider operand.
+    """Returns the dtype of the product's operands: lhs's, or float32 if the call needs all digits of a wider
+    operand.
 
     Args:
         record: The record.
-        *others: Dtypes of what lhs, or a cotangent in its place, is multiplied with.
+        *others: Dtypes of the operands that lhs, or the cotangent, is multiplied with.
     """
     asked = product_precision(record.lhs.dtype, record.precision)
     exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
@@ -161,17 +164,17 @@ def operand_dtype(record: GroupedMatmul, *others: Any) -> Any:
 
 
 def dot_precision(record: GroupedMatmul) -> str:
-    """How tensor cores multiply float32: in three products that keep its digits unless the call asks otherwise."""
+    """Returns how tensor cores multiply float32: by default in three products, which keep its digits."""
     if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
         return "ieee"
     return "tf32" if record.precision == lax.Precision.DEFAULT else "tf32x3"
 
 
 def widens(dtype: Any) -> bool:
-    """Returns whether operands of a dtype become float32 first."""
+    """Returns whether operands of a dtype are converted to float32 first."""
     return interpreting() and jnp.dtype(dtype) != jnp.float32
 
 
 def as_row(x: jax.Array | None) -> jax.Array | None:
-    """Returns an array as the only row of a batch."""
+    """Returns an array with a leading batch axis of 1."""
     return None if x is None else x[None]

@@ -5,5 +5,5 @@ from ejkernel_triton.linear_recurrence import chunked, decode, delta
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Recurrences and the delta rule, in both passes, and decode steps; for the CPU too where Triton interprets."""
+    """Returns the implementations of recurrences and the delta rule, in both passes, and of decode steps."""
     return (*chunked.implementations(), *delta.implementations(), *decode.implementations())

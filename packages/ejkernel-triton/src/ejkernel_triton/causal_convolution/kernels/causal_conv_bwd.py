@@ -19,14 +19,15 @@ from ejkernel_triton.causal_convolution.kernels.tile import (
 
 @triton.jit
 def sum_cotangents(taps, weights, shift, starts, cotangents, token, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Cotangents of the sums of COUNT tokens, of which and of the W - 1 before them are the taps; 0 for those of no
-    sequence."""
+    """Returns the cotangents of the pre-activation sums of COUNT tokens; 0 for padding tokens. `taps` are the x of
+    the COUNT tokens and of the W - 1 tokens before them.
+    """
     W: tl.constexpr = spec.W
     dsums = ()
     for i in tl.static_range(COUNT):
         d = widened(cotangents[i], spec)
         start = start_of(starts, token + i, spec)
-        # Sums are made again instead of kept: the kernel is bound by memory, and x is read anyway.
+        # Sums are recomputed instead of stored: the kernel is memory-bound, and reads x anyway.
         if spec.SILU:
             p = shift
             for k in tl.static_range(W):
@@ -77,10 +78,10 @@ def causal_conv_bwd_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Gradients of STEPS blocks of tokens, from the first to the last.
+    """Computes the gradients of STEPS blocks of tokens, from the first to the last.
 
-    `dweight` [B, BLOCKS, W + 1, C] are those of a program's tokens, that of the bias last, and `dbefore` [B, W - 1, C]
-    those of the state. `dfinal` [B, W - 1, C] is the final state's cotangent.
+    `dweight` [B, BLOCKS, W + 1, C] are the sums over a program's tokens, with the bias's gradient last; `dbefore` [B, W
+    - 1, C] are the state's gradients, and `dfinal` [B, W - 1, C] is the final state's cotangent.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     STEPS: tl.constexpr = spec.STEPS
@@ -100,13 +101,13 @@ def causal_conv_bwd_kernel(
         bias = bias + (row // per.BIAS) * spec.C
     shift = load_bias(bias, channels, spec)
     first = block * (STEPS * BLOCK_T)
-    # After its own tokens a program needs the W - 1 whose sums read them.
+    # The gradients of a program's tokens also depend on the sums of the W - 1 tokens after them.
     end = tl.minimum(first + (STEPS * BLOCK_T + W - 1), spec.T)
     dbias, dweights = tl.zeros_like(shift), zeros(shift, W)
     taps = load_taps(x, before, first, channels, places, W - 1, spec)
-    # Sums before the first token are another program's, or none: nothing of theirs is written.
+    # Sums before the first token belong to another program, or do not exist: nothing is stored for them.
     dsums = zeros(shift, W - 1)
-    # Blocks that are to come are copied into shared memory, where they take no registers: several are on their way.
+    # The next blocks are copied to shared memory, where they take no registers, so that several are in flight.
     for step in tl.range(0, STEPS, num_stages=spec.STAGES):
         token = first + step * BLOCK_T
         rows = load_rows(x, token, end, places, BLOCK_T, spec)
@@ -129,7 +130,7 @@ def causal_conv_bwd_kernel(
         add_final(dx, dfinal + (row // per.DFINAL) * ((W - 1) * spec.C), first, token, channels, spec)
     dweight = dweight + (row * spec.BLOCKS + block) * ((W + 1) * spec.C) + channels
     for k in tl.static_range(W):
-        # Parts of a program's tokens, which XLA adds up. The weights are stored in the order of the record's.
+        # Partial sums of a program's tokens, which XLA adds up. The weights are stored in the record's order.
         tl.store(dweight + (W - 1 - k) * spec.C, dweights[k], mask=channels < spec.C)
     tl.store(dweight + W * spec.C, dbias, mask=channels < spec.C)
 
@@ -140,7 +141,7 @@ def store_gradients(
 ):
     """Stores the gradients of COUNT tokens of x, from the sums of each and of the W - 1 after it.
 
-    Tokens before a program's first are the program's before; those before token 0 are the state's.
+    Tokens before a program's first one belong to the program before it; those before token 0 are the state.
     """
     W: tl.constexpr = spec.W
     at = dx + tl.cast(token, tl.int64) * spec.C
@@ -153,17 +154,17 @@ def store_gradients(
         mask = (channels < spec.C) & (number >= first) & (number < spec.T)
         tl.store(at + (i * spec.C + channels), d.to(dx.dtype.element_ty), mask=mask)
         if spec.STATE:
-            # The first program of a row alone has tokens before 0: token -1 is the state's last.
+            # Only the first program of a row has tokens before 0: token -1 is the state's last.
             place = (token + i + (W - 1)) * spec.C + channels
             tl.store(dbefore + place, d, mask=(channels < spec.C) & (number < 0))
 
 
 @triton.jit
 def add_final(dx, dfinal, first, end, channels, spec: tl.constexpr):
-    """Adds the final state's cotangent to the gradients of the last W - 1 tokens, as far as they are the program's."""
+    """Adds the final state's cotangent to the gradients of those of the last W - 1 tokens that the program has."""
     W: tl.constexpr = spec.W
-    # Read back by the program that wrote them, but maybe by another of its threads. Once a row of the batch, where all
-    # programs would carry a sum.
+    # The program reads back what it wrote, perhaps in another thread. This happens once per batch row; otherwise all
+    # programs would carry another sum.
     tl.debug_barrier()
     for j in tl.static_range(W - 1):
         number = spec.T - (W - 1) + j + 0 * channels
@@ -185,7 +186,7 @@ def zeros(like, COUNT: tl.constexpr):
 
 @triton.jit
 def add_weights(dweights, dsums, taps, starts, token, spec: tl.constexpr):
-    """Returns the gradients of the weights with those of a block."""
+    """Adds the gradients of the weights of a block."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
     added = ()

@@ -2,21 +2,21 @@
 
     tokens        t0-3 t0-2 t0-1 | t0 t0+1 ...  block ... | +1 +2 +3
     forward    x  halo           | rows of the block      |               each row is loaded once into registers
-    backward   x  carried        | rows of the block      |               recomputed sums, for the activation
+    backward   x  carried        | rows of the block      |               to recompute the sums, for the activation
                dy                | rows of the block      |
-               ds carried        | made from the two      |               gradients of the sums
+               ds carried        | computed from the two  |               gradients of the sums
                dx written        | but the last W - 1     |               dx_t needs ds of the W - 1 tokens after it
 
 A program has one tile of channels and a block of tokens, in the backward pass several blocks in a row. A thread has a
 few neighbouring channels, so that its loads are wide, and all W taps of a token are registers of that thread. Halos of
 the forward pass come from L1 or L2, since the neighbouring program reads them too. A program of the backward pass scans
-from block to block: it carries the last W - 1 rows of x and of ds, so that nothing is read or made twice, and the rows
-of the next blocks are on their way while it works. Only after its last block it makes W - 1 rows of ds that are
-another program's too.
+over its blocks: it carries the last W - 1 rows of x and of ds, so that nothing is read or computed twice, and the rows
+of the next blocks are in flight meanwhile. Only after its last block it computes W - 1 rows of ds that another program
+also computes.
 
 For packed sequences, `starts` holds the first token of each token's sequence, and T for padding tokens: a tap counts if
-it is not before it. A program of the backward kernel adds up the gradients of the weights over its tokens, and XLA adds
-up the programs in a fixed order: no atomic additions, so results are reproducible bit for bit.
+it is not before that token. A program of the backward kernel adds up the gradients of the weights over its tokens, and
+XLA adds up the programs in a fixed order: without atomics, results are reproducible bit for bit.
 
 Source: the short convolution of H3 (Fu et al. 2022, arXiv:2212.14052) and of Mamba (Gu & Dao 2023, arXiv:2312.00752).
 """
@@ -38,7 +38,7 @@ from ejkernel_triton.causal_convolution.kernels.tile import (
 
 @triton.jit
 def causal_conv_fwd_kernel(x, weight, bias, before, starts, output, spec: tl.constexpr, per: tl.constexpr):
-    """Activated sums of a block of tokens."""
+    """Computes the activated sums of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
     row, block, tile = program_tile(tl.program_id(0), spec)
@@ -49,7 +49,7 @@ def causal_conv_fwd_kernel(x, weight, bias, before, starts, output, spec: tl.con
         before = before + (row // per.BEFORE) * ((W - 1) * spec.C)
     if spec.PACKED:
         starts = starts + (row // per.STARTS) * spec.T
-    # W weights and the bias a channel stay in registers for all tokens of the program.
+    # The W weights and the bias of each channel stay in registers for all tokens of the program.
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
     if spec.BIAS:
         bias = bias + (row // per.BIAS) * spec.C
@@ -68,7 +68,7 @@ def causal_conv_fwd_kernel(x, weight, bias, before, starts, output, spec: tl.con
         if spec.PACKED:
             p = tl.where(token + i >= start, p, 0.0)
         outputs += (p,)
-    # Stored after the arithmetic of the whole block: loads and stores do not alternate.
+    # Stored after the arithmetic of the whole block, so that loads and stores do not alternate.
     at = output + tl.cast(token, tl.int64) * spec.C
     for i in tl.static_range(BLOCK_T):
         mask = (channels < spec.C) & (token + i + 0 * channels < spec.T)

@@ -1,4 +1,4 @@
-"""Device helpers of the causal convolution's kernels: tiles of tokens, taps, and the activation."""
+"""Device helpers of the causal convolution's kernels: tiles of tokens, taps and the activation."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ def program_tile(program, spec: tl.constexpr):
 
 @triton.jit
 def tile_offsets(tile, spec: tl.constexpr):
-    """Returns where the elements of a program's rows lie that are loaded as one: channels, or pairs of them."""
+    """Returns the offsets of the elements that a program loads per row: channels, or pairs of channels."""
     if spec.PAIRS:
         return tile * (spec.BLOCK_C // 2) + tl.arange(0, spec.BLOCK_C // 2)
     else:
@@ -25,14 +25,14 @@ def tile_offsets(tile, spec: tl.constexpr):
 
 @triton.jit
 def load_rows(base, token, end, places, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Returns COUNT rows of a [T, C] array from a token on, as they are; 0 before the first and from `end` on."""
-    # Two channels of 16 bits as one number of 32: what a loop carries has a register of its own, however short it is.
+    """Loads COUNT rows of a [T, C] array from `token` on, unconverted; 0 before the first and from `end` on."""
+    # Two 16-bit channels are loaded as one 32-bit integer, since a loop carries each element in a register of its own.
     WIDTH: tl.constexpr = spec.C // 2 if spec.PAIRS else spec.C
     if spec.PAIRS:
         base = base.to(tl.pointer_type(tl.int32))
     start = base + tl.cast(token, tl.int64) * WIDTH
-    # A tuple of vectors and not a tile: taps are other rows of the same thread, so no product needs a shuffle or a
-    # shift. Tokens are checked on both sides: a halo may begin before token 0 and end after T.
+    # A tuple of vectors instead of a tile: taps are other rows of the same thread, so no product needs a shuffle or a
+    # shift. Bounds are checked on both sides: a halo may begin before token 0 and end after T.
     rows = ()
     for i in tl.static_range(COUNT):
         at = token + i + 0 * places
@@ -43,9 +43,9 @@ def load_rows(base, token, end, places, COUNT: tl.constexpr, spec: tl.constexpr)
 
 @triton.jit
 def widened(row, spec: tl.constexpr):
-    """Returns [BLOCK_C] float32 of a row, as `load_rows` has it or of floats."""
+    """Returns [BLOCK_C] float32 of a row of `load_rows` or of floats."""
     if row.dtype == tl.int32:
-        # A bfloat16 is the upper half of a float32: one instruction an element.
+        # A bfloat16 is the upper half of the equal float32, so a conversion is one instruction.
         low, high = tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
             "=f,=f,r",
@@ -61,19 +61,19 @@ def widened(row, spec: tl.constexpr):
 
 @triton.jit
 def load_taps(x, before, token, channels, places, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Rows of x from W - 1 tokens before a token on, as float32; rows before the first are those of the state."""
+    """Loads rows of x from W - 1 tokens before `token` on, as float32; rows before token 0 are those of the state."""
     STATE_TOKENS: tl.constexpr = spec.W - 1
     rows = load_rows(x, token - STATE_TOKENS, spec.T, places, COUNT, spec)
     taps = ()
     for i in tl.static_range(COUNT):
         row = widened(rows[i], spec)
         if spec.STATE and i < STATE_TOKENS:
-            # The state's tokens precede the first block alone; elsewhere the mask is false and nothing is loaded.
-            at = token + i + 0 * channels  # the slot of the state, where it is one
+            # Only the first block reads the state's tokens; in other blocks the mask is false and nothing is loaded.
+            at = token + i + 0 * channels  # index of the state's token, if it is one
             state_tokens = tl.load(
                 before + (token + i) * spec.C + channels, mask=(channels < spec.C) & (at < STATE_TOKENS), other=0.0
             )
-            # Added, not selected: rows of x before token 0 are loaded as 0.
+            # Added instead of selected: rows of x before token 0 are loaded as 0.
             row += state_tokens.to(tl.float32)
         taps += (row,)
     return taps
@@ -81,7 +81,7 @@ def load_taps(x, before, token, channels, places, COUNT: tl.constexpr, spec: tl.
 
 @triton.jit
 def load_weights(weight, channels, spec: tl.constexpr):
-    """Returns the W weights of every channel, the weight of the token itself first."""
+    """Loads the W weights of every channel; the first one is for the token itself."""
     W: tl.constexpr = spec.W
     weights = ()
     for k in tl.static_range(W):
@@ -91,7 +91,7 @@ def load_weights(weight, channels, spec: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, channels, spec: tl.constexpr):
-    """Returns [BLOCK_C] float32, zeros without one."""
+    """Loads the bias, [BLOCK_C] float32; zeros if there is none."""
     if spec.BIAS:
         return tl.load(bias + channels, mask=channels < spec.C, other=0.0)
     else:
@@ -109,7 +109,7 @@ def start_of(starts, token, spec: tl.constexpr):
 
 @triton.jit
 def masked_tap(row, token, start, k, spec: tl.constexpr):
-    """Returns a tap of a token, the row k tokens before it; 0 if that is of another sequence."""
+    """Returns a tap of a token, the row k tokens before it; 0 if that belongs to another sequence."""
     if spec.PACKED:
         return tl.where(token - k >= start, row, 0.0)
     else:
@@ -118,10 +118,11 @@ def masked_tap(row, token, start, k, spec: tl.constexpr):
 
 @triton.jit
 def sigmoid(p, spec: tl.constexpr):
-    """Returns 1 / (1 + exp(-p)); exp2(inf) is inf and not an error, and 1 / inf is 0."""
+    """Returns 1 / (1 + exp(-p)). If exp overflows to inf, the result is 0."""
     if spec.FAST:
-        # The same instructions without what mends denormal numbers around them: 1 + exp(-p) drops those of exp(-p), and
-        # is none. Four instructions instead of nine, of the some 30 an element that the backward pass takes.
+        # The same operations without handling of subnormal numbers: 1 + exp(-p) is never subnormal, and rounds away a
+        # subnormal exp(-p). It takes four instructions instead of nine, out of about 30 per element in the backward
+        # pass.
         return tl.inline_asm_elementwise(
             "{.reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
             " rcp.approx.ftz.f32 $0, e;}",

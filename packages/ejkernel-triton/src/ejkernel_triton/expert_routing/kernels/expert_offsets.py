@@ -1,4 +1,4 @@
-"""The first row of every expert; see `topk`."""
+"""Computes the first row of every expert; see `topk`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,9 @@ from ejkernel_triton.blocks import at_batch
 
 @triton.jit
 def expert_offsets_kernel(counts, sums, sizes, spec: tl.constexpr, per: tl.constexpr):
-    """Exclusive sums over blocks of BLOCK_E experts, BLOCK_B blocks at a time, and the sizes."""
+    """Computes exclusive sums of counts over blocks, BLOCK_B blocks of BLOCK_E experts at a time, and the group
+    sizes.
+    """
     B: tl.constexpr = spec.BLOCK_B
     BLOCK_E: tl.constexpr = spec.BLOCK_E
     E: tl.constexpr = spec.PADDED_E

@@ -1,4 +1,4 @@
-"""The row of every pair of a token and an expert; see `topk`."""
+"""Computes the sorted row of every pair of a token and an expert; see `topk`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ejkernel_triton.blocks import at_batch
 
 @triton.jit
 def sorted_rows_kernel(experts, ranks, sums, sizes, places, order, spec: tl.constexpr, per: tl.constexpr):
-    """The rows of the pairs of BLOCK_T tokens, and the pairs of those rows."""
+    """Stores the rows of the pairs of BLOCK_T tokens, and for those rows the pair."""
     T: tl.constexpr = spec.BLOCK_T
     E: tl.constexpr = spec.PADDED_E
     COUNT: tl.constexpr = spec.K

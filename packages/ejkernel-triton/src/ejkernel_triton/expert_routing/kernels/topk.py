@@ -1,9 +1,9 @@
-"""Top-k routing and the sort by expert, a counting sort without atomics: results are reproducible bit for bit.
+"""Top-k routing and a counting sort by expert, without atomics: results are reproducible bit for bit.
 
-topk_kernel             BLOCK_T tokens a program: k times the largest logit that is left; how many of the block's
-                        tokens chose each expert, and for each pair how many tokens of the block before chose its expert
-expert_offsets_kernel   one program: sums of the counts of the blocks before, and the first row of every expert
-sorted_rows_kernel      row of a pair = first row of its expert + pairs of blocks before + pairs of this block before
+topk_kernel             BLOCK_T tokens per program: takes the largest remaining logit k times; counts the block's tokens
+                        per expert, and for each pair the earlier tokens of the block with the same expert
+expert_offsets_kernel   one program: sums of the counts of earlier blocks, and the first row of every expert
+sorted_rows_kernel      row of a pair = first row of its expert + its pairs in earlier blocks + earlier pairs here
 
                     experts 0   1   2   3
 counts  block 0     [   3   0   2   1 ]        sums before    [ 0 0 0 0 ]
@@ -18,7 +18,7 @@ from ejkernel_triton.blocks import at_batch
 
 @triton.jit
 def topk_kernel(logits, experts, ranks, counts, spec: tl.constexpr, per: tl.constexpr):
-    """The experts of BLOCK_T tokens, the larger logit first, of equal ones the first."""
+    """Selects the experts of BLOCK_T tokens, the largest logit first; of equal logits the first expert comes first."""
     T: tl.constexpr = spec.BLOCK_T
     E: tl.constexpr = spec.PADDED_E
     K: tl.constexpr = spec.PADDED_K
@@ -31,8 +31,8 @@ def topk_kernel(logits, experts, ranks, counts, spec: tl.constexpr, per: tl.cons
     real = (token < spec.T)[:, None] & (expert < spec.E)[None, :]
     at = tl.cast(token, tl.int64)[:, None] * spec.E + expert[None, :]
     x = tl.load(logits + at, mask=real, other=float("-inf")).to(tl.float32)
-    # Integers in the order of the logits, as `ejkernel.families.expert_routing.ordered` defines it: -0 equals 0, NaN is
-    # the largest. Comparisons with NaN would be false, and then no expert would be found.
+    # Integers with the order of the logits, as `ejkernel.families.expert_routing.ordered` defines it: -0 equals 0, and
+    # NaN is the largest. Comparisons with NaN would be false, so that no expert would be selected.
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     key = tl.where(magnitude > 0x7F800000, 0x7FFFFFFF, tl.where(bits < 0, -magnitude, magnitude))
@@ -40,7 +40,7 @@ def topk_kernel(logits, experts, ranks, counts, spec: tl.constexpr, per: tl.cons
     n = tl.arange(0, K)
     chosen = tl.full([T, K], 0, tl.int32)
     for step in tl.static_range(COUNT):
-        # No logit has the smallest integer.
+        # The smallest integer stands for a removed logit; no logit maps to it.
         largest = tl.max(tl.where(left, key, -0x80000000), axis=1)
         found = tl.min(tl.where(left & (key == largest[:, None]), expert[None, :], E), axis=1)
         chosen = tl.where(n[None, :] == step, found[:, None], chosen)
@@ -48,7 +48,7 @@ def topk_kernel(logits, experts, ranks, counts, spec: tl.constexpr, per: tl.cons
     used = (token < spec.T)[:, None] & (n < spec.K)[None, :]
     pair = token[:, None] * spec.K + n[None, :]
     tl.store(experts + batch * spec.T * spec.K + pair, chosen, mask=used)
-    # A token has an expert once, so pairs of an expert are in the order of tokens.
+    # A token has an expert at most once, so the pairs of an expert are ordered by token.
     hot = ((expert < spec.E)[None, :] & (left == 0) & (token < spec.T)[:, None]).to(tl.int32)
     before = tl.cumsum(hot, axis=0) - hot
     rank = tl.full([T, K], 0, tl.int32)

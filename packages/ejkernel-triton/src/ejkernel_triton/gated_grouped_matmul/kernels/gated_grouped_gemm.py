@@ -1,11 +1,11 @@
-"""Rows that are gathered where they are multiplied, gated in the epilogue: the first product of an expert layer.
+"""The first product of an expert layer: gathers rows while multiplying, and applies the gate in the epilogue.
 
     tokens [T, C] --- index of a row ---> lhs tile --+
     matrix [C, 2F]: columns of the gate   -> rhs tile -+-> acc of both, g and u -> act(g) u -> rows [M, F]
-                    the same of the others -> rhs tile -+
+                    columns of the values -> rhs tile -+
 
-Neither the rows of the experts [M, C] nor the products [M, 2F] are in memory: tokens are read out of L2 as often as
-they have experts. Persistent programs, groups of tile rows and the tile list are those of `grouped_gemm_kernel`.
+Neither the gathered rows [M, C] nor the products [M, 2F] are stored: a token is read from L2 once per expert that it
+has. Persistent programs, groups of tile rows and the tile list are those of `grouped_gemm_kernel`.
 """
 
 import triton
@@ -17,17 +17,17 @@ from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW
 
 @triton.jit
 def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
-    """Returns accumulators of a tile's gate and of what it gates, [BLOCK_M, BLOCK_N] each."""
+    """Returns the accumulators of a tile's gate and values, [BLOCK_M, BLOCK_N] each."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
-    # One product of both halves, which reads lhs from shared memory once: that memory's bandwidth is the limit.
+    # Multiplies both halves at once, which reads lhs from shared memory only once: its bandwidth is the bottleneck.
     half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
     n = column + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
     in_columns = n < spec.COLUMNS
     k = tl.arange(0, BLOCK_K)
-    # 64 bits for where a token begins: tokens of one tile may be far from each other.
+    # The address of a token's row has 64 bits: tokens of one tile may be far apart.
     lhs_at = tokens + (tl.cast(token, tl.int64) * spec.CONTRACTED)[:, None] + k[None, :]
     rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * 2 * spec.COLUMNS)
     rhs_at += k[:, None] * (2 * spec.COLUMNS) + (half * spec.COLUMNS + n)[None, :]
@@ -38,14 +38,15 @@ def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
             lhs_tile = tl.load(lhs_at)
             rhs_tile = tl.load(rhs_at)
         else:
-            # 0 in both operands past the end: 0 in one alone would meet what lies there, maybe NaN.
+            # Both operands are 0 past the end: a 0 in only one would be multiplied by out-of-bounds data, which may be
+            # NaN.
             in_k = k < spec.CONTRACTED - step * BLOCK_K
             lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
             rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
         acc = add_dot(acc, lhs_tile, rhs_tile, spec)
         lhs_at += BLOCK_K
         rhs_at += BLOCK_K * 2 * spec.COLUMNS
-    # A thread has the same columns of both halves, so nothing moves.
+    # Each thread has the same columns of both halves, so the split moves no data.
     return tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
 
 
@@ -61,7 +62,7 @@ def activated(gate, spec: tl.constexpr):
 
 @triton.jit
 def store_rows(values, output, row, end, column, spec: tl.constexpr):
-    """Stores the rows before `end`: the others are the next group's, whose own tile stores them."""
+    """Stores the rows before `end`; the tile of the next group stores the others."""
     m = tl.arange(0, spec.BLOCK_M)
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
@@ -71,23 +72,23 @@ def store_rows(values, output, row, end, column, spec: tl.constexpr):
 
 @triton.jit
 def make_tile(tokens, rhs, index, output, matrix, row, end, column, spec: tl.constexpr):
-    """Makes and stores a tile."""
-    # Rows after the last repeat it, so that loads stay inside the array; they are not stored.
+    """Computes and stores a tile."""
+    # Rows past the last one repeat it, so that loads stay in bounds; they are not stored.
     token = row + tl.minimum(tl.arange(0, spec.BLOCK_M), spec.ROWS - 1 - row)
     if spec.GATHERS:
         token = tl.load(index + token)
     named = (token >= 0) & (token < spec.TOKENS)
     gate, up = gated_products(tokens, rhs, tl.where(named, token, 0), matrix, column, spec)
-    # A row that names no token is 0, whatever token 0 holds.
+    # A row without a token is 0, even if token 0, which is read for it, is NaN.
     values = tl.where(named[:, None], activated(gate, spec) * up, 0.0)
     store_rows(values, output, row, end, column, spec)
 
 
 @triton.jit
 def gated_grouped_gemm_kernel(tokens, rhs, index, tiles, output, spec: tl.constexpr, per: tl.constexpr):
-    """A program makes every PROGRAMS-th tile.
+    """Computes every PROGRAMS-th tile.
 
-    `tiles` holds the entries, then three counts: leading entries without a matrix, entries with one, all entries.
+    `tiles` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
     """
     program = tl.program_id(0)
     batch = tl.cast(program // spec.PROGRAMS, tl.int64)

@@ -1,4 +1,4 @@
-"""Gradients of rows and weights; see `gather_sum`."""
+"""Computes the gradients of rows and weights; see `gather_sum`."""
 
 import triton
 import triton.language as tl
@@ -9,12 +9,14 @@ from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 @triton.jit
 def add_cotangent(acc, n, owner, values, cotangent, inverse, weights, shares, channels, spec: tl.constexpr):
-    """Returns the gradient of rows with their n-th pair added; stores the part of the pair's weight."""
+    """Adds the n-th pair of each row to the rows' gradients, and stores the channels' share of the weight's
+    gradient.
+    """
     pair = tl.load(inverse + owner * spec.M + n, mask=owner < spec.R, other=-1)
     valid = (pair >= 0) & (pair < spec.T * spec.K)
     term = load_rows(cotangent, pair // spec.K, valid, channels, spec)
     if spec.DOTS:
-        # Every pair is one row's, so no two programs of a tile write the same place.
+        # Each pair belongs to one row, so no two programs of a tile store to the same address.
         tl.store(shares + pair, tl.sum(values * term, axis=1), mask=valid)
     if spec.WEIGHTS:
         term *= tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
@@ -23,7 +25,9 @@ def add_cotangent(acc, n, owner, values, cotangent, inverse, weights, shares, ch
 
 @triton.jit
 def gather_bwd_kernel(cotangent, inverse, weights, rows, gradient, shares, spec: tl.constexpr, per: tl.constexpr):
-    """The gradients of BLOCK_T rows, and with DOTS those of the weights of their pairs, [TILES, T * K] float32."""
+    """Computes the gradients of BLOCK_T rows and, if DOTS, those of the weights of their pairs, [TILES, T * K]
+    float32.
+    """
     M: tl.constexpr = spec.M
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_D: tl.constexpr = spec.BLOCK_D

@@ -1,14 +1,14 @@
-"""Gather-reduce: both passes gather and are bound by memory.
+"""Gather-reduce: both passes gather, and are memory-bound.
 
-    gather_sum_kernel      a program has BLOCK_T tokens and BLOCK_D channels: loads a row for every index, and adds them
+    gather_sum_kernel      a program has BLOCK_T tokens and BLOCK_D channels: loads a row per index, and adds them
                            in float32
-    gather_bwd_kernel      the same for rows: loads a cotangent for every pair of a row; the dot product of the two is
-                           the gradient of the pair's weight, of which a program has the share of its channels
-    scatter_copies_kernel  where every token is a copy of one row: a program has BLOCK_T rows, loads them once, and
-                           stores them for every token that names them; further programs store zeros for tokens that
-                           name none
+    gather_bwd_kernel      the same for rows: loads a cotangent per pair of a row; the dot product of the two is the
+                           gradient of the pair's weight, of which a program computes the share of its channels
+    scatter_copies_kernel  if every token is a copy of one row: a program loads BLOCK_T rows once, and stores them
+                           for each token with their index; further programs store zeros for tokens without
+                           a row
 
-Sums are made in registers in a fixed order: no atomics, so results are reproducible bit for bit.
+Sums are computed in registers in a fixed order: without atomics, results are reproducible bit for bit.
 """
 
 import triton
@@ -20,19 +20,19 @@ from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 @triton.jit
 def add_row(acc, n, token, rows, indices, weights, channels, spec: tl.constexpr):
-    """Returns the sum of tokens with their n-th row added."""
+    """Adds the n-th row of each token to its sum."""
     index = tl.load(indices + token * spec.K + n, mask=token < spec.T, other=-1)
     valid = (index >= 0) & (index < spec.R)
     term = load_rows(rows, index, valid, channels, spec)
     if spec.WEIGHTS:
-        # Not loaded where no row is named, so that a weight of NaN there counts nothing.
+        # Not loaded for an index out of range, so that a NaN in its weight does not matter.
         term *= tl.load(weights + token * spec.K + n, mask=valid, other=0.0).to(tl.float32)[:, None]
     return acc + term
 
 
 @triton.jit
 def gather_sum_kernel(rows, indices, weights, output, spec: tl.constexpr, per: tl.constexpr):
-    """The sums of BLOCK_T tokens."""
+    """Computes the sums of BLOCK_T tokens."""
     K: tl.constexpr = spec.K
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_D: tl.constexpr = spec.BLOCK_D

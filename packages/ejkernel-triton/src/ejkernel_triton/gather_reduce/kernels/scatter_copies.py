@@ -1,4 +1,4 @@
-"""Copies of rows, where every token is a copy of one row; see `gather_sum`."""
+"""Copies rows to tokens if each token is a copy of one row; see `gather_sum`."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from ejkernel_triton.blocks import at_batch
 
 @triton.jit
 def scatter_copies_kernel(rows, indices, inverse, output, spec: tl.constexpr, per: tl.constexpr):
-    """Copies BLOCK_T rows to their tokens, or looks for tokens without a row among EMPTY_T."""
+    """Copies BLOCK_T rows to their tokens, or fills those of EMPTY_T tokens that have no row."""
     tile = tl.program_id(0) % spec.TILES
     block = tl.program_id(0) // spec.TILES % (spec.BLOCKS + spec.EMPTY_BLOCKS)
     batch = tl.cast(tl.program_id(0) // (spec.TILES * (spec.BLOCKS + spec.EMPTY_BLOCKS)), tl.int64)
@@ -25,7 +25,7 @@ def scatter_copies_kernel(rows, indices, inverse, output, spec: tl.constexpr, pe
 
 @triton.jit
 def copy_rows(rows, inverse, output, block, channels, spec: tl.constexpr):
-    """Stores BLOCK_T rows for the tokens that name them."""
+    """Stores BLOCK_T rows to all tokens with their index."""
     M: tl.constexpr = spec.M
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     owner = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -42,7 +42,7 @@ def copy_rows(rows, inverse, output, block, channels, spec: tl.constexpr):
 
 @triton.jit
 def copy_row(values, n, owner, inverse, output, channels, spec: tl.constexpr):
-    """Stores rows for the n-th token of each."""
+    """Stores each row to the n-th of its tokens."""
     token = tl.load(inverse + owner * spec.M + n, mask=owner < spec.R, other=-1)
     valid = (token >= 0) & (token < spec.T)
     target = output + tl.cast(token, tl.int64)[:, None] * spec.D + channels[None, :]
@@ -51,14 +51,14 @@ def copy_row(values, n, owner, inverse, output, channels, spec: tl.constexpr):
 
 @triton.jit
 def fill_tokens(indices, output, block, channels, spec: tl.constexpr):
-    """Stores zeros for the tokens among EMPTY_T that name no row."""
+    """Stores zeros for those of EMPTY_T tokens that have no row."""
     EMPTY_T: tl.constexpr = spec.EMPTY_T
     BLOCK_D: tl.constexpr = spec.BLOCK_D
     STEP: tl.constexpr = spec.EMPTY_STEP
     first = block * EMPTY_T
     token = first + tl.arange(0, EMPTY_T)
     index = tl.load(indices + token, mask=token < spec.T, other=0)
-    # In a layer on one device all tokens name a row, so that nothing follows.
+    # On one device all tokens usually have a row, so the loop is skipped.
     if tl.max(((index < 0) | (index >= spec.R)).to(tl.int32), axis=0) > 0:
         for start in tl.range(0, EMPTY_T, STEP):
             some = first + start + tl.arange(0, STEP)

@@ -1,4 +1,4 @@
-"""Device helpers of the gather-reduce kernels: where a program is, and rows by index."""
+"""Device helpers of the gather-reduce kernels: the program's tile, and loads of rows by index."""
 
 import triton
 import triton.language as tl
@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def program_tile(spec: tl.constexpr):
-    """Returns batch row, sums [BLOCK_T] and channels [BLOCK_D] of this program."""
+    """Returns the batch row, sums [BLOCK_T] and channels [BLOCK_D] of this program."""
     program = tl.program_id(0)
-    # Tiles of one block are neighbours: they look up the same indices.
+    # Consecutive programs are tiles of one block, which read the same indices.
     tile = program % spec.TILES
     block = program // spec.TILES % spec.BLOCKS
     row = tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64)
@@ -22,8 +22,8 @@ def program_tile(spec: tl.constexpr):
 
 @triton.jit
 def load_rows(rows, index, valid, channels, spec: tl.constexpr):
-    """Returns [BLOCK_T, BLOCK_D] float32 of named rows; 0 where an index names none."""
-    # 64 bits for where a row begins: rows of one tile may be far from each other.
+    """Loads rows by index, [BLOCK_T, BLOCK_D] float32; 0 for an index out of range."""
+    # The address of a row has 64 bits: rows of one tile may be far apart.
     start = rows + tl.cast(index, tl.int64) * spec.D
     mask = valid[:, None] & (channels < spec.D)[None, :]
     return tl.load(start[:, None] + channels[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Sums over the rows of each group: the gradients of the biases."""
+"""Computes sums over the rows of each group: the gradients of the biases."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from ejkernel_triton.grouped_matmul.kernels.tile import bounded
 
 @triton.jit
 def grouped_dbias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.constexpr):
-    """A program sums BLOCK_Q columns of the cotangent over the rows of one group."""
+    """Sums BLOCK_Q columns of the cotangent over the rows of one group."""
     across: tl.constexpr = (spec.WIDTH + spec.BLOCK_Q - 1) // spec.BLOCK_Q
     program = tl.program_id(0)
     batch = tl.cast(program // (spec.MATRICES * across), tl.int64)
@@ -21,7 +21,7 @@ def grouped_dbias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.
     first, end = group_bounds(bounds, matrix)
     q, in_q = bounded((program % across) * spec.BLOCK_Q, spec.BLOCK_Q, spec.WIDTH)
     k = tl.arange(0, spec.BLOCK_K)
-    # A partial sum a row of the step: threads add to their own elements, and exchange them once after the loop.
+    # One partial sum per row of the step: threads add to their own elements, and are reduced once after the loop.
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     BLOCK_Q: tl.constexpr = spec.BLOCK_Q
     acc = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)

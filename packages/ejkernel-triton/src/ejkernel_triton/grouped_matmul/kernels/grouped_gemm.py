@@ -1,15 +1,15 @@
-"""Rows times the matrix of their group: the forward pass, and the gradient of lhs with the matrices transposed.
+"""Multiplies rows by the matrix of their group: the forward pass, and lhs's gradient with transposed matrices.
 
     tile list      0  1  2 | 3 | 4  5 | 6 ...        tiles of rows; | where the group changes
-    columns   0    p0 p1 p2  p3  p4 p5  p6 p7        a group of GROUP_M tile rows goes first: the programs that run
-              1    p8 p9 ..                          together share matrices along a row of this picture, and rows of
+    columns   0    p0 p1 p2  p3  p4 p5  p6 p7        GROUP_M tile rows run first: programs that run together
+              1    p8 p9 ..                          share matrices along a row of this picture, and rows of
               2    ..                                lhs along a column, in L2
              ...
-    the next group of tile rows
+    the next GROUP_M tile rows
 
 Programs are persistent: program p multiplies tiles p, p + PROGRAMS, ... to the end of the list, whose length is read
-from memory. A tile may reach into the rows of the next group. Those are multiplied too and not stored, since another
-tile stores them. A row of a product depends on no other row, so NaN there does no harm, and the main loop has no masks.
+from memory. A tile may extend into the rows of the next group. Those are multiplied too but not stored, since another
+tile stores them. Rows of a product are independent, so NaN there does no harm, and the main loop has no masks.
 
     prologue            main loop over the contracted axis              epilogue
     tile p -> entry  -> lhs tile, rhs tile -> registers -> acc      ->  scales, bias, existing_out -> rows of the group
@@ -27,10 +27,10 @@ from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW
 
 @triton.jit
 def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
-    """Returns a tile of a matrix as an operand of the product, times its scales where these differ along C."""
+    """Converts a tile of a matrix to an operand of the product, multiplied by its scales if these differ along C."""
     if spec.SCALES == "elements":
         at = (c // spec.PER_SCALE[0])[:, None] * spec.SCALE_STRIDES[0]
-        # Columns past the end repeat the last scale instead of a mask; they are not stored.
+        # Columns past the end use the last scale instead of a mask; they are not stored.
         n = tl.minimum(n, spec.COLUMNS - 1)
         at += (n // spec.PER_SCALE[1])[None, :] * spec.SCALE_STRIDES[1]
         factors = tl.load(scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + at)
@@ -41,12 +41,13 @@ def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
 
 @triton.jit
 def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec: tl.constexpr):
-    """Returns acc + a b, with operands of 8 bits; a step has one scale for each row, and one for each column."""
+    """Adds a product of 8-bit operands to acc; a step has one scale per row, and one per column."""
     if spec.WIDEN:
         lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
     if spec.LHS_SCALES == "steps" or spec.SCALES == "steps":
-        # The accumulator cannot be the product's: scales of a step multiply its product alone. The matrix unit waits
-        # for that, 427 instead of 655 TFLOP/s on an H200 (docs/lab/grouped_matmul_gpu.md).
+        # The scales of a step multiply only its own product, so it needs a separate accumulator. The matrix unit waits
+        # for
+        # that: 427 instead of 655 TFLOP/s on an H200 (docs/lab/grouped_matmul_gpu.md).
         step_product = tl.dot(lhs_tile, rhs_tile)
         if spec.LHS_SCALES == "steps":
             step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_BLOCKS // spec.CONTRACTED)[:, None]
@@ -56,22 +57,22 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
             ]
         return acc + step_product
     else:
-        # Hopper sums products of 8 bits at about 14 bits; after IMPRECISE elements they go to a float32 accumulator.
+        # Hopper sums 8-bit products with about 14 bits; after IMPRECISE elements the sum goes to a float32 accumulator.
         return tl.dot(lhs_tile, rhs_tile, acc, max_num_imprecise_acc=spec.IMPRECISE)
 
 
 @triton.jit
 def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr):
-    """Returns accumulator [BLOCK_M, BLOCK_N] of a tile of rows and columns."""
+    """Returns the accumulator [BLOCK_M, BLOCK_N] of a tile."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
-    # Rows after the end of lhs repeat its last row, so that loads without masks stay inside the array.
+    # Rows past the end of lhs repeat its last row, so that loads without masks stay in bounds.
     m = tl.minimum(tl.arange(0, BLOCK_M), spec.ROWS - 1 - row)
     n, in_columns = bounded(column, BLOCK_N, spec.COLUMNS)
     k = tl.arange(0, BLOCK_K)
-    # 64-bit pointers to the operands' tiles and 32-bit offsets inside of them: 64-bit offsets take registers.
+    # Addresses of tiles have 64 bits, offsets in them 32: 64-bit offsets take registers.
     lhs_at = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
     rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
     rhs_at += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
@@ -79,10 +80,10 @@ def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr)
         row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_BLOCKS
         column_scales = scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + tl.minimum(n, spec.COLUMNS - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # A constant, which flat loops need.
+    # A compile-time constant, which flattened loops need.
     step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(0, step_count):
-        # Main loop. No mask along C where steps divide it; columns have one only where tiles do not.
+        # Main loop. There is no mask along C if steps divide it, and one along columns only if tiles do not.
         if EVEN:
             lhs_tile = tl.load(lhs_at)
             rhs_tile = (
@@ -90,7 +91,8 @@ def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr)
             )
             c = step * BLOCK_K + k
         else:
-            # The last step is 0 in both operands past the end: 0 in one alone would meet what lies there, maybe NaN.
+            # Both operands are 0 past the end: a 0 in only one would be multiplied by out-of-bounds data, which may be
+            # NaN.
             in_k = k < spec.CONTRACTED - step * BLOCK_K
             lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
             rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
@@ -106,7 +108,9 @@ def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr)
 
 @triton.jit
 def store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec: tl.constexpr):
-    """The epilogue: scales of rows and columns, bias and `existing_out`; stores the rows of the tile's group alone."""
+    """The epilogue: applies scales of rows and columns, bias and `existing_out`, and stores the rows of the tile's
+    group.
+    """
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     matrix = tl.cast(matrix, tl.int64)
     # Scales of whole rows and columns commute with the sum over C, so they multiply the accumulator once.
@@ -125,7 +129,7 @@ def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
     m = tl.arange(0, spec.BLOCK_M)
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
-    # Rows from `end` on are the next group's, whose own tile stores them.
+    # The tile of the next group stores the rows from `end` on.
     mask = (m < end - row)[:, None] & in_columns[None, :]
     if spec.EXISTING:
         acc += tl.load(existing + at, mask=mask, other=0.0).to(tl.float32)
@@ -134,7 +138,7 @@ def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
 
 @triton.jit
 def fill(existing, output, tiles, program, leading, count, total, spec: tl.constexpr):
-    """Stores unassigned rows, `existing_out` or 0; their entries are the first `leading` and the last ones."""
+    """Fills unassigned rows with `existing_out` or 0; their entries are the first `leading` and the last ones."""
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
@@ -150,9 +154,9 @@ def fill(existing, output, tiles, program, leading, count, total, spec: tl.const
 def grouped_gemm_kernel(
     lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec: tl.constexpr, per: tl.constexpr
 ):
-    """A program multiplies every PROGRAMS-th tile.
+    """Multiplies every PROGRAMS-th tile.
 
-    `tiles` holds the entries, then three counts: leading entries without a matrix, entries with one, all entries.
+    `tiles` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
     """
     program = tl.program_id(0)
     batch = tl.cast(program // spec.PROGRAMS, tl.int64)
@@ -169,15 +173,14 @@ def grouped_gemm_kernel(
         existing = at_batch(existing, batch, per.EXISTING, spec.ROWS * spec.COLUMNS)
     tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
-    # The counts were made on the device: a grid of fixed size serves groups of any size.
+    # The counts were computed on the device, so that one grid serves groups of any size.
     ends = tiles + spec.ENTRIES * FIELDS
     leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
-    # Unassigned rows are not multiplied, so they have a loop of their own: flat loops need a constant number of
-    # steps.
+    # Unassigned rows are not multiplied, so they have a separate loop: flattened loops need a constant number of steps.
     fill(existing, output, tiles, program, leading, count, total, spec)
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
-    # Flat loops overlap a tile's first copies with the epilogue before. On an H200 they are faster for the gradient
-    # of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
+    # Flattened loops overlap a tile's first copies with the previous epilogue. On an H200 they are faster for the
+    # gradient of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
     for tile in tl.range(program, count * columns, spec.PROGRAMS, flatten=spec.FLATTEN):
         entry, column = grouped_tile(tile, count, columns, spec.GROUP_M)
         entry_at = tiles + (leading + entry) * FIELDS

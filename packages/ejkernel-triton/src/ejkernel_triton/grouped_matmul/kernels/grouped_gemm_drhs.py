@@ -1,11 +1,11 @@
-"""Sums over the rows of each group: the gradients of the matrices and of the biases.
+"""Computes sums over the rows of each group: the gradients of the matrices.
 
     program: one tile [BLOCK_P, BLOCK_Q] of one matrix
-    rows of the group, BLOCK_K a step:  left^T [BLOCK_P, BLOCK_K] x right [BLOCK_K, BLOCK_Q]  ->  acc  ->  output
+    rows of the group, BLOCK_K per step:  left^T [BLOCK_P, BLOCK_K] x right [BLOCK_K, BLOCK_Q]  ->  acc  ->  output
 
-A program adds the rows of its group in order, so sums have one order and results are reproducible bit for bit. An empty
-group's programs store zeros. Programs are not persistent: groups differ in length, and the hardware gives a
-multiprocessor the next program as soon as one ends.
+A program adds the rows of its group in order, so results are reproducible bit for bit. An empty group's programs store
+zeros. Programs are not persistent: groups differ in length, and the hardware starts the next program on a
+multiprocessor as soon as one ends.
 """
 
 import triton
@@ -17,13 +17,13 @@ from ejkernel_triton.grouped_matmul.kernels.tile import bounded
 
 @triton.jit
 def group_bounds(bounds, matrix):
-    """Returns first row of a matrix's group and the row after its last."""
+    """Returns the first row of a matrix's group and the row after its last."""
     return tl.load(bounds + matrix * 2), tl.load(bounds + matrix * 2 + 1)
 
 
 @triton.jit
 def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.constexpr):
-    """A program makes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
+    """Computes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
     BLOCK_P: tl.constexpr = spec.BLOCK_P
     BLOCK_Q: tl.constexpr = spec.BLOCK_Q
     down: tl.constexpr = (spec.HEIGHT + BLOCK_P - 1) // BLOCK_P
@@ -32,7 +32,7 @@ def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, pe
     batch = tl.cast(program // (spec.MATRICES * down * across), tl.int64)
     program = program % (spec.MATRICES * down * across)
     matrix = program // (down * across)
-    # Tiles of a matrix in groups of GROUP_M rows: those that run together share rows of left and right in L2.
+    # Tiles of a matrix are in groups of GROUP_M rows, so that programs that run together share rows in L2.
     tile_p, tile_q = grouped_tile(program % (down * across), down, across, spec.GROUP_M)
     left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.HEIGHT)
     right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.WIDTH)
@@ -43,17 +43,17 @@ def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, pe
     p, in_p = bounded(tile_p * BLOCK_P, BLOCK_P, spec.HEIGHT)
     q, in_q = bounded(tile_q * BLOCK_Q, BLOCK_Q, spec.WIDTH)
     k = tl.arange(0, spec.BLOCK_K)
-    # 64-bit pointers to the group's first row, 32-bit offsets inside of a step.
+    # The address of the group's first row has 64 bits, offsets within a step 32.
     left += tl.cast(first, tl.int64) * spec.HEIGHT + (k[:, None] * spec.HEIGHT + p[None, :])
     right += tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
     acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
     for start in tl.range(first, end, spec.BLOCK_K):
-        # Mask both operands after the group's last row: zeros in one alone would meet NaN of another group.
+        # Both operands are masked past the group's last row: a 0 in only one would be multiplied by NaN of another
+        # group.
         in_group = (k < end - start)[:, None]
         left_tile = tl.load(left, mask=in_group & in_p[None, :], other=0.0)
         right_tile = tl.load(right, mask=in_group & in_q[None, :], other=0.0)
-        # Rows lie with P together. The transposition is how the product reads the tile of 16-bit operands, not a
-        # copy.
+        # P is contiguous in memory. The product reads 16-bit operands transposed from shared memory, without a copy.
         acc = add_dot(acc, tl.trans(left_tile), right_tile, spec)
         left += spec.BLOCK_K * spec.HEIGHT
         right += spec.BLOCK_K * spec.WIDTH

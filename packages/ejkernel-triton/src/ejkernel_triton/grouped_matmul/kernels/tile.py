@@ -1,4 +1,4 @@
-"""What the grouped-matmul kernels share: fields of the tile list, and conversion of operands to the product's dtype."""
+"""Device helpers of the grouped-matmul kernels: fields of the tile list, and conversion of operands."""
 
 import triton
 import triton.language as tl
@@ -12,9 +12,9 @@ FIELDS = tl.constexpr(4)
 
 @triton.jit
 def operand(x, spec: tl.constexpr):
-    """Returns a tile in the operands' dtype of the product; 8-bit integers and floats are exact in it."""
+    """Converts a tile to the operands' dtype of the product, in which 8-bit integers and floats are exact."""
     if x.dtype.primitive_bitwidth == 8:
-        # Triton's interpreter converts integers to bfloat16 as the integers that hold its bits.
+        # Triton's interpreter converts integers to the bits of bfloat16.
         x = x.to(tl.float32)
     if spec.OPERAND == "float32":
         return x.to(tl.float32)
@@ -26,7 +26,9 @@ def operand(x, spec: tl.constexpr):
 
 @triton.jit
 def bounded(start, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Returns indices of a tile from `start` on, and which of them are below SIZE: all, where tiles end with it."""
+    """Returns the indices of a tile from `start` on, and which of them are below SIZE: a constant if tiles end with
+    it.
+    """
     index = start + tl.arange(0, BLOCK)
     if SIZE % BLOCK == 0:
         return index, tl.full([BLOCK], True, tl.int1)

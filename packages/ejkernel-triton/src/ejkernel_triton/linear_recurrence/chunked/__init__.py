@@ -11,7 +11,7 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 HANDLES = recurrent_states.HANDLES | {
     *("decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision")
 }
-"""Optional fields that the kernels honour, those of states with the states moved around the kernels."""
+"""Optional fields that the kernels honour, with those of states, which XLA moves before and after the kernels."""
 
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
 
@@ -23,7 +23,7 @@ def reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns recurrences without the delta rule."""
+    """Returns the implementation of recurrences without the delta rule."""
     return (
         triton_implementation(
             "linear_recurrence",

@@ -1,7 +1,7 @@
 """Backward pass of a linear recurrence in Triton.
 
 The gradients of the states between chunks come first, in a scan from the last chunk to the first; then those of all
-chunks at the same time. Without atomic additions: the same bits every time.
+chunks in parallel. There are no atomics, so results are reproducible bit for bit.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ OF_VALUES = frozenset({"value", "dt", "skip"})
 OF_KEYS = frozenset({"query", "key", "decay"})
 
 MAX_SHARED_HEADS = 8
-"""Heads that share queries, keys or values and whose gradients one program adds up."""
+"""The largest number of heads sharing queries, keys or values whose gradients one program adds up."""
 
 
 @with_plain_state_gradients
@@ -46,7 +46,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     if call.scores is None:
         call = dataclasses.replace(call, scores=intra_chunk_scores(call))
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
-    # The scan comes first: the kernels below read the gradient of the state after each chunk.
+    # The scan comes first: the kernels after it read the gradient of the state after each chunk.
     dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": first, "sequence_state": first}
     if wanted & OF_VALUES:
@@ -64,7 +64,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
 def _state_gradients(
     record: LinearRecurrence, call: RecurrenceCall, cotangent: jax.Array, final: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of the states after all chunks, [B, H, CHUNKS, K, V], and of those before the first ones."""
+    """Returns the gradients of the states after all chunks, [B, H, CHUNKS, K, V], and of the initial states."""
     packed = record.cu_seqlens is not None
     initial = final[None] if packed else final[:, None]
     if not packed and call.spec.SEQUENCES > 1:
@@ -74,7 +74,7 @@ def _state_gradients(
 
 
 def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
-    """In which the gradients of gates are written: the gates' own where they are not summed; None if not wanted."""
+    """Returns the dtype of gates' gradients: the gates' own if they are not summed further; None if not requested."""
     if record.decay is None or "decay" not in wanted:
         return None
     whole = record.decay.shape[:2] == record.query.shape[:2] and record.decay.shape[3] > 1
@@ -82,7 +82,7 @@ def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
 
 
 def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradients:
-    """Returns gradients with zeros for padding tokens of packed sequences, which no chunk has."""
+    """Sets the gradients of padding tokens of packed sequences to zero, since no chunk contains them."""
     per_token = OF_VALUES | OF_KEYS | {"beta"}
 
     def masked(x: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradie
 
 
 def sum_to_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:
-    """Returns summed over the axes along which the field is the same."""
+    """Sums over the axes that the field broadcasts along."""
     axes = tuple(n for n, (got, had) in enumerate(zip(gradient.shape, field.shape, strict=True)) if got != had)
     return (gradient.sum(axes, keepdims=True) if axes else gradient).astype(field.dtype)
 
@@ -108,16 +108,16 @@ def value_gradients(
         dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
 
     Returns:
-        [B, T, HV, V] in the value's dtype; [B, T, H] float32 for dt, and for the skip's gradient at each token. The
-        arrays of arguments that the record does not have are undefined.
+        [B, T, HV, V] in the value's dtype; [B, T, H] float32 for dt, and the skip's gradient per token. The arrays of
+        arguments that the record does not have are undefined.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import chunk_bwd_dv_kernel
 
     spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
     tiles, shared = ceil_div(spec.V, config.output_block_v), shared_heads(spec.H, value.shape[2])
-    # Where several groups share a head of values, their parts are float32, and XLA adds them up.
+    # If several groups share a value head, their partial sums are float32, and XLA adds them up.
     groups = spec.H // shared
-    # A program has a tile of value channels, so sums over channels are in parts; they are added below.
+    # A program has a tile of value channels, so sums over channels are partial sums, which are added below.
     numbers = (batch, tiles, spec.T, spec.H)
     dvalue, ddt, dskip = launch(
         chunk_bwd_dv_kernel,
@@ -163,18 +163,18 @@ def key_gradients(
         cotangent: [B, T, H, V] of the output.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
         dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
-        gates: Dtype of the gradients of gates; None if they are not wanted.
+        gates: Dtype of the gradients of gates; None if they are not requested.
 
     Returns:
-        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] of the log gates, which is of no use
-        unless it is wanted.
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] of the log gates, which is undefined
+        unless it is requested.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import chunk_bwd_dqkg_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     tiles, shared = ceil_div(spec.K, config.gradient_block_k), _sum_of_shared(spec)
     groups = spec.H // shared
-    # Queries and keys of H heads are stored by head; shared ones as one part a group, which `over_groups` adds up.
+    # Gradients of unshared queries and keys are stored by head; shared ones by group, which `over_groups` adds up.
     heads = [spec.H if n == spec.H else groups for n in (spec.HQ, spec.HK)]
     exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
     gate_shape = (batch, spec.T, spec.H, spec.K) if spec.WIDTH > 1 else (batch, tiles, spec.T, spec.H)
@@ -218,24 +218,24 @@ def key_gradients(
 
 
 def _loads_once(spec: RecurrenceSpec) -> bool:
-    """Returns whether gates and dt are loaded as `tile.load_once` does."""
+    """Returns whether gates and dt are loaded by `tile.load_once`."""
     return spec.DT and spec.PER_SEQUENCE == 0
 
 
 def shared_heads(heads: int, fields: int) -> int:
-    """How many of the heads that share one of a field's heads a program adds up: a power of two that divides them."""
+    """Returns how many of the heads that share a field's head one program adds up: a power of two that divides them."""
     group = heads // fields
     return min(MAX_SHARED_HEADS, group & -group)
 
 
 def _sum_of_shared(spec: RecurrenceSpec) -> int:
-    """Returns heads whose gradients of queries and keys a program adds up, of those of the two that are shared."""
+    """Returns the heads whose gradients of queries and keys one program adds up."""
     found = [shared_heads(spec.H, n) for n in (spec.HQ, spec.HK) if n < spec.H]
     return min(found, default=1)
 
 
 def over_groups(parts: jax.Array, field: jax.Array) -> jax.Array:
-    """Returns the gradient of a field from parts of groups of heads, [B, T, groups, d]."""
+    """Adds up the gradient of a field from partial sums of groups of heads, [B, T, groups, d]."""
     if parts.shape[2] == field.shape[2]:
         return parts.astype(field.dtype)
     rows, tokens, heads, width = field.shape
@@ -243,5 +243,5 @@ def over_groups(parts: jax.Array, field: jax.Array) -> jax.Array:
 
 
 def _over_tiles(parts: jax.Array) -> jax.Array:
-    """Returns [B, tiles, T, H] summed over tiles."""
+    """Sums [B, tiles, T, H] over tiles."""
     return parts if parts.ndim == 1 else parts.sum(1)

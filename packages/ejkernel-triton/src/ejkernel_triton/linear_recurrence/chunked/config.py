@@ -31,9 +31,9 @@ FACES = {
 
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
-    """Returns chunks and tiles for a record on a device, not measured."""
+    """Returns the default chunks and tiles for a record on a device, not measured."""
     default = RecurrencePasses(**config_fields(sized(record, device, 64)))
-    # A scan waits for itself from chunk to chunk: with few of them, chunks at the same time are faster.
+    # The chunks of a scan are sequential: with few scans, processing the chunks in parallel is faster.
     if not interpreting() and 4 * _scan_programs(record, default) < 3 * chip_of(device).multiprocessors:
         return default
     return _fused(record, device, default)
@@ -44,7 +44,7 @@ def config_fields(made: ChunkPasses) -> dict[str, Any]:
 
 
 def _scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
-    """Returns programs that make states and outputs in one scan, with as many value channels as states have there."""
+    """Returns the number of programs that compute states and outputs in one scan, for the default value tiles."""
     tiles = ceil_div(record.value.shape[3], config.state_block_v)
     return record.query.shape[0] * sequence_count(record) * head_count(record) * tiles * config.segments
 
@@ -54,26 +54,28 @@ def sequence_count(record: LinearRecurrence) -> int:
 
 
 def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
-    """The configuration that makes states and outputs in one scan; the default where the kernel does not fit."""
+    """Returns the configuration of a fused scan of states and outputs; the default if the kernel does not fit."""
     if by_channel(record):
         return default
     if interpreting():
         return default if record.cu_seqlens is None else dataclasses.replace(default, fused=True)
     if not fits_fused_scan(record, device):
         return default
-    # One scan a multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several segments: 2 stages, of which two find room,
-    # 0.634 ms for 65536 tokens, 3 stages 0.724; but packed sequences, of which the longest decide, 0.340 and 0.301
-    # (docs/lab/linear_recurrence_gpu.md).
+    # One scan per multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several scans: with 2 stages two are resident,
+    # 0.634 ms for 65536 tokens instead of 0.724 with 3 stages; but packed sequences, where the longest decides, 0.340
+    # and 0.301 (docs/lab/linear_recurrence_gpu.md).
     many = record.cu_seqlens is None and _scan_programs(record, default) > chip_of(device).multiprocessors
     if record.dt is not None or record.skip is not None:
-        # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes per thread spill; with gradients two kernels.
+        # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes per thread spill; with gradients two kernels run instead.
         return dataclasses.replace(default, fused=True, fused_stages=2)
-    # Without states kept, since they are most of what a call with gradients would keep: 1.27 ms instead of 1.24.
+    # States are not stored, since they are most of the residuals of a call with gradients: 1.27 ms instead of 1.24.
     return dataclasses.replace(default, fused=True, fused_stages=2 if many else 3, keep_states=False)
 
 
 def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
-    """Whether a scan's state and tiles fit: float16 has not the range, float32 takes twice the shared memory."""
+    """Returns whether a scan's state and tiles fit: float16's range is too small, and float32 needs twice the shared
+    memory.
+    """
     chip = chip_of(device)  # only Hopper was measured
     wide = record.query.dtype.name != "bfloat16" or record.precision == lax.Precision.HIGHEST
     return chip.architecture == "hopper" and not wide and padded(record.query.shape[3], MIN_TILE) <= 128
@@ -93,7 +95,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     if fused.fused:
         made += [dataclasses.replace(fused, fused_stages=n) for n in (2, 3)]
         made += [dataclasses.replace(fused, fused_block_v=32, fused_stages=2)]
-        # Segments of a row that are scanned at the same time.
+        # Segments of a row, which are scanned in parallel.
         made += [dataclasses.replace(fused, segments=n) for n in (default.segments // 2, 2 * default.segments) if n > 1]
     made += [
         dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (fused, *made[:3]) for n in (64, 32)
@@ -103,12 +105,14 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
 
 
 def kind_of_large(record: LinearRecurrence) -> str | None:
-    """What calls have in common that share an entry of a table: those with work for a large GPU without splits."""
+    """Returns the key of a shipped table entry, for calls with enough work for a large GPU without segments; else
+    None.
+    """
     rows, tokens, _, keys = record.query.shape
     if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
         return None
     gates = "no" if record.decay is None else "channel" if by_channel(record) else "head"
-    bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 move and multiply alike
+    bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 have the same costs
     words = [f"{bits} bits", f"{padded(keys, MIN_TILE)}x{padded(record.value.shape[3], MIN_TILE)}", f"{gates} gates"]
     words += ["shared keys"] if _shares_keys(record) else []
     return " ".join(words if record.precision is None else [*words, str(record.precision)])
@@ -120,14 +124,15 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
     Args:
         record: The canonical arguments.
         device: What it runs on.
-        chunk: Tokens of a chunk.
+        chunk: Tokens per chunk.
     """
     chip = chip_of(device)
     wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     small = wide or chip.shared_memory < 128 * 1024
     keys, values = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
     most = 16 if interpreting() else 64
-    short = wide or (chip.architecture == "ada" and by_channel(record))  # half as many registers hold the pairs
+    # register pressure of the pairs is too high for longer chunks
+    short = wide or (chip.architecture == "ada" and by_channel(record))
     chunk = max(MIN_TILE, min(chunk, 32 if short else chunk, padded(record.query.shape[1], MIN_TILE)))
     backward_chunk = chunk
     if interpreting():
@@ -156,7 +161,8 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         gradient_block_k=min(keys, half, most, gradient_block_k),
         gradient_block_v=min(values, half, most),
         gradient_warps=gradient_warps,
-        # Gates of channels with 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890 with 1.
+        # With gates per key channel and 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890
+        # with 1.
         gradient_stages=1 if small or (hopper and by_channel(record) and record.beta is None) else 2,
         fused=False,
         fused_block_v=min(values, 64),
@@ -165,11 +171,11 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
 
 
 def _gradient_tile(record: LinearRecurrence, warps: int, hopper: bool) -> tuple[int, int]:
-    """Key channels and warps of a program that makes gradients of queries and keys: what registers have room for."""
+    """Returns the key channels and warps of a program for gradients of queries and keys, as registers allow."""
     if by_channel(record):
-        # Each halving adds to both gradients, which are float32 in registers. On Hopper 32 take 2.61 ms instead of
-        # 3.30, and with the delta rule, where they spill 112 bytes per thread, 3.811 instead of 4.716
-        # (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
+        # Each level of `cut_weights` adds to both gradients, which are float32 in registers. On Hopper 32 channels take
+        # 2.61 ms instead of 3.30, and with the delta rule, where they spill 112 bytes per thread, 3.811 instead of
+        # 4.716 (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
         heads = head_count(record) if record.beta is None else 0
         return (16 if not hopper or heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
     return (32, 4) if _shares_keys(record) else (64, warps)
@@ -180,16 +186,16 @@ def _shares_keys(record: LinearRecurrence) -> bool:
 
 
 def _segments(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
-    """Returns segments of a row: one where rows, heads and tiles of states give every multiprocessor a scan already."""
+    """Returns the segments per row: one if rows, heads and tiles of states give every multiprocessor a scan already."""
     if record.cu_seqlens is not None:
         return 1
     if interpreting():
         return 2
     rows, tokens, _, keys = record.query.shape
     tiles = ceil_div(keys, block_k) * ceil_div(record.value.shape[3], block_v)
-    # A scan is sequential: its chunks wait for each other, so fewer scans than multiprocessors leave some idle.
+    # A scan is sequential over its chunks, so fewer scans than multiprocessors leave some idle.
     scans = rows * head_count(record) * tiles
     if scans >= multiprocessors:
         return 1
-    # Segments cost a second scan over the keys and values; none gets shorter than 16 chunks.
+    # Segments cost a second scan over keys and values; none gets shorter than 16 chunks.
     return max(1, min(2 * multiprocessors // scans, tokens // (16 * chunk)))

@@ -1,4 +1,4 @@
-"""Forward pass of a linear recurrence in Triton: the states between chunks, then all chunks at the same time."""
+"""Forward pass of a linear recurrence in Triton: first the states between chunks, then all chunks in parallel."""
 
 import dataclasses
 import math
@@ -20,17 +20,17 @@ from ejkernel_triton.sizes import ceil_div, padded
 
 PADDING_ROWS = 64
 PADDING_COLUMNS = 128
-"""Tokens, and numbers of a token at once, that a program looks at for padding tokens."""
+"""Tokens, and elements of a token, that a program checks and zeroes at a time for padding tokens."""
 
 
 class ChunkedResiduals(NamedTuple):
-    """What the backward pass need not compute again. It computes what is None.
+    """What the forward pass stores to save the backward pass work; it recomputes what is None.
 
     Attributes:
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], scores of pairs of tokens with gates per key channel.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
-        starts: [B, SEQUENCES, H, K, V] float32, where the segments of a long row begin.
+        starts: [B, SEQUENCES, H, K, V] float32, the initial states of the segments of a long row.
     """
 
     gates: jax.Array | None = None
@@ -50,14 +50,14 @@ def forward(
         config: Chunks and tiles of both passes.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
-        spared.
+        Output [B, T, H, V] in the query's dtype and final states in float32; no public residuals; the private
+        residuals.
     """
     dtype, record = record.query.dtype, canonical(record)
     call = make_call(record, config, config.chunk)
     states, initial = None, segment_initial_states(record, call)
     kept = config.backward_chunk == config.chunk
-    # Two kernels store the states that the backward pass is given.
+    # If the backward pass should get the states, two kernels run, which store them.
     fuse = config.fused and not (kept and config.keep_states and is_differentiated())
     if fuse:
         output, ends = fused_chunk_scan(call, initial)
@@ -67,7 +67,7 @@ def forward(
         output = chunk_outputs(call, states)
     final = _final(record, ends)
     if record.cu_seqlens is not None and not fuse:
-        # No chunk has the padding tokens, so no program writes their outputs.
+        # No chunk contains padding tokens, so no program writes their outputs.
         output = zero_padding(output, call.chunk_index)
     if not kept:
         return (output.astype(dtype), final), (), ChunkedResiduals()
@@ -77,13 +77,13 @@ def forward(
 
 
 def chunk_states(record: LinearRecurrence, call: RecurrenceCall, of_segments: jax.Array | None) -> jax.Array:
-    """The states before all chunks, [B, H, CHUNKS, K, V]; where segments begin is found out unless it is given."""
+    """Returns the states before all chunks, [B, H, CHUNKS, K, V]; computes segments' initial states unless passed."""
     initial = segment_initial_states(record, call) if of_segments is None else of_segments
     return pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))[0]
 
 
 def segment_initial_states(record: LinearRecurrence, call: RecurrenceCall) -> jax.Array | None:
-    """Returns where the scans through sequences and segments begin, [B, SEQUENCES, H, K, V]; None is zeros."""
+    """Returns the initial states of all sequences and segments, [B, SEQUENCES, H, K, V]; None for zeros."""
     initial = initial_states(record)
     if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
         return decayed_initial_states(call, record.key, record.value, initial)
@@ -91,12 +91,12 @@ def segment_initial_states(record: LinearRecurrence, call: RecurrenceCall) -> ja
 
 
 def _final(record: LinearRecurrence, ends: jax.Array) -> jax.Array:
-    """Returns the final states as the record has them, from those at the end of all scans."""
+    """Returns the final states in the record's shape, from those at the end of all scans."""
     return ends[0] if record.cu_seqlens is not None else ends[:, -1]
 
 
 def initial_states(record: LinearRecurrence) -> jax.Array | None:
-    """Returns [B, 1, H, K, V], or [1, N, H, K, V] of packed sequences; None is zeros."""
+    """Returns [B, 1, H, K, V], or [1, N, H, K, V] of packed sequences; None for zeros."""
     if record.cu_seqlens is not None:
         return None if record.sequence_state is None else record.sequence_state[None]
     return None if record.initial_state is None else record.initial_state[:, None]
@@ -106,7 +106,7 @@ def zero_padding(array: jax.Array, chunk_index: ChunkIndex) -> jax.Array:
     """Returns [B, T, ...] with zeros for padding tokens of packed sequences."""
     from ejkernel_triton.linear_recurrence.chunked.kernels.zero_padding import zero_padding_kernel
 
-    assert chunk_index.bounds is not None  # of packed sequences
+    assert chunk_index.bounds is not None  # true for packed sequences
     batch, tokens, *rest = array.shape
     (made,) = launch(
         zero_padding_kernel,
@@ -130,15 +130,16 @@ def zero_padding(array: jax.Array, chunk_index: ChunkIndex) -> jax.Array:
 def fused_chunk_scan(
     call: RecurrenceCall, initial: jax.Array | None, *, w: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs and final states in one scan, which stores no other state; gates per key channel in a delta rule alone.
+    """Computes outputs and final states in one scan, which stores no other states; per-channel gates need the delta
+    rule.
 
     Args:
         call: What the launches of the call share.
-        initial: [B, SEQUENCES, H, K, V], where each scan begins; None is zeros.
+        initial: [B, SEQUENCES, H, K, V], initial states of the scans; None for zeros.
         w: W, [B, T, H, K], of a delta rule whose values are U.
 
     Returns:
-        Outputs [B, T, H, V], 0 where no packed sequence is, and [B, SEQUENCES, H, K, V] float32.
+        Outputs [B, T, H, V], 0 for padding tokens, and [B, SEQUENCES, H, K, V] float32.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.fused_chunk_scan import fused_chunk_scan_kernel
 
@@ -152,7 +153,7 @@ def fused_chunk_scan(
             Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
         ],
         batch=batch,
-        # Packed rows have one more, which writes zeros where no sequence is.
+        # Packed rows have one program more, which writes zeros for padding tokens.
         grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * ceil_div(spec.V, config.fused_block_v),
         num_warps=WARPS,
         num_stages=config.fused_stages,
@@ -169,10 +170,10 @@ def fused_chunk_scan(
 
 
 def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
-    """Returns what each token reads of what each token of its chunk wrote, with gates per key channel.
+    """Computes the scores of pairs of tokens inside each chunk, with gates per key channel.
 
     Returns:
-        [B, H, CHUNKS * CHUNK, CHUNK] in the query's dtype, without the factor on outputs; None with other gates.
+        [B, H, CHUNKS * CHUNK, CHUNK] in the query's dtype, without the output's scale; None with other gates.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_intra import chunk_fwd_intra_kernel
 
@@ -193,11 +194,11 @@ def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
 
 
 def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
-    """Returns outputs [B, T, H, V] from the states before the chunks; those of no packed sequence are undefined."""
+    """Returns outputs [B, T, H, V] from the states before the chunks; those of padding tokens are undefined."""
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_o import chunk_fwd_o_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    # Pairs with gates per key channel come whole from a kernel before.
+    # With gates per key channel, another kernel has computed the scores of the whole chunk.
     block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
     (output,) = launch(
         chunk_fwd_o_kernel,

@@ -1,4 +1,4 @@
-"""Gradients of queries, keys and gates of all chunks at the same time; the formulas are in `chunk_bwd_dv`."""
+"""Computes gradients of queries, keys and gates of all chunks in parallel; the formulas are in `chunk_bwd_dv`."""
 
 import triton
 import triton.language as tl
@@ -61,7 +61,7 @@ def channel_gradients(
 ):
     """Returns dq plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij q_ik.
 
-    See `intra_chunk_scores`, whose transposed products these are.
+    These are the transposed products of `intra_chunk_scores`.
 
     Args:
         dq: [CHUNK, COLUMNS] float32.
@@ -70,21 +70,21 @@ def channel_gradients(
         query: [CHUNK, COLUMNS].
         key: [CHUNK, COLUMNS].
         gates: [CHUNK, COLUMNS] cumulative gates.
-        base: Where they lie.
+        base: Address of the gates.
         column: First key channel.
         tile_bases: Pointers to the chunk's queries and keys, its first token and its sequence's end.
     """
-    # Loaded by the caller for the first branch; the second loads them again (see `reload_tiles`).
+    # The caller loaded the tiles for the first branch; the second one loads them again (see `reload_tiles`).
     relative, weak = from_middle(gates, base, column, COLUMNS, spec)
     q, k = query.to(tl.float32), key.to(tl.float32)
     if weak:
-        # One product each: the factor of the contracted token goes into the operand, that of the row on the result.
+        # One product each: the decay of the contracted token multiplies the operand, that of the row the result.
         dscores = dpairs.to(query.dtype)
         decay_since, decay_until = tl.exp2(relative), tl.exp2(-relative)
         dq += decay_since * dot(dscores, (k * decay_until).to(key.dtype), spec)
         dk += decay_until * dot(tl.trans(dscores), (q * decay_since).to(query.dtype), spec)
     else:
-        # A token with itself has no decay, and no halving separates it.
+        # A token with itself has no decay, and is in no block of `cut_weights`.
         diagonal_dscores = tl.sum(tl.where(diagonal(spec), dpairs, 0.0), 1)[:, None]
         dq += diagonal_dscores * k
         dk += diagonal_dscores * q
@@ -125,7 +125,7 @@ def through_states(
         dk = add_dot(dk, v.to(ds.dtype), tl.trans(ds), spec)
         if GATES:
             s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
-            # What decays S_0 through the whole chunk: the part of the last token's gate gradient that S_0 makes.
+            # S_0 decays through the whole chunk, which contributes to the gradient of the last token's gate.
             state_product += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
     return dk, state_product
 
@@ -154,7 +154,7 @@ def chunk_bwd_dqkg_kernel(
     GATES: tl.constexpr,
     ONCE: tl.constexpr,
 ):
-    """Gradients of one chunk's queries, keys and gates; see `backward.key_gradients`."""
+    """Computes the gradients of one chunk's queries, keys and gates; see `backward.key_gradients`."""
     K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
     C: tl.constexpr = spec.CHUNK
     GROUPS: tl.constexpr = spec.H // SHARED
@@ -182,7 +182,7 @@ def chunk_bwd_dqkg_kernel(
         d_base = state_base(dstates, row, head, chunk, spec)
         g_base = gates_base(gates, row, head, chunk, spec, per)
         constant = constant_gate(gates, row, head, spec, per)
-        # Queries first: the gradients of scores, and what reads S_0. They share the tiles of do.
+        # Queries first: the gradients of scores, and the product with S_0, which share the tiles of do.
         dpairs = tl.zeros([C, C], tl.float32)
         dq = tl.zeros([C, BLOCK_K], tl.float32)
         for v_start in tl.range(0, spec.V, BLOCK_V):
@@ -209,7 +209,7 @@ def chunk_bwd_dqkg_kernel(
             # dt belongs to the written token, which is the column.
             dpairs *= factors[None, :]
         if spec.WIDTH > 1:
-            # Gates per key channel: both gradients stay in registers, since each halving adds to both.
+            # With gates per key channel both gradients stay in registers, since each level adds to both.
             dk, state_product = through_states(values, k_start, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
             if spec.DT:
                 dk *= factors[:, None]
@@ -218,20 +218,22 @@ def chunk_bwd_dqkg_kernel(
             dq *= tl.exp2(g)
             dk *= tl.exp2(last[None, :] - g)
             state_product = state_product * tl.exp2(last) + tl.sum(dk * k.to(tl.float32), 0)
-            # Before `channel_gradients`, whose factors above the diagonal are large: 0 times a finite number.
+            # Masked before `channel_gradients`, whose factors above the diagonal are large but finite: their product is
+            # 0.
             dpairs = tl.where(rows[:, None] >= rows[None, :], dpairs, 0.0)
             dq, dk = channel_gradients(
                 dq, dk, dpairs, q, k, g, g_base, k_start, (q_base, k_base, start, end), BLOCK_K, spec
             )
             if GATES:
-                # G_t raises what query t reads and lowers what later queries read of key t: q dq - k dk. A token with
-                # itself cancels.
+                # G_t increases what query t reads, and decreases what later queries read of key t: q dq - k dk. The
+                # term of a token with itself cancels.
                 dgate = dq * q.to(tl.float32) - dk * k.to(tl.float32)
-                # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
+                # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier
+                # tokens.
                 dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
                 columns = k_start + tl.arange(0, BLOCK_K)
                 valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
-                # A sum less the one before is the gate again; the first row's is its sum.
+                # The gate is the difference of consecutive cumulative gates; the first one is the sum itself.
                 previous = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
                 dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)
                 at = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
@@ -240,13 +242,13 @@ def chunk_bwd_dqkg_kernel(
             if spec.WIDTH == 1:
                 g = load_once(g_base + rows, rows >= 0, False) if ONCE else head_gates(g_base, constant, 0, C, spec)
                 dq *= tl.exp2(g)[:, None]
-                # Masks too: the weights are 0 above the diagonal.
+                # Also masks: the weights are 0 above the diagonal.
                 dpairs *= pair_weights(g)
             else:
                 dpairs = tl.where(rows[:, None] >= rows[None, :], dpairs, 0.0)
             dscores = dpairs.to(q.dtype)
             dq = add_dot(dq, dscores, k, spec)
-            # Register pressure: the gradient of queries is stored before the one of keys begins.
+            # Register pressure: the gradient of queries is stored before that of keys is computed.
             if GATES:
                 dgate = tl.sum(dq * q.to(tl.float32), 1)
             if spec.HQ == spec.H:
@@ -254,7 +256,7 @@ def chunk_bwd_dqkg_kernel(
                 store_rows(at, dq, start, end, k_start, Q_HEADS, spec.K, spec)
             else:
                 dq_sum += dq
-            # Values are loaded a second time for it. One loop for both gradients took 245 registers, this order 168
+            # Values are loaded a second time. One loop for both gradients takes 245 registers, two loops 168
             # (docs/lab/linear_recurrence_gpu.md).
             dk, state_product = through_states(values, k_start, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
             if spec.DT:
@@ -264,12 +266,13 @@ def chunk_bwd_dqkg_kernel(
                 dk *= decay_until_end(last, g, spec)[:, None]
                 state_product *= tl.exp2(last)
             if GATES:
-                # Before dk has its part from inside of the chunk: the last gate scales what passes through dS alone.
+                # Before the chunk's own terms are added to dk: the last gate scales only what passes through dS.
                 last_dgate = tl.sum(state_product, 0) + tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0)
             dk = add_dot(dk, tl.trans(dscores), q, spec)
             if GATES:
                 dgate -= tl.sum(dk * k.to(tl.float32), 1)
-                # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
+                # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier
+                # tokens.
                 dgate = tl.sum(dgate, 0) + last_dgate - (tl.cumsum(dgate, 0) - dgate)
                 if spec.CONSTANT:
                     dgate = tl.where(constant < NO_GRADIENT_BELOW, 0.0, dgate)

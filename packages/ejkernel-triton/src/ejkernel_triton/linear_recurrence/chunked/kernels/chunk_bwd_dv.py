@@ -1,21 +1,22 @@
-"""Gradients of all chunks at the same time, each from the state S_0 before it and the gradient dS of the one after it.
+"""Computes gradients of all chunks in parallel, each from the state S_0 before it and the gradient dS of the state
+after it.
 
 With A_ij = w_ij <q_i, k_j>, w_ij = exp2(G_i - G_j) for j <= i, dP_ij = scale <do_i, v_j>, and T the chunk's last token:
 
     dv_j = scale sum_i A_ij do_i + (k_j exp2(G_T - G_j)) dS
     dq_i = scale exp2(G_i) S_0 do_i + sum_j w_ij dP_ij k_j
     dk_j = sum_i w_ij dP_ij q_i + exp2(G_T - G_j) dS v_j
-    dG_t = q_t dq_t - k_t dk_t, and for t = T: <dS, exp2(G_T) S_0> + sum_j <k_j, its part of dk_j through dS>
+    dG_t = q_t dq_t - k_t dk_t, and for t = T: <dS, exp2(G_T) S_0> + sum_j <k_j, the term of dk_j with dS>
     dg_t = sum_{i >= t} dG_i
 
-where v_j is dt_j v_j: its gradient times v_j is that of dt_j. The sum over i stays inside of the chunk: what a gate
-does to later chunks is in dS.
+where v_j stands for dt_j v_j: its gradient times v_j is that of dt_j. The sum over i stays inside the chunk: the effect
+of a gate on later chunks is in dS.
 
     chunk_bwd_dv_kernel      a program: one chunk, BLOCK_V value channels; loops over heads that share values
     chunk_bwd_dqkg_kernel    a program: one chunk, BLOCK_K key channels; loops over heads that share queries or keys
 
-No atomic additions: programs that each have a part of a gradient store their parts, which are added in a fixed order,
-so results are reproducible bit for bit.
+There are no atomics: programs that share a gradient store partial sums, which are added in a fixed order, so results
+are reproducible bit for bit.
 """
 
 import triton
@@ -43,7 +44,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 
 @triton.jit
 def store_tokens(base, numbers, row, start, end, part, PARTS: tl.constexpr, head, spec: tl.constexpr):
-    """Writes [CHUNK] numbers of a head to [rows, PARTS, T, H]."""
+    """Stores [CHUNK] elements of a head to [rows, PARTS, T, H]."""
     rows = tl.arange(0, spec.CHUNK)
     at = base + ((tl.cast(row, tl.int64) * PARTS + part) * spec.T + start) * spec.H + head
     tl.store(at + rows * spec.H, numbers.to(base.dtype.element_ty), mask=start + rows < end)
@@ -72,7 +73,7 @@ def chunk_bwd_dv_kernel(
     BLOCK_V: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Gradients of one chunk's values, dt and skip; see `backward.value_gradients`."""
+    """Computes the gradients of one chunk's values, dt and skip; see `backward.value_gradients`."""
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = spec.CHUNK
     GROUPS: tl.constexpr = spec.H // SHARED
@@ -86,7 +87,7 @@ def chunk_bwd_dv_kernel(
     row = program // spec.CHUNKS
     start, end = chunk_span(starts, ends, row, chunk, spec, per)
     rows = tl.arange(0, C)
-    # Heads that share a value are added up here, one after the other: a fixed order, and no atomics.
+    # Heads that share a value are added up here, one after the other, in a fixed order and without atomics.
     dv_sum = tl.zeros([C, BLOCK_V], tl.float32)
     for member in tl.range(0, SHARED):
         head = group * SHARED + member
@@ -106,11 +107,11 @@ def chunk_bwd_dv_kernel(
                 dv = add_dot(dv, (k.to(tl.float32) * decay_until).to(s.dtype), s, spec)
             else:
                 q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
-                # By (key, query), so that below it is the left operand without a transposition in registers.
+                # By (key, query), so that it is a left operand below without a transposition in registers.
                 pairs = add_dot(pairs, k, tl.trans(q), spec)
                 dv = add_dot(dv, k.to(s.dtype), s, spec)
         if spec.WIDTH > 1:
-            # Scores from the forward pass are by (query, key), and 0 above the diagonal already.
+            # Scores from the forward pass are by (query, key), and 0 above the diagonal.
             pairs = tl.trans(tl.load(scores_at(scores, row, head, chunk, spec))).to(tl.float32)
         if spec.WIDTH == 1:
             constant = constant_gate(gates, row, head, spec, per)
@@ -123,15 +124,15 @@ def chunk_bwd_dv_kernel(
             pairs = tl.where(rows[None, :] >= rows[:, None], pairs, 0.0)
         o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
         do = load_rows(o_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
-        # What is masked is 0 in `pairs`; cotangents after the end are 0 too, so no 0 x NaN of rows past it.
+        # Masked pairs are 0 in `pairs`; cotangents past the end are 0 too, so rows past the end give no 0 x NaN.
         dv = add_dot(dv, (pairs * spec.SCALE).to(do.dtype), do, spec)
         if spec.DT or spec.SKIP:
             v_head = head // (spec.H // VALUE_HEADS)
             v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
             v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec).to(tl.float32)
             if spec.DT:
-                # dv is the gradient of dt v here: with v it is that of dt, with dt that of v. The sum is over this
-                # tile's channels; XLA adds up the tiles.
+                # Here dv is the gradient of dt v: its product with v is the gradient of dt, that with dt the gradient
+                # of v. The sum is over this tile's channels; XLA adds up the tiles.
                 store_tokens(ddt, tl.sum(dv * v, 1), row, start, end, tile, V_TILES, head, spec)
                 dv *= load_dt(dt, row // per.DT, start, end, head, spec)[:, None]
             if spec.SKIP:

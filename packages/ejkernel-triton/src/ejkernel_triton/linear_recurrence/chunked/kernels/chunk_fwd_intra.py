@@ -1,4 +1,4 @@
-"""Scores of the pairs of tokens inside a chunk, with gates per key channel."""
+"""Computes the scores of the pairs of tokens inside a chunk, with gates per key channel."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def chunk_fwd_intra_kernel(
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """sum_k q_ik exp2(G_ik - G_jk) k_jk of one head's chunk for j <= i, with gates per key channel; else 0."""
+    """Computes sum_k q_ik exp2(G_ik - G_jk) k_jk of one head's chunk for j <= i, with gates per key channel; else 0."""
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     head = program % spec.H
@@ -37,8 +37,8 @@ def chunk_fwd_intra_kernel(
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     g_base = gates_base(gates, row, head, chunk, spec, per)
-    # A kernel of its own: made inside of `chunk_fwd_o_kernel`, the pairs take 255 registers with eight warps and spill
-    # with four, and every tile of values would make them again (docs/lab/linear_recurrence_gpu.md).
+    # This is a separate kernel: in `chunk_fwd_o_kernel` the pairs take 255 registers with eight warps and spill with
+    # four, and every tile of values would recompute them (docs/lab/linear_recurrence_gpu.md).
     acc = tl.zeros([C, C], tl.float32)
     for k_start in tl.range(0, spec.K, BLOCK_K):
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)

@@ -1,4 +1,4 @@
-"""Outputs of all chunks at the same time, each from the state before it and its own tokens.
+"""Computes outputs of all chunks in parallel, each from the state before it and its own tokens.
 
 o_i = scale (q_i exp2(G_i) S_0 + sum_{j <= i} (q_i exp2(G_i - G_j) k_j) dt_j v_j) + skip v_i
 
@@ -9,8 +9,8 @@ o_i = scale (q_i exp2(G_i) S_0 + sum_{j <= i} (q_i exp2(G_i - G_j) k_j) dt_j v_j
     pairs, v     -> acc += pairs v                   after it, for the diagonal block of tokens
     q, k', v'    -> acc += pairs' v'                 for every earlier block of the chunk, where it has several
 
-With gates per key channel the decay differs along the contracted axis: q is multiplied by exp2(G_i) in the loop, and a
-kernel before this one makes the pairs, once for all tiles of values.
+With gates per key channel the decay differs along the contracted axis: q is multiplied by exp2(G_i) in the loop, and an
+earlier kernel computes the pairs, once for all tiles of values.
 """
 
 import triton
@@ -56,13 +56,15 @@ def chunk_fwd_o_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Outputs of BLOCK_T tokens of one head's chunk and BLOCK_V value channels; see `forward.chunk_outputs`."""
+    """Computes outputs of BLOCK_T tokens of one head's chunk and BLOCK_V value channels; see
+    `forward.chunk_outputs`.
+    """
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     BLOCKS: tl.constexpr = spec.CHUNK // BLOCK_T
     program = tl.program_id(0)
     v_start = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
-    # Blocks of a chunk and heads run next to each other: what they share they find in L2.
+    # Blocks of a chunk and its heads have consecutive programs, which share their inputs in L2.
     block = program % BLOCKS
     program = program // BLOCKS
     head = program % spec.H
@@ -80,7 +82,7 @@ def chunk_fwd_o_kernel(
     g_base = gates_base(gates, row, head, chunk, spec, per)
     acc = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-    # What the state answers, and the products of the diagonal block: both read q, so they share the loop.
+    # The product with the state, and the products of the diagonal block: both read q, so they share the loop.
     for k_start in tl.range(0, spec.K, BLOCK_K):
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
         s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
@@ -99,7 +101,7 @@ def chunk_fwd_o_kernel(
             acc = add_dot(acc, q.to(s.dtype), s, spec)
     g = 0.0
     if spec.WIDTH > 1:
-        # 0 above the diagonal already.
+        # Scores are 0 above the diagonal.
         pairs = tl.load(scores_at(scores, row, head, chunk, spec))
     if spec.WIDTH == 1:
         # A gate per head is a factor of rows: once on the accumulator, instead of on every tile of q.
