@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ejkernel.cli.ops import support_matrix
-from ejkernel.ops.dispatch import made_for
+from ejkernel.ops.dispatch import can_compute
 from ejkernel.ops.plugins import registry
-from ejkernel.types.arguments import given_fields
+from ejkernel.types.arguments import non_default_fields
 from ejkernel_conformance.subjects import abstract_record
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ def page() -> str:
 def test_every_operation_is_there_with_everything_it_declares(page, name):
     op = registry().ops[name]
     records = [abstract_record(op, case) for case in op.cases]
-    fields = {field for record in records for field in (*given_fields(record), *op.family.differentiable)}
+    fields = {field for record in records for field in (*non_default_fields(record), *op.family.differentiable)}
     rows = section(page, name)
     listed = rows.pop("")
     implementations = [one for one in registry().implementations[name] if one.name in listed]
@@ -78,7 +78,7 @@ def test_an_operation_lists_those_that_serve_one_of_its_cases(page, name):
     listed = section(page, name)[""]
     for one in registry().implementations[name]:
         cases = (*op.cases, *one.cases_of(op))
-        serves = any(made_for(op.family, one, abstract_record(op, case), "forward") for case in cases)
+        serves = any(can_compute(op.family, one, abstract_record(op, case), "forward") for case in cases)
         assert serves == (one.name in listed)
 
 

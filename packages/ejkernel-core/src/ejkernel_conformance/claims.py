@@ -13,7 +13,7 @@ from ejkernel.ops.dispatch import refusals
 from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.params import Direction
 from ejkernel.ops.plugins import registry
-from ejkernel.types.arguments import array_fields, given_fields, optional_fields
+from ejkernel.types.arguments import array_fields, non_default_fields, optional_fields
 from ejkernel.types.pullback import Pullback, Results
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_same_shapes, close
@@ -75,7 +75,7 @@ def check_sharding_fields(op: Op, implementation: Implementation, case: Case) ->
     or served by another kernel, on two.
     """
     record = abstract_record(op, case)
-    added = set(given_fields(abstract_last_shard(op.family, record))) - set(given_fields(record))
+    added = set(non_default_fields(abstract_last_shard(op.family, record))) - set(non_default_fields(record))
     unclaimed = sorted((added & sharding_fields(op.family.name)) - implementation.requires.handles)
     if unclaimed:
         raise AssertionError(
@@ -88,9 +88,9 @@ def check_sharding_fields(op: Op, implementation: Implementation, case: Case) ->
 def sharding_fields(family: str) -> frozenset[str]:
     """Returns the fields of a family's record that shards of some case have and that no case gives."""
     cases = [(op, case) for op in registry().ops.values() if op.family.name == family for case in op.cases]
-    given = {name for op, case in cases for name in given_fields(abstract_record(op, case))}
+    given = {name for op, case in cases for name in non_default_fields(abstract_record(op, case))}
     shards = (abstract_last_shard(op.family, abstract_record(op, case)) for op, case in cases)
-    return frozenset(name for shard in shards for name in given_fields(shard)) - given
+    return frozenset(name for shard in shards for name in non_default_fields(shard)) - given
 
 
 def check_gradient_claim(op: Op, implementation: Implementation, name: str, case: Case) -> None:
@@ -154,10 +154,10 @@ def evidence(op: Op, case: Case, name: str) -> Iterable[Any]:
     of a shard of it.
     """
     record = abstract_record(op, case)
-    if name in given_fields(record):
+    if name in non_default_fields(record):
         return (record,) if name in case.exercises else ()
     shard = abstract_last_shard(op.family, record)
-    return (shard,) if name in given_fields(shard) else ()
+    return (shard,) if name in non_default_fields(shard) else ()
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def matters(op: Op, case: Case, name: str) -> bool:
     A record that means nothing without the field, so that the reference raises for it, has no answer that is the same.
     """
     record = lowered(op, case)
-    given = name in given_fields(record)
+    given = name in non_default_fields(record)
     record = record if given else last_shard(op.family, record)
     if isinstance(getattr(record, name), lax.Precision):
         return True

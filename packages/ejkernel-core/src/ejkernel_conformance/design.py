@@ -12,7 +12,7 @@ Appear at least once, each where some test has it:
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from ejkernel.types.arguments import array_fields, given_fields
+from ejkernel.types.arguments import array_fields, non_default_fields
 from ejkernel_conformance.covering import Candidate, cover, pairs
 from ejkernel_conformance.running import is_floating
 from ejkernel_conformance.selection import Tunable
@@ -44,7 +44,7 @@ def _of_subject(transform: str, subject: Subject) -> Iterator[Hashable]:
         return
     yield (transform, *kernel, "operation", op.name)
     yield (transform, *kernel, "dtype", str(op.family.dtype(record)))
-    given = implementation.requires.handles & set(given_fields(record))
+    given = implementation.requires.handles & set(non_default_fields(record))
     yield from ((transform, *kernel, "handles", name) for name in given)
     if transform in PAIRED_TRANSFORMS:
         yield from ((transform, *kernel, "handles", *pair) for pair in pairs(given))

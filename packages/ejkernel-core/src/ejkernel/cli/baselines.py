@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.model import Op
-from ejkernel.types.arguments import given_fields
+from ejkernel.types.arguments import non_default_fields
 
 Function = Callable[[Any], Any]
 
 
 def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
     """Yields names, and functions of the lowered record that return the family's output and compute the same call."""
-    used = set(given_fields(record))
+    used = set(non_default_fields(record))
     for family, name, fields, function in _LIBRARY:
         if family == op.family.name and used <= fields:
             yield name, function

@@ -25,7 +25,7 @@ from ejkernel.ops.calls_file import read_calls
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
 from ejkernel.suggestion import did_you_mean
-from ejkernel.types.arguments import given_fields, optional_fields
+from ejkernel.types.arguments import non_default_fields, optional_fields
 
 WORDS = {"true": True, "false": False, "none": None}
 BARE = 3  # arrays that a single shape without a name describes: query, key and value
@@ -126,7 +126,7 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
     return [
         Call(
             op=call.op,
-            label=_label({name: getattr(call.args, name) for name in _given(call.args)}),
+            label=_label({name: getattr(call.args, name) for name in _set_fields(call.args)}),
             abstract=call.args,
             platform=call.platform,
             make=functools.partial(call.op.make_inputs, call.args),
@@ -138,10 +138,13 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
     ]
 
 
-def _given(args: Any) -> list[str]:
+def _set_fields(args: Any) -> list[str]:
     """Returns the names of required arguments and of others that are not at their default, in order."""
-    given = {*given_fields(args), *({f.name for f in dataclasses.fields(args)} - optional_fields(args).keys())}
-    return [field.name for field in dataclasses.fields(args) if field.name in given]
+    field_names = {
+        *non_default_fields(args),
+        *({f.name for f in dataclasses.fields(args)} - optional_fields(args).keys()),
+    }
+    return [field.name for field in dataclasses.fields(args) if field.name in field_names]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.cli.devices import find_devices
 from ejkernel.families.contract import Family
 from ejkernel.ops import evidence
-from ejkernel.ops.dispatch import made_for
+from ejkernel.ops.dispatch import can_compute
 from ejkernel.ops.model import Case, Implementation, Op, Requires
 from ejkernel.ops.plugins import Registry, registry
-from ejkernel.types.arguments import given_fields, optional_fields
+from ejkernel.types.arguments import non_default_fields, optional_fields
 
 INTRODUCTION = """\
 # Support matrix
@@ -99,8 +99,8 @@ def _serving(registered: Registry, name: str) -> tuple[Implementation, ...]:
     records = [_record(op, case) for case in op.cases]
 
     def serves(one: Implementation) -> bool:
-        return any(made_for(op.family, one, record, "forward") for record in records) or any(
-            made_for(op.family, one, _record(op, case), "forward") for case in one.cases_of(op)
+        return any(can_compute(op.family, one, record, "forward") for record in records) or any(
+            can_compute(op.family, one, _record(op, case), "forward") for case in one.cases_of(op)
         )
 
     return tuple(filter(serves, registered.implementations.get(name, ())))
@@ -157,7 +157,7 @@ def _record(op: Op, case: Case) -> Any:
 
 def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
     """Returns the fields that distinguish implementations: optional ones, and those with a gradient."""
-    used = {name for case in op.cases for name in given_fields(_record(op, case))}
+    used = {name for case in op.cases for name in non_default_fields(_record(op, case))}
     served = used & {name for one in implementations for name in one.requires.handles}
     optional = [name for name in optional_fields(op.family.record) if name in served]
     return [*(name for name in op.family.differentiable if name not in optional_fields(op.family.record)), *optional]

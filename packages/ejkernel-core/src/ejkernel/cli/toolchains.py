@@ -46,14 +46,14 @@ def resolved() -> Resolved:
     return msgspec.json.decode(file.read_bytes(), type=Resolved)
 
 
-def standings(found: Registry, devices: Iterable[DeviceInfo]) -> list[Standing]:
+def standings(installed: Registry, devices: Iterable[DeviceInfo]) -> list[Standing]:
     """Returns how kernels stand with the toolchain that is installed, and with those that pip installs for each Python.
 
     Args:
-        found: What the plugins declared.
+        installed: What the plugins declared.
         devices: The devices that are here; without a GPU, the chips are those that some evidence is about.
     """
-    kernels = list(_kernels(found))
+    kernels = list(_kernels(installed))
     gpus = {evidence.chip_of(device): device for device in devices if device.platform == "gpu"}
     if not gpus:
         chips = {file.chip for one, _ in kernels for file in evidence.shipped(str(one.evidence), one.name)}
@@ -74,9 +74,9 @@ def _device(chip: str) -> DeviceInfo:
     return DeviceInfo(platform="gpu", vendor="nvidia" if capability else "", compute_capability=capability)
 
 
-def _kernels(found: Registry) -> Iterator[tuple[Implementation, str]]:
+def _kernels(installed: Registry) -> Iterator[tuple[Implementation, str]]:
     """Yields the implementations for GPUs that need evidence, with each operation that evidence or none is about."""
-    for op, implementations in found.implementations.items():
+    for op, implementations in installed.implementations.items():
         for one in implementations:
             if one.evidence is not None and one.requires.devices & {"gpu", "nvidia", "amd"}:
                 yield one, op
@@ -120,25 +120,25 @@ def _without_counts(reason: str) -> str:
     says.
     """
     head, separator, problem = reason.partition(": ")
-    for said, short in (
+    for wording, short in (
         (" fail", "some of its tests fail"),
         ("have not run", "some of its tests have not run"),
         ("has run", "no test has run"),
     ):
-        if separator and problem.endswith(said):
+        if separator and problem.endswith(wording):
             return f"{head}: {short}"
     return reason
 
 
-def plain(found: Iterable[Standing]) -> list[dict[str, Any]]:
+def plain(rows: Iterable[Standing]) -> list[dict[str, Any]]:
     """Returns standings as plain data."""
-    return [msgspec.to_builtins(one) for one in found]
+    return [msgspec.to_builtins(one) for one in rows]
 
 
-def lines(found: Iterable[Standing], date: str) -> Iterator[str]:
+def lines(rows: Iterable[Standing], date: str) -> Iterator[str]:
     """Yields standings as lines of text."""
     yield f'Kernels for GPUs, by toolchain; versions that `pip install "ejkernel[gpu]"` installed on {date}'
-    for one in found:
+    for one in rows:
         yield f"  {one.what}, {one.chip}: {one.versions or 'no toolchain'}"
         confirmed = ", ".join(f"{name} ({count})" for name, count in sorted(one.confirmed.items()))
         yield f"    confirmed, with operations: {confirmed or 'none'}"

@@ -38,8 +38,8 @@ def detect_platform(
         return str(platform)
     op, device = registry().op(algorithm), current_device()
     runs_here = [i for i in registry().implementations[op.name] if not hardware_refusals(i, device)]
-    found = [i.platform for i in sorted(runs_here, key=lambda i: bool(evidence.unconfirmed(i, op.name, device)))]
-    if not found:
+    platforms = [i.platform for i in sorted(runs_here, key=lambda i: bool(evidence.unconfirmed(i, op.name, device)))]
+    if not platforms:
         raise ValueError(f"algorithm: no implementation of {algorithm!r} runs on {device}")
     preferred = {
         "pallas": prefer_pallas,
@@ -48,4 +48,4 @@ def detect_platform(
         "cute": prefer_cute,
         "tilelang": prefer_tilelang,
     }
-    return next((name for name, wanted in preferred.items() if wanted and name in found), found[0])
+    return next((name for name, is_preferred in preferred.items() if is_preferred and name in platforms), platforms[0])

@@ -18,12 +18,12 @@ def upstream_surface() -> dict[str, dict[str, Described]]:
 
 def differences() -> dict[str, str]:
     """`module.name`, or `module.Class.member`, of the earlier library -> what is missing or different here."""
-    found: dict[str, str] = {}
+    differing: dict[str, str] = {}
     for module, names in upstream_surface().items():
-        for name, there in names.items():
+        for name, theirs in names.items():
             ours = _lookup(module, name)
-            found |= _compared(f"{module}.{name}", there, ours)
-    return found
+            differing |= _compared(f"{module}.{name}", theirs, ours)
+    return differing
 
 
 def reason(name: str, reasons: dict[str, str]) -> str | None:
@@ -32,39 +32,39 @@ def reason(name: str, reasons: dict[str, str]) -> str | None:
 
 
 def _lookup(module: str, name: str) -> Described | None:
-    found = describe([module], lambda _: [name])
-    return found.get(module, {}).get(name)
+    modules = describe([module], lambda _: [name])
+    return modules.get(module, {}).get(name)
 
 
-def _compared(name: str, there: Described, here: Described | None) -> dict[str, str]:
+def _compared(name: str, theirs: Described, here: Described | None) -> dict[str, str]:
     if here is None:
         return {name: "missing"}
-    if isinstance(there, str) and there.startswith(SAME):
+    if isinstance(theirs, str) and theirs.startswith(SAME):
         return {}
-    if isinstance(there, dict) and isinstance(here, str):
-        there = there[""]  # a class there, a function here
-    if isinstance(there, dict):
+    if isinstance(theirs, dict) and isinstance(here, str):
+        theirs = theirs[""]  # a class there, a function here
+    if isinstance(theirs, dict):
         members: dict[str, Any] = here if isinstance(here, dict) else {}
-        found: dict[str, str] = {}
-        for member, described in there.items():
+        differing: dict[str, str] = {}
+        for member, described in theirs.items():
             path = f"{name}.{member}" if member else name
-            found |= _compared(path, described, members.get(member))
-        return found
+            differing |= _compared(path, described, members.get(member))
+        return differing
     constructor = here[""] if isinstance(here, dict) else here
-    different = "" if VALUE in (there, constructor) else _signatures(there.split(), constructor.split())
+    different = "" if VALUE in (theirs, constructor) else _signatures(theirs.split(), constructor.split())
     return {name: different} if different else {}
 
 
-def _signatures(there: list[str], here: list[str]) -> str:
+def _signatures(theirs: list[str], here: list[str]) -> str:
     """Returns the arguments that a call of the earlier library has and that are not taken here, or elsewhere."""
     names = {name for parameter in here for name in _names(parameter)}
     takes_any = any(parameter.endswith("**") for parameter in here)
-    wanted = [parameter for parameter in there if not parameter.endswith("*")]
-    missing = [p.rstrip("=") for p in wanted if not p.endswith("/") and p.rstrip("=") not in names and not takes_any]
+    expected = [parameter for parameter in theirs if not parameter.endswith("*")]
+    missing = [p.rstrip("=") for p in expected if not p.endswith("/") and p.rstrip("=") not in names and not takes_any]
     positional = [parameter for parameter in here if not parameter.endswith(("=", "*"))]
     moved: list[str] = []
     if not any(parameter.endswith("*") and not parameter.endswith("**") for parameter in here):
-        for place, parameter in enumerate(p for p in wanted if not p.endswith("=")):
+        for place, parameter in enumerate(p for p in expected if not p.endswith("=")):
             word = parameter.rstrip("/")
             at = _names(positional[place]) if place < len(positional) else ()
             if word not in missing and word not in at and not (parameter.endswith("/") and at):

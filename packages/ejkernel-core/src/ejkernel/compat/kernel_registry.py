@@ -60,12 +60,14 @@ def get(algorithm: str, platform: str | None = None, backend: str | None = None)
     Raises:
         ValueError: There is no such operation, or no implementation of it fits.
     """
-    wishes = {"platform": platform, "backend": backend}
-    wishes = {name: wish for name, wish in wishes.items() if wish not in (None, "auto", "any")}
+    filters = {"platform": platform, "backend": backend}
+    filters = {name: value for name, value in filters.items() if value not in (None, "auto", "any")}
     specs = list_implementations(algorithm)
-    fits = [s for s in specs if all(getattr(s, name) in (wish, "any") for name, wish in wishes.items())]
+    fits = [s for s in specs if all(getattr(s, name) in (value, "any") for name, value in filters.items())]
     if not fits:
-        there = ", ".join(f"{s.platform}/{s.backend}" for s in specs)
-        raise ValueError(f"algorithm: no implementation of {algorithm!r} fits {wishes}; there are {there or 'none'}")
+        available = ", ".join(f"{s.platform}/{s.backend}" for s in specs)
+        raise ValueError(
+            f"algorithm: no implementation of {algorithm!r} fits {filters}; there are {available or 'none'}"
+        )
     function = registry().op(algorithm).function
-    return functools.partial(function, platform=str(platform)) if "platform" in wishes else function
+    return functools.partial(function, platform=str(platform)) if "platform" in filters else function

@@ -103,9 +103,9 @@ def get_logger(name: str, level: int | str | None = None) -> LazyLogger:
     return LazyLogger(name, level)
 
 
-def _level(given: int | str | None) -> int:
-    source = "level" if given is not None else ENVIRONMENT_VARIABLE
-    level = os.environ.get(ENVIRONMENT_VARIABLE, DEFAULT_LEVEL) if given is None else given
+def _level(argument: int | str | None) -> int:
+    source = "level" if argument is not None else ENVIRONMENT_VARIABLE
+    level = os.environ.get(ENVIRONMENT_VARIABLE, DEFAULT_LEVEL) if argument is None else argument
     if isinstance(level, str):
         known = logging.getLevelNamesMapping()
         if level.strip().upper() not in known:

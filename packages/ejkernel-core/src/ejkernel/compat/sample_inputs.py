@@ -227,8 +227,8 @@ def input_helper(
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: got {layout!r}, wants 'bshd' or 'bhsd'; varlen_input_helper makes 'thd'")
     sides = ((qseqlen, qheads), (kseqlen, kvheads), (kseqlen, kvheads))
-    made = _arrays([(batch_size, tokens, heads, head_dim) for tokens, heads in sides], 1, dtype, debug_mode, seed)
-    q, k, v = made if layout == "bshd" else [x.swapaxes(1, 2) for x in made]
+    arrays = _arrays([(batch_size, tokens, heads, head_dim) for tokens, heads in sides], 1, dtype, debug_mode, seed)
+    q, k, v = arrays if layout == "bshd" else [x.swapaxes(1, 2) for x in arrays]
     metadata = AttentionMetadata(sm_scale=head_dim**-0.5, layout=layout, num_contexts=batch_size)
     metadata.max_seqlens_q, metadata.max_seqlens_k = qseqlen, kseqlen
     return q, k, v, metadata

@@ -30,9 +30,9 @@ def public_modules() -> Iterator[str]:
     """
     package = importlib.import_module("ejkernel")
     yield "ejkernel"
-    for found in pkgutil.walk_packages(package.__path__, "ejkernel.", onerror=lambda name: None):
-        if not any(part.startswith("_") for part in found.name.split(".")[1:]):
-            yield found.name
+    for module_info in pkgutil.walk_packages(package.__path__, "ejkernel.", onerror=lambda name: None):
+        if not any(part.startswith("_") for part in module_info.name.split(".")[1:]):
+            yield module_info.name
 
 
 def describe(modules: Iterable[str], names: Callable[[ModuleType], Iterable[str]] | None = None) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def describe(modules: Iterable[str], names: Callable[[ModuleType], Iterable[str]
         modules: Which.
         names: Those to describe of a module; None for `__all__` or what is defined there.
     """
-    found: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     seen: dict[Any, str] = {}
     for name in modules:
         try:
@@ -51,11 +51,11 @@ def describe(modules: Iterable[str], names: Callable[[ModuleType], Iterable[str]
             continue
         chosen = (names or _public)(module)
         values = {each: getattr(module, each) for each in chosen if hasattr(module, each)}
-        found[name] = {}
+        described[name] = {}
         for each, value in values.items():
             known = seen.setdefault(value, f"{name}.{each}") if inspect.isclass(value) else f"{name}.{each}"
-            found[name][each] = _described(value) if known == f"{name}.{each}" else f"{SAME}{known}"
-    return found
+            described[name][each] = _described(value) if known == f"{name}.{each}" else f"{SAME}{known}"
+    return described
 
 
 def _public(module: ModuleType) -> list[str]:

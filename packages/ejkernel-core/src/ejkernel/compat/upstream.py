@@ -86,27 +86,27 @@ def upstream_page() -> str:
 
 def names_and_signatures(reasons: dict[str, str]) -> str:
     """Returns the comparison of names, those with one reason in one row."""
-    surface, found = upstream_surface(), differences()
+    surface, changes = upstream_surface(), differences()
     rows: dict[tuple[str, str], dict[str, None]] = {}
-    for name, difference in found.items():
+    for name, difference in changes.items():
         word = name.rpartition(".")[2] if difference == "missing" else ".".join(name.rsplit(".", 2)[-2:])
         rows.setdefault((difference, reason(name, reasons) or ""), {})[f"`{word}`"] = None
-    missing = sum(difference == "missing" for difference in found.values())
+    missing = sum(difference == "missing" for difference in changes.values())
     counts = {
         "total": sum(len(names) for names in surface.values()),
         "modules": len(surface),
         "missing": missing,
-        "changed": len(found) - missing,
+        "changed": len(changes) - missing,
     }
     lines = [(", ".join(words), difference, why) for (difference, why), words in rows.items()]
     return "\n".join((NAMES.format(**counts), _table(("upstream", "here", "reason"), lines)))
 
 
-def unread_fields(found: Registry) -> dict[str, list[str]]:
+def unread_fields(registered: Registry) -> dict[str, list[str]]:
     """Configuration class -> its public fields that no registered kernel reads, as listed in `upstream.toml`."""
     unread: dict[str, list[str]] = {}
-    for name, op in sorted(found.ops.items()):
-        spaces = [implementation.config for implementation in found.implementations.get(name, ())]
+    for name, op in sorted(registered.ops.items()):
+        spaces = [implementation.config for implementation in registered.implementations.get(name, ())]
         read = {field for space in spaces for role in ("forward", "backward", "both") for field in space.read(role)}
         fields = sorted(_public_fields(op.config) - read)
         if fields:
@@ -140,9 +140,9 @@ def main(*options: str) -> int:
     if "--strict" not in options:
         print(upstream_page())
         return 0
-    found = unexplained()
-    print("\n".join(f"{name}: {text}" for name, text in found.items()) or "Every difference has a reason.")
-    return int(bool(found))
+    remaining = unexplained()
+    print("\n".join(f"{name}: {text}" for name, text in remaining.items()) or "Every difference has a reason.")
+    return int(bool(remaining))
 
 
 if __name__ == "__main__":

@@ -206,17 +206,17 @@ def make_mesh(
         assert mesh.shape == {"dp": 1, "fsdp": 1, "tp": jax.device_count(), "sp": 1}
         ```
     """
-    found = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
+    grid = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
     if len(axis_dims) != len(axis_names):
         raise ValueError(f"axis_names: got {tuple(axis_names)}, wants a name for each of axis_dims {tuple(axis_dims)}")
     known = math.prod(size for size in axis_dims if size != -1)
     free = list(axis_dims).count(-1)
-    fits = known > 0 and (found.size % known == 0 if free == 1 else free == 0 and found.size == known)
+    fits = known > 0 and (grid.size % known == 0 if free == 1 else free == 0 and grid.size == known)
     if not fits:
         raise ValueError(
-            f"axis_dims: got {tuple(axis_dims)}, wants sizes with the product {found.size}, one of which may be -1"
+            f"axis_dims: got {tuple(axis_dims)}, wants sizes with the product {grid.size}, one of which may be -1"
         )
-    return Mesh(found.reshape(tuple(axis_dims)), tuple(axis_names))
+    return Mesh(grid.reshape(tuple(axis_dims)), tuple(axis_names))
 
 
 def make_dummy_rpa_inputs(

@@ -77,8 +77,8 @@ def ragged_gated_linear_attention(
 
     states = _checked(recurrent_state, query_start_loc, state_indices)
     tokens = {"query": query, "key": key, "value": value, "g": g}
-    made: Any = gated_linear_attention(**tokens, **states, return_state=True, **options)
-    return made
+    result: Any = gated_linear_attention(**tokens, **states, return_state=True, **options)
+    return result
 
 
 def ragged_lightning_attention(
@@ -115,8 +115,8 @@ def ragged_lightning_attention(
 
     states = _checked(recurrent_state, query_start_loc, state_indices)
     layer = {"layer_idx": layer_idx, "num_layers": num_layers}
-    made: Any = lightning_attention(query, key, value, **states, **layer, return_state=True, **options)
-    return made
+    result: Any = lightning_attention(query, key, value, **states, **layer, return_state=True, **options)
+    return result
 
 
 def ragged_kernel_delta_attention(

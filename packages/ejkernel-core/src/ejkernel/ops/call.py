@@ -20,7 +20,7 @@ from ejkernel.ops.isolation import SENTENCE, sequences_isolated
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.params import BaseOperationConfig, Platform
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.second import second_derivatives_wanted
+from ejkernel.ops.second import second_derivatives_enabled
 from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
 from ejkernel.ops.suspicions import suspicions
 from ejkernel.types.arguments import array_fields
@@ -74,9 +74,9 @@ def call(
     chain = default_chain() if chain is None else chain
     values.check(op.conditions, args, op.validate if op.route is None else None)
     if op.route is not None:
-        given = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-        op, args, given = op.route(args, given)
-        platform, cfg, mesh, in_specs, out_specs = (given[name] for name in CALL_OPTIONS)
+        call_options = {"platform": platform, "cfg": cfg, "mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+        op, args, call_options = op.route(args, call_options)
+        platform, cfg, mesh, in_specs, out_specs = (call_options[name] for name in CALL_OPTIONS)
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
     specs = None if in_specs is None else _as_specs(in_specs)
@@ -111,7 +111,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         cfg=cfg,
         chain=chain,
         returns_lse=op.returns_residual_lse(args),
-        differentiable_twice=second_derivatives_wanted(),
+        differentiable_twice=second_derivatives_enabled(),
         isolates=sequences_isolated(),
     )
 
@@ -141,11 +141,11 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
     decisions: list[Decision] = []
 
     def note(record: Any) -> Any:
-        wanted = frozenset(op.family.differentiable) & set(array_fields(record))
+        grad_fields = frozenset(op.family.differentiable) & set(array_fields(record))
         forward = plan.choose(record, "forward")
         notes = (*forward.notes, *suspicions(op, args), *isolation_notes(plan, record))
         forward = dataclasses.replace(forward, notes=notes)
-        first, backward = plan.pick_both(record, wanted)
+        first, backward = plan.pick_both(record, grad_fields)
         other = first.implementation not in (None, forward.implementation)
         decisions.append(
             Decision(
@@ -190,9 +190,9 @@ def _placed(op: Op, args: Any, mesh: Any, in_specs: Any) -> tuple[Any, Any]:
 
 
 def _check_mesh(mesh: Any, in_specs: Any, out_specs: Any) -> None:
-    given = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
+    sharding_options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    missing = [name for name, value in sharding_options.items() if value is None]
+    if 0 < len(missing) < len(sharding_options):
         raise ValueError(f"{', '.join(missing)}: mesh, in_specs and out_specs go together, got None")
     if not isinstance(mesh, Mesh | AbstractMesh | None):
         raise ValueError(f"mesh: got {type(mesh).__name__}, wants a jax.sharding.Mesh")

@@ -82,16 +82,16 @@ def read_calls(path: str | os.PathLike[str]) -> list[WrittenCall]:
         calls = msgspec.json.decode(data, type=_File).calls
     except msgspec.ValidationError as error:
         raise ValueError(f'{path}: wants {{"calls": [...]}}; {error}') from error
-    found: list[WrittenCall] = []
+    written: list[WrittenCall] = []
     end = 0
     for number, text in enumerate(map(bytes, calls), 1):
         start = data.index(text, end)
         end = start + len(text)
         try:
-            found.append(_read(msgspec.json.decode(text)))
+            written.append(_read(msgspec.json.decode(text)))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {line_number(data, start)}: call {number}: {error}") from error
-    return found
+    return written
 
 
 class _File(msgspec.Struct):
@@ -103,14 +103,14 @@ class _File(msgspec.Struct):
 def _written(call: RecordedCall) -> dict[str, Any]:
     op: Op = call.plan.op
     values = {f.name: getattr(call.args, f.name) for f in dataclasses.fields(call.args)}
-    given = {n: _encoded(f"{op.name}: {n}", v) for n, v in values.items() if v is not None}
-    made: dict[str, Any] = {"op": op.name, "arguments": given}
+    arguments = {n: _encoded(f"{op.name}: {n}", v) for n, v in values.items() if v is not None}
+    entry: dict[str, Any] = {"op": op.name, "arguments": arguments}
     if call.plan.platform not in (None, "auto"):
-        made["platform"] = call.plan.platform
+        entry["platform"] = call.plan.platform
     if call.mesh is not None:
-        made["mesh"] = dict(call.mesh.shape)
-        made["in_specs"] = [None if spec is None else list(spec) for spec in call.in_specs]
-    return made
+        entry["mesh"] = dict(call.mesh.shape)
+        entry["in_specs"] = [None if spec is None else list(spec) for spec in call.in_specs]
+    return entry
 
 
 def _encoded(name: str, value: Any) -> Any:

@@ -25,15 +25,15 @@ PULLBACK_PIECES = frozenset({"lse_cotangent"})  # what a backward pass may handl
 def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
     """Plugin name -> sentences about names in its implementations that do not exist; only plugins with some."""
     families = {op.family.name: op.family for op in registry.ops.values()}
-    found: dict[str, list[str]] = {}
+    by_plugin: dict[str, list[str]] = {}
     for (op, name), plugin in registry.providers.items():
         implementation = next(one for one in registry.implementations[op] if one.name == name)
-        sentences = found.setdefault(plugin, [])
+        sentences = by_plugin.setdefault(plugin, [])
         for problem in problems(implementation, families[implementation.family]):
             sentence = f"implementation {name!r} of {implementation.family}: {problem}"
             if sentence not in sentences:
                 sentences.append(sentence)
-    return {plugin: sentences for plugin, sentences in found.items() if sentences}
+    return {plugin: sentences for plugin, sentences in by_plugin.items() if sentences}
 
 
 def problems(implementation: Implementation, family: Family) -> Iterator[str]:

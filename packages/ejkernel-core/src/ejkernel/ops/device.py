@@ -74,13 +74,13 @@ def find_device(device: Any) -> DeviceInfo:
     """
     if isinstance(device, str):
         by_name = KINDS | {info.kind: info for info in KINDS.values()}
-        found = by_name.get(device) or by_name.get(device.casefold())
-        if found is None:
+        match = by_name.get(device) or by_name.get(device.casefold())
+        if match is None:
             raise ValueError(
                 f"device: got {device!r}, wants one of {', '.join(KINDS)}, or a DeviceInfo for another device"
                 f"{did_you_mean(device, by_name)}"
             )
-        return found
+        return match
     if not isinstance(device, DeviceInfo):
         raise ValueError(f"device: got {device!r}, wants a DeviceInfo or one of {', '.join(KINDS)}")
     reason = next(_contradictions(device), None)

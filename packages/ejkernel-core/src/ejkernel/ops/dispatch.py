@@ -15,7 +15,7 @@ from ejkernel.ops.model import Implementation, Op, Requires
 from ejkernel.ops.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.plugins import Plugin, registry
 from ejkernel.ops.toolchain import lacking
-from ejkernel.types.arguments import array_fields, given_fields
+from ejkernel.types.arguments import array_fields, non_default_fields
 
 Status = Literal["chosen", "usable", "refused"]
 
@@ -129,7 +129,7 @@ def choose(
     device: DeviceInfo,
     platform: str,
     direction: Direction,
-    wanted: frozenset[str] = frozenset(),
+    grad_fields: frozenset[str] = frozenset(),
     cfg: BaseOperationConfig | None = None,
 ) -> Choice:
     """Judges every registered implementation of `op` for `record` and picks the best that serves.
@@ -140,13 +140,13 @@ def choose(
         device: The device the call is for.
         platform: A toolchain, or `"auto"`. An explicit one is never replaced.
         direction: Which pass.
-        wanted: For backward: the record fields whose gradient is needed.
+        grad_fields: For backward: the record fields whose gradient is needed.
         cfg: The call's own configuration.
     """
-    found = registry()
+    registered = registry()
     verdicts: list[Verdict] = []
-    for implementation in found.implementations.get(op.name, ()):
-        reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, wanted))
+    for implementation in registered.implementations.get(op.name, ()):
+        reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, grad_fields))
         reasons += _foreign_config(op, implementation, direction, cfg)
         verdicts.append(_verdict(op, implementation, record, device, direction, reasons))
     return Choice(
@@ -155,8 +155,8 @@ def choose(
         device=device,
         platform=platform,
         verdicts=_with_first_chosen(sorted(verdicts, key=_order)),
-        failed_plugins=found.failed,
-        notes=tuple(sentence for (name, _), sentence in found.renamed.items() if name == op.name),
+        failed_plugins=registered.failed,
+        notes=tuple(sentence for (name, _), sentence in registered.renamed.items() if name == op.name),
     )
 
 
@@ -169,8 +169,10 @@ def _verdict(
     reasons: tuple[str, ...],
 ) -> Verdict:
     # A priority that depends on the call is asked for calls that the kernels can compute, here or elsewhere.
-    asked = (
-        not reasons or implementation.usual_rank is not None or made_for(op.family, implementation, record, direction)
+    knows_priority = (
+        not reasons
+        or implementation.usual_rank is not None
+        or can_compute(op.family, implementation, record, direction)
     )
     return Verdict(
         implementation,
@@ -178,7 +180,7 @@ def _verdict(
         reasons,
         unconfirmed=evidence.unconfirmed(implementation, op.name, device),
         confirmed=evidence.confirmed(implementation, op.name, device),
-        priority=implementation.rank(record, device, direction) if asked else None,
+        priority=implementation.rank(record, device, direction) if knows_priority else None,
     )
 
 
@@ -200,7 +202,7 @@ def _foreign_config(
     return (f"cfg: {foreign}",) if foreign else ()
 
 
-def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
+def choose_pair(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     """Returns the two choices for a call that is differentiated, from those made for each pass alone.
 
     A paired implementation serves both passes or neither; any other forward pass needs some backward pass that is not
@@ -220,7 +222,7 @@ def together(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     return dataclasses.replace(forward, verdicts=judged), dataclasses.replace(backward, verdicts=followers)
 
 
-def unpaired(choice: Choice) -> Choice:
+def exclude_paired(choice: Choice) -> Choice:
     """Returns a choice among the implementations whose passes need not come together."""
     reason = "paired, and the passes of this call are chosen apart"
     verdicts = [
@@ -230,7 +232,7 @@ def unpaired(choice: Choice) -> Choice:
     return dataclasses.replace(choice, verdicts=_with_first_chosen(verdicts))
 
 
-def taking(choice: Choice, piece: str) -> Choice:
+def require_handles(choice: Choice, piece: str) -> Choice:
     """Returns a choice of a backward pass among the implementations that honour a piece of the `Pullback`."""
     verdicts = [
         v
@@ -287,13 +289,13 @@ def refusals(
     device: DeviceInfo,
     platform: str,
     direction: Direction,
-    wanted: frozenset[str],
+    grad_fields: frozenset[str],
 ) -> Iterator[str]:
     """Sentences saying why an implementation cannot serve one direction of a call; none if it can."""
     if platform not in ("auto", implementation.platform):
         yield f"platform={platform!r} was asked for"
     if direction == "backward":
-        yield from _gradient_refusals(implementation, wanted)
+        yield from _gradient_refusals(implementation, grad_fields)
     requires = implementation.requires_for(direction)
     yield from hardware_refusals(implementation, device, direction)
     yield from _record_refusals(family, requires, record)
@@ -307,18 +309,18 @@ def hardware_refusals(
     return _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
 
 
-def made_for(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:
+def can_compute(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:
     """Returns whether an implementation serves a direction of a call on the devices that it is for."""
     if direction == "backward" and implementation.backward is None:
         return False
     return not any(_record_refusals(family, implementation.requires_for(direction), record))
 
 
-def _gradient_refusals(implementation: Implementation, wanted: frozenset[str]) -> Iterator[str]:
+def _gradient_refusals(implementation: Implementation, grad_fields: frozenset[str]) -> Iterator[str]:
     if implementation.backward is None:
         yield "has no backward"
         return
-    missing = sorted(wanted - implementation.gradients)
+    missing = sorted(grad_fields - implementation.gradients)
     if missing:
         yield f"gives no gradient for {', '.join(missing)}"
 
@@ -345,7 +347,7 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
         bad = [d for d in family.head_dims(record) if d not in requires.head_dims]
         if bad:
             yield f"head size {', '.join(map(str, bad))} is not in {requires.head_dims}"
-    for name in given_fields(record):
+    for name in non_default_fields(record):
         if name not in requires.handles | family.permissions:
             yield f"{name} is not handled"
     symbolic = {name: x.shape for name, x in array_fields(record).items() if _is_symbolic(x)}

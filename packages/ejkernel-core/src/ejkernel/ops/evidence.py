@@ -263,30 +263,30 @@ def _needed(implementation: Implementation, versions: Mapping[str, str]) -> dict
     return {name: version for name, version in versions.items() if name in names}
 
 
-def trouble(found: FamilyEvidence, op: str) -> str:
+def trouble(results: FamilyEvidence, op: str) -> str:
     """Returns what keeps evidence from confirming an operation; empty where it does."""
-    tally = found.operations.get(op, Tally())
-    if found.stale:
+    tally = results.operations.get(op, Tally())
+    if results.stale:
         return "the sources have changed since"
     if tally.failed:
         return f"{len(tally.failed)} of {tally.count} tests of {op} fail"
-    if found.claims.failed:
-        return f"{len(found.claims.failed)} of {found.claims.count} tests of its claims fail"
-    missing = len(tally.not_run) + len(found.claims.not_run)
+    if results.claims.failed:
+        return f"{len(results.claims.failed)} of {results.claims.count} tests of its claims fail"
+    missing = len(tally.not_run) + len(results.claims.not_run)
     if missing:
-        return f"{missing} of {tally.count + found.claims.count} tests of {op} have not run"
-    if tally.passed or (tally.refused and _passed_elsewhere(found)):
+        return f"{missing} of {tally.count + results.claims.count} tests of {op} have not run"
+    if tally.passed or (tally.refused and _passed_elsewhere(results)):
         return ""
     return f"no test of {op} has run"
 
 
-def _passed_elsewhere(found: FamilyEvidence) -> bool:
+def _passed_elsewhere(results: FamilyEvidence) -> bool:
     """Returns whether tests of the family's operations ran, and none failed or is left.
 
     Kernels get records of the family, whichever operation made them. So where an operation has no case that an
     implementation serves, the cases of its kin speak for the calls that it does serve.
     """
-    tallies = found.operations.values()
+    tallies = results.operations.values()
     return any(tally.passed for tally in tallies) and not any(tally.failed or tally.not_run for tally in tallies)
 
 
@@ -316,11 +316,11 @@ def summaries(implementation: Implementation, op: str) -> list[Summary]:
     if implementation.evidence is None:
         return []
     return [
-        Summary(file.chip, one.device, one.toolchain, trouble(found, op), found.stale and not trouble(renewed, op))
+        Summary(file.chip, one.device, one.toolchain, trouble(results, op), results.stale and not trouble(renewed, op))
         for file in shipped(implementation.evidence, implementation.name)
         for one in file.confirmations
-        if (found := one.families.get(implementation.family)) is not None and op in found.operations
-        for renewed in [msgspec.structs.replace(found, stale=False)]
+        if (results := one.families.get(implementation.family)) is not None and op in results.operations
+        for renewed in [msgspec.structs.replace(results, stale=False)]
     ]
 
 
@@ -328,18 +328,18 @@ def in_words(implementation: Implementation, op: str) -> str:
     """Returns what is known of an operation of an implementation, in words."""
     if implementation.evidence is None:
         return "none needed"
-    found = "; ".join(map(str, summaries(implementation, op)))
+    text = "; ".join(map(str, summaries(implementation, op)))
     if "tpu" not in implementation.requires.devices:
-        return found or "none"
-    interpreted = f"interpreted on a CPU ({found.replace('tpu, ', '')})" if found else "interpreted on a CPU in CI"
+        return text or "none"
+    interpreted = f"interpreted on a CPU ({text.replace('tpu, ', '')})" if text else "interpreted on a CPU in CI"
     return f"no TPU has run it: {interpreted}, and compiled for four chips in CI"
 
 
 def installed_versions(modules: Iterable[str]) -> dict[str, str]:
     """Returns the installed versions of what an implementation needs, and of JAX, by module."""
     names = dict.fromkeys(["jax", *(split_requirement(needed)[0] for needed in modules)])
-    found = {name: _installed(name) for name in names}
-    return {name: version for name, version in found.items() if version}
+    versions = {name: _installed(name) for name in names}
+    return {name: version for name, version in versions.items() if version}
 
 
 @functools.cache

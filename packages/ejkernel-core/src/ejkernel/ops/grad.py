@@ -18,7 +18,7 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.policy import effective
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import Choice, choose, taking, together
+from ejkernel.ops.dispatch import Choice, choose, choose_pair, require_handles
 from ejkernel.ops.model import Op
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.second import backward_pass, forward_pass, refusing
@@ -56,14 +56,14 @@ class CallPlan:
         """Whether the current policy measures calls that no tier knows."""
         return effective(self.chain.policy, self.chain).tunes_on_miss
 
-    def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
+    def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
-        choice = choose(self.op, record, self.device, self.platform, direction, wanted, self.cfg)
-        return taking(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
+        choice = choose(self.op, record, self.device, self.platform, direction, grad_fields, self.cfg)
+        return require_handles(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
 
-    def choose(self, record: Any, direction: Direction, wanted: frozenset[str] = frozenset()) -> Choice:
+    def choose(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, where one serves, its configuration."""
-        return self.configured(self.pick(record, direction, wanted), record)
+        return self.configured(self.pick(record, direction, grad_fields), record)
 
     def configured(self, choice: Choice, record: Any) -> Choice:
         """Returns a choice with its configuration, where some implementation serves."""
@@ -72,9 +72,9 @@ class CallPlan:
         selection = self.chain.choose(self.request(choice, record))
         return dataclasses.replace(choice, config=selection.part, tier=selection.tier, trail=selection.trail)
 
-    def pick_both(self, record: Any, wanted: frozenset[str]) -> tuple[Choice, Choice]:
+    def pick_both(self, record: Any, grad_fields: frozenset[str]) -> tuple[Choice, Choice]:
         """Chooses the forward and the backward implementation of a call that is differentiated."""
-        return together(self.pick(record, "forward"), self.pick(record, "backward", wanted))
+        return choose_pair(self.pick(record, "forward"), self.pick(record, "backward", grad_fields))
 
     def request(self, choice: Choice, record: Any) -> Request:
         """Returns the question to the chain that follows from a choice of implementation."""
@@ -156,9 +156,9 @@ def _forward_only(plan: CallPlan, record: Any) -> Any:
 def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
     # JAX marks what is differentiated, so a kernel computes no gradient that is not needed.
-    wanted = _wanted(plan.op, marked)
+    grad_fields = _grad_fields(plan.op, marked)
     # Chosen now although it runs later: a call without a backward pass fails where it was made.
-    forward, backward = plan.pick_both(record, wanted)
+    forward, backward = plan.pick_both(record, grad_fields)
     if backward.implementation is None:
         raise NoImplementationError(backward)
     forward = plan.configured(forward, record)
@@ -169,7 +169,9 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
         pocket = None  # no other kernel's backward may read it, so it is not kept either
     # The caller gets the named output: a layer that read another would have the kernel run again.
     output, residuals, pocket = _named(Results(output, residuals, pocket))
-    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=None, wanted=wanted, pocket=pocket)
+    pullback = Pullback(
+        record=record, residuals=residuals, output=output, cotangent=None, wanted=grad_fields, pocket=pocket
+    )
     config = forward.config if forward.implementation.paired else None
     result = (output, residuals.lse) if plan.returns_lse else output
     return result, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
@@ -209,13 +211,13 @@ def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
         backward = plan.configured(backward, saved.record)
     pocket = saved.pocket if same else None
     pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=pocket, lse_cotangent=lse_cotangent)
-    gradients = plan.differentiated(functools.partial(_wanted_gradients, plan, backward), backward, pullback)
+    gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
     # To JAX, None is a cotangent of zeros of any dtype.
     cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
 
 
-def _wanted_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
+def _select_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
     gradients = plan.backward(pullback, choice)
     missing = pullback.wanted - set(gradients)
     if missing:
@@ -223,7 +225,7 @@ def _wanted_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dic
     return {name: gradients[name] for name in sorted(pullback.wanted)}
 
 
-def _wanted(op: Op, marked: Any) -> frozenset[str]:
+def _grad_fields(op: Op, marked: Any) -> frozenset[str]:
     """Returns the record fields that are being differentiated.
 
     Raises:

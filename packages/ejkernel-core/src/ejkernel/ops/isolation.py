@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 # Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_wanted: Any = jax.make_user_context(False)
+_isolated: Any = jax.make_user_context(False)
 
 SENTENCE = (
     "a NaN or infinity of one sequence may reach sequences that share a tile with it; to keep it where it is, at the "
@@ -38,10 +38,10 @@ def isolate_sequences() -> Generator[None]:
         assert jnp.isfinite(output[:, 5:]).all()
         ```
     """
-    with _wanted(True):
+    with _isolated(True):
         yield
 
 
 def sequences_isolated() -> bool:
     """Returns whether an `isolate_sequences` block is around."""
-    return _wanted.value
+    return _isolated.value

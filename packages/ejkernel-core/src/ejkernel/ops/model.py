@@ -153,8 +153,8 @@ class Op:
 
     def routed(self, args: Any, options: Mapping[str, Any]) -> "tuple[Op, Any, dict[str, Any]]":
         """The operation, the record and the call options, each of them, that carry a call out."""
-        given = {name: options.get(name) for name in CALL_OPTIONS}
-        return (self, args, given) if self.route is None else self.route(args, given)
+        call_options = {name: options.get(name) for name in CALL_OPTIONS}
+        return (self, args, call_options) if self.route is None else self.route(args, call_options)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Splits a call of the public function into its argument record and its call options.
@@ -300,10 +300,10 @@ class Implementation:
 def _shipped_folder(package: str, name: str) -> str | None:
     """A folder of a package as `"package:folder"`; None where there is none."""
     try:
-        there = importlib.resources.files(package).joinpath(name).is_dir()
+        exists = importlib.resources.files(package).joinpath(name).is_dir()
     except (ImportError, TypeError, ValueError):  # there is no such package, or it is a module
         return None
-    return f"{package}:{name}" if there else None
+    return f"{package}:{name}" if exists else None
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import default_chain
 from ejkernel.ops.device import current_device
-from ejkernel.ops.dispatch import unpaired
+from ejkernel.ops.dispatch import exclude_paired
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
@@ -31,9 +31,9 @@ class Nested:
             NoImplementationError: No implementation serves it.
         """
         plan = self._plan()
-        choice = unpaired(plan.pick(record, "forward"))
-        made = plan.forward(record, plan.configured(choice, record))
-        return made.output, made.residuals
+        choice = exclude_paired(plan.pick(record, "forward"))
+        results = plan.forward(record, plan.configured(choice, record))
+        return results.output, results.residuals
 
     def backward(self, pullback: Pullback) -> dict[str, Any]:
         """Returns the wanted gradients of a family record, by field.
@@ -42,7 +42,7 @@ class Nested:
             NoImplementationError: No implementation serves it.
         """
         plan = self._plan()
-        choice = unpaired(plan.pick(pullback.record, "backward", pullback.wanted))
+        choice = exclude_paired(plan.pick(pullback.record, "backward", pullback.wanted))
         if choice.implementation is None:
             raise NoImplementationError(choice)
         return plan.backward(pullback, plan.configured(choice, pullback.record))

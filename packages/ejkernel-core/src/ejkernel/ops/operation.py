@@ -54,9 +54,9 @@ def complete_docstring(docstring: str | None) -> str | None:
     if docstring is None:  # python -OO
         return None
     text = inspect.cleandoc(docstring)
-    arguments, found, results = text.partition("\n\nReturns:\n")
+    arguments, separator, results = text.partition("\n\nReturns:\n")
     documented = [line.strip().partition(":")[0] for line in arguments.splitlines()]
     again = [name for name in CALL_OPTIONS if name in documented]
-    if not found or "\nArgs:\n" not in arguments or again:
+    if not separator or "\nArgs:\n" not in arguments or again:
         raise ValueError(f"docstring: got {'again ' + ', '.join(again) if again else 'none of'} Args and Returns")
-    return arguments + OPTIONS.rstrip() + found + results
+    return arguments + OPTIONS.rstrip() + separator + results

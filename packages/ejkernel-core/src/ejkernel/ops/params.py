@@ -83,14 +83,14 @@ def given_leaves(part: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the fields of a configuration part that are set; those of a field that has fields of its
     own with a dot.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         name, value = f"{prefix}{field.name}", getattr(part, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            found |= given_leaves(value, f"{name}.")
+            values |= given_leaves(value, f"{name}.")
         elif value is not None:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def given_values(part: Any) -> str:

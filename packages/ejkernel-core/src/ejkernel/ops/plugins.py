@@ -182,13 +182,15 @@ class _Collected:
                 elif not entry:
                     noted.append(f"implementation {declared.implementation.name!r} of {name} is already declared")
             noted += self._unserved(declared.implementation, served)
-        found = {(name, key): declared for name in by_op for key, declared in by_op[name].items()}
+        entries = {(name, key): declared for name in by_op for key, declared in by_op[name].items()}
         return Registry(
             ops=self.ops,
             implementations={name: _ranked(declared.values()) for name, declared in by_op.items()},
-            plugins=tuple(_reported(plugin, problems.get(plugin.name, []), found, renamed) for plugin in self.plugins),
-            versions={key: declared.version for key, declared in found.items()},
-            providers={key: declared.plugin for key, declared in found.items()},
+            plugins=tuple(
+                _reported(plugin, problems.get(plugin.name, []), entries, renamed) for plugin in self.plugins
+            ),
+            versions={key: declared.version for key, declared in entries.items()},
+            providers={key: declared.plugin for key, declared in entries.items()},
             renamed=renamed,
         )
 
@@ -235,14 +237,14 @@ def _renaming(declared: _Declared, name: str, entries: Mapping[str, _Declared]) 
 def _reported(
     plugin: Plugin,
     problems: list[str],
-    found: Mapping[tuple[str, str], _Declared],
+    entries: Mapping[tuple[str, str], _Declared],
     renamed: Mapping[tuple[str, str], str],
 ) -> Plugin:
     """Returns a plugin with what is wrong with its implementations, and what is said about their names."""
     error = "; ".join([*filter(None, [plugin.error]), *problems]) or None
     ops: dict[str, list[str]] = {}
     for key, sentence in renamed.items():
-        if found[key].plugin == plugin.name:
+        if entries[key].plugin == plugin.name:
             ops.setdefault(sentence, []).append(key[0])
     notes = tuple(f"{sentence} of {', '.join(names)}" for sentence, names in ops.items())
     return dataclasses.replace(plugin, error=error, notes=notes)
@@ -299,6 +301,6 @@ def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    wanted = os.environ.get("EJKERNEL_PLUGINS")
-    found = importlib.metadata.entry_points(group=GROUP)
-    return [e for e in found if wanted is None or e.name in wanted.split(",")]
+    names = os.environ.get("EJKERNEL_PLUGINS")
+    entry_points = importlib.metadata.entry_points(group=GROUP)
+    return [e for e in entry_points if names is None or e.name in names.split(",")]

@@ -10,7 +10,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Requires
 from ejkernel.ops.params import Direction
 from ejkernel.ops.space import ConfigSpace
-from ejkernel.types.arguments import given_fields
+from ejkernel.types.arguments import non_default_fields
 
 
 def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -> Implementation:
@@ -46,10 +46,10 @@ def _requires(tiled: Requires) -> Requires:
 
 
 def _step_refusals(record: RingAttention, tiled: Requires) -> Iterator[str]:
-    given = given_fields(record)
+    present = non_default_fields(record)
     for step in abstract_steps(record):
-        for name in given_fields(step):
-            if name not in tiled.handles and name not in given:  # what the call gives is refused without this
+        for name in non_default_fields(step):
+            if name not in tiled.handles and name not in present:  # what the call gives is refused without this
                 yield f"{name} is not handled, which the steps of this ring need"
         yield from tiled.extra(step)
 

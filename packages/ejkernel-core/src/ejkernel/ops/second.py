@@ -26,7 +26,7 @@ from ejkernel.types.pullback import Pullback, Results
 Run = Callable[[Any], Any]
 
 # Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_wanted: Any = jax.make_user_context(False)
+_enabled: Any = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -52,13 +52,13 @@ def second_derivatives() -> Generator[None]:
         assert curvature.shape == x.shape
         ```
     """
-    with _wanted(True):
+    with _enabled(True):
         yield
 
 
-def second_derivatives_wanted() -> bool:
+def second_derivatives_enabled() -> bool:
     """Returns whether a `second_derivatives` block is around."""
-    return _wanted.value
+    return _enabled.value
 
 
 def refusing(op: str, implementation: Implementation, run: Run, argument: Any) -> Any:
@@ -109,17 +109,17 @@ def _untransposed() -> Any:
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
 
-    made: Any = Primitive("ejkernel_forwards_only")
-    made.def_impl(lambda x, *, message: x)
-    made.def_abstract_eval(lambda x, *, message: x)
+    primitive: Any = Primitive("ejkernel_forwards_only")
+    primitive.def_impl(lambda x, *, message: x)
+    primitive.def_abstract_eval(lambda x, *, message: x)
 
     def refuse(cotangent: Any, x: Any, *, message: str) -> Any:
         raise NotImplementedError(message)
 
-    ad.deflinear2(made, refuse)
-    batching.defvectorized(made)
-    mlir.register_lowering(made, lambda _, x, *, message: [x])
-    return made
+    ad.deflinear2(primitive, refuse)
+    batching.defvectorized(primitive)
+    mlir.register_lowering(primitive, lambda _, x, *, message: [x])
+    return primitive
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -137,9 +137,9 @@ def forward_pass(family: Family, run: Run, record: Any) -> Results:
 @forward_pass.defjvp
 @promoting
 def _forward_tangent(family: Family, run: Run, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Results, Results]:
-    made = forward_pass(family, run, *primals)
+    results = forward_pass(family, run, *primals)
     _, (output, residuals) = jax.jvp(family.reference, primals, tangents)
-    return made, Results(output, residuals, jax.tree.map(_no_tangent, made.pocket))
+    return results, Results(output, residuals, jax.tree.map(_no_tangent, results.pocket))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -166,13 +166,13 @@ def _backward_tangent(
 
 
 def _reference_gradients(
-    family: Family, wanted: frozenset[str], record: Any, cotangent: Any, lse_cotangent: Any
+    family: Family, grad_fields: frozenset[str], record: Any, cotangent: Any, lse_cotangent: Any
 ) -> dict[str, Any]:
     def value(fields: dict[str, Any]) -> Any:
         output, residuals = family.reference(dataclasses.replace(record, **fields))
         return output if lse_cotangent is None else (output, residuals.lse)
 
-    _, pull = jax.vjp(value, {name: getattr(record, name) for name in sorted(wanted)})
+    _, pull = jax.vjp(value, {name: getattr(record, name) for name in sorted(grad_fields)})
     return pull(cotangent if lse_cotangent is None else (cotangent, lse_cotangent))[0]
 
 

@@ -319,10 +319,10 @@ def _mesh_axes(entry: Any) -> MeshAxes:
 def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
     """Returns size of each letter, where it is more than one."""
     shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
-    given = [(axis_letters.split(), shapes[name]) for name, axis_letters in letters.items()]
+    axes_and_shapes = [(axis_letters.split(), shapes[name]) for name, axis_letters in letters.items()]
     pairs = [
         pair
-        for axis_letters, shape in given
+        for axis_letters, shape in axes_and_shapes
         if len(axis_letters) == len(shape)
         for pair in zip(axis_letters, shape, strict=True)
     ]

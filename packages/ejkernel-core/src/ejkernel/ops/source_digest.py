@@ -71,10 +71,10 @@ class _Closure:
             definition = pending.pop()
             if definition in self.texts or not _is_of(self.package, definition[0]):
                 continue
-            found = _read(*definition)
-            self.texts[definition] = found.text
-            pending += found.references
-            for text in found.strings:
+            contents = _read(*definition)
+            self.texts[definition] = contents.text
+            pending += contents.references
+            for text in contents.strings:
                 self._add_source(_handlers(self.package).get(text))
 
     def add_function(self, function: Any) -> None:
@@ -124,11 +124,11 @@ def _read(module: str, name: str) -> _Read:
         return _Read("", tuple(_imported(parsed, name)))
     nodes = parsed.definitions[name]
     parts = [part for node in nodes for part in ast.walk(node)]
-    found: list[Definition] = [(module, "")]
+    references: list[Definition] = [(module, "")]
     for part in parts:
-        found += _references(module, parsed, part)
+        references += _references(module, parsed, part)
     strings = (part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
-    return _Read(" ".join(map(_canonical, nodes)), tuple(found), tuple(strings))
+    return _Read(" ".join(map(_canonical, nodes)), tuple(references), tuple(strings))
 
 
 def _references(module: str, parsed: "_Parsed", node: ast.AST) -> list[Definition]:
@@ -137,9 +137,9 @@ def _references(module: str, parsed: "_Parsed", node: ast.AST) -> list[Definitio
         return [(module, node.id)] if node.id in parsed.definitions else _imported(parsed, node.id)
     if isinstance(node, ast.Attribute) and (path := _dotted(node)):
         return _attribute(module.partition(".")[0], parsed, path)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and (found := _REFERENCE.fullmatch(node.value)):
-        ours = _is_of(module.partition(".")[0], found[1]) and _is_module(found[1])
-        return [(found[1], found[2])] if ours else []
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := _REFERENCE.fullmatch(node.value)):
+        ours = _is_of(module.partition(".")[0], match[1]) and _is_module(match[1])
+        return [(match[1], match[2])] if ours else []
     return []
 
 
@@ -243,8 +243,8 @@ def _canonical(node: Any) -> str:
     if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty pieces
         node = ast.JoinedStr([x for x in node.values if not isinstance(x, ast.Constant) or x.value])
     fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _IGNORED)
-    given = [f"{name}={_canonical(value)}" for name, value in fields if value is not None and value != []]
-    return f"{type(node).__name__}({' '.join(given)})"
+    arguments = [f"{name}={_canonical(value)}" for name, value in fields if value is not None and value != []]
+    return f"{type(node).__name__}({' '.join(arguments)})"
 
 
 @functools.cache
@@ -260,5 +260,5 @@ def _handlers(package: str) -> dict[str, Path]:
 
 def _plain_cpp(path: Path) -> str:
     """Returns a C++ source without comments and layout."""
-    text = _COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", path.read_text(encoding="utf-8"))
+    text = _COMMENT.sub(lambda match: match[0] if match[0].startswith('"') else " ", path.read_text(encoding="utf-8"))
     return " ".join(text.split())

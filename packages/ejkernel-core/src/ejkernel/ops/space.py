@@ -58,11 +58,11 @@ class ConfigSpace:
         """Returns a part that a rule made, with the fields replaced that another part sets, public or the
         kernel's own.
         """
-        given = given_leaves(part)
+        settings = given_leaves(part)
         if not self.is_kernel_type(part, direction):
             faces = self._faces(direction)
-            given = {field: value for name, value in given.items() for field in faces.get(name, ())}
-        for path, value in given.items():
+            settings = {field: value for name, value in settings.items() for field in faces.get(name, ())}
+        for path, value in settings.items():
             ruled = _replaced(ruled, path.split("."), value)
         return ruled
 
@@ -98,17 +98,17 @@ class ConfigSpace:
         has = {field.name for field in dataclasses.fields(face)}
         values, shown, expressed = given_leaves(part), dict[str, Any](), set[str]()
         for name, fields in self._faces(direction).items():
-            found = {values[field] for field in fields if field in values}
-            if name in has and len(found) == 1 and not expressed.issuperset(fields):
-                shown[name] = found.pop()
+            choices = {values[field] for field in fields if field in values}
+            if name in has and len(choices) == 1 and not expressed.issuperset(fields):
+                shown[name] = choices.pop()
                 expressed.update(fields)
         return part if direction in config.part_types and len(expressed) < len(values) else face(**shown)
 
     def _faces(self, direction: Direction) -> dict[str, tuple[str, ...]]:
         has = leaf_names(self.kernel_type(direction))
         named = {face: (to,) if isinstance(to, str) else to for face, to in self.faces.items()}
-        found = {face: tuple(field for field in fields if field in has) for face, fields in named.items()}
-        return {face: fields for face, fields in found.items() if fields}
+        present = {face: tuple(field for field in fields if field in has) for face, fields in named.items()}
+        return {face: fields for face, fields in present.items() if fields}
 
 
 @functools.cache

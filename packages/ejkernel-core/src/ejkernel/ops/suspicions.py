@@ -17,15 +17,15 @@ def suspicions(op: Op, args: Any) -> tuple[str, ...]:
 
 def _heads_first(op: Op, args: Any) -> list[str]:
     """Arrays [B, T, H, D] with fewer tokens than heads, which may be [B, H, T, D]; one token is a decoding step."""
-    found: list[str] = []
+    notes: list[str] = []
     for name, axes in op.letters(args)[0].items():
         letters, shape = axes.split(), getattr(getattr(args, name), "shape", ())
         if letters[:3] != ["b", "t", "h"] or len(letters) != 4 or len(shape) != 4:
             continue
         tokens, heads = shape[1], shape[2]
         if isinstance(tokens, int) and isinstance(heads, int) and 1 < tokens < heads:
-            found.append(
+            notes.append(
                 f"warning: {name} {list(shape)} has {tokens} tokens and {heads} heads, as [B, T, H, D]; "
                 "swap axes 1 and 2 if it is [B, H, T, D]"
             )
-    return found
+    return notes

@@ -14,10 +14,10 @@ _NEEDED = re.compile(r"\s*([\w.]+)\s*(.*)")
 
 def split_requirement(needed: str) -> tuple[str, str]:
     """Returns the module of `"jax_triton>=0.3.1,<0.5"`, and the versions of it that will do; none are all."""
-    found = _NEEDED.fullmatch(needed)
-    if found is None:
+    match = _NEEDED.fullmatch(needed)
+    if match is None:
         raise ValueError(f"modules: got {needed!r}, wants a module and versions of it, such as 'jax_triton>=0.3.1'")
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 @functools.cache

@@ -73,9 +73,9 @@ def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> It
     """Yields the choices to tune, each with the forward choice that it follows; a pair is one choice, whichever pass is
     asked for.
     """
-    wanted = _wanted(plan, record)
-    forward, backward = plan.pick_both(record, wanted)
-    if "backward" not in directions or not wanted or backward.implementation is None:
+    grad_fields = _grad_fields(plan, record)
+    forward, backward = plan.pick_both(record, grad_fields)
+    if "backward" not in directions or not grad_fields or backward.implementation is None:
         forward, backward = plan.pick(record, "forward"), None
     if forward.implementation is None:
         return
@@ -98,31 +98,33 @@ def argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | N
     assert implementation is not None  # callers have looked
     if implementation.paired:
         return _pair_argument(plan, record, choice)
-    return record if forward is None or choice is forward else _pullback(plan, record, forward, _wanted(plan, record))
+    return (
+        record if forward is None or choice is forward else _pullback(plan, record, forward, _grad_fields(plan, record))
+    )
 
 
-def _wanted(plan: CallPlan, record: Any) -> frozenset[str]:
+def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
     return frozenset(plan.op.family.differentiable) & set(array_fields(record))
 
 
 def _pair_argument(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
     """Where the backward function does not give every gradient, the forward pass is measured alone."""
-    wanted = pair_gradients(plan, record, choice)
+    grad_fields = pair_gradients(plan, record, choice)
     assert choice.implementation is not None  # callers have looked
     function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
     output = jax.eval_shape(lambda r: Results(*function(r, config)).output, record)
-    cotangent = _cotangent(output) if wanted else None
-    return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, wanted=wanted)
+    cotangent = _cotangent(output) if grad_fields else None
+    return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, wanted=grad_fields)
 
 
 def pair_gradients(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str]:
     """Returns the fields whose gradient a pair is measured with: all that have one, or none where it does not serve
     them.
     """
-    wanted = _wanted(plan, record)
-    verdicts = plan.pick(record, "backward", wanted).verdicts
+    grad_fields = _grad_fields(plan, record)
+    verdicts = plan.pick(record, "backward", grad_fields).verdicts
     serving = [v for v in verdicts if v.implementation is choice.implementation and v.status != "refused"]
-    return wanted if serving else frozenset()
+    return grad_fields if serving else frozenset()
 
 
 def _cotangent(output: Any) -> Any:
@@ -130,15 +132,15 @@ def _cotangent(output: Any) -> Any:
     return jax.tree.map(lambda x: draw(shape=x.shape).astype(x.dtype), output)
 
 
-def _pullback(plan: CallPlan, record: Any, forward: Choice, wanted: frozenset[str]) -> Pullback:
+def _pullback(plan: CallPlan, record: Any, forward: Choice, grad_fields: frozenset[str]) -> Pullback:
     """Returns what the backward implementation is given, with a random cotangent."""
     assert forward.implementation is not None  # the caller has looked
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
-    made = jax.jit(lambda r: Results(*kernel(r, config)))(record)
-    backward = plan.pick_both(record, wanted)[1].implementation
-    made = made if backward is forward.implementation else made._replace(pocket=None)
-    return Pullback(record=record, cotangent=_cotangent(made.output), wanted=wanted, **made._asdict())
+    results = jax.jit(lambda r: Results(*kernel(r, config)))(record)
+    backward = plan.pick_both(record, grad_fields)[1].implementation
+    results = results if backward is forward.implementation else results._replace(pocket=None)
+    return Pullback(record=record, cotangent=_cotangent(results.output), wanted=grad_fields, **results._asdict())
 
 
 def _lowered(plan: CallPlan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:

@@ -18,7 +18,7 @@ from ejkernel import _compat
 from ejkernel.types.integers import as_int32
 
 # Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_wanted: Any = jax.make_user_context(False)
+_checked: Any = jax.make_user_context(False)
 _WIDE = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -69,7 +69,7 @@ def check_values() -> Generator[None]:
         assert "cum_seqlens_q: got [0 5 9]" in error.get()
         ```
     """
-    with _wanted(True):
+    with _checked(True):
         yield
 
 
@@ -97,7 +97,7 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], No
         if readable.keys() >= set(map(id, condition.reads)):
             if not condition.traced_only:
                 _check_now(condition, [_on_host(host, array) for array in condition.reads], args, validate)
-        elif _wanted.value and any(map(_compat.is_tracer, condition.reads)):
+        elif _checked.value and any(map(_compat.is_tracer, condition.reads)):
             _check_later(condition)
 
 
@@ -114,11 +114,11 @@ def _readable(array: Any) -> bool:
 
 def _on_host(host: dict[int, Any], array: Any) -> np.ndarray:
     """Returns the numbers of an array, in 32 bits with a sign or more; `host` has those that were fetched before."""
-    found = host.get(id(array))
-    if found is None:
-        found = np.asarray(array)
-        found = host[id(array)] = found if found.dtype in _WIDE else found.astype(np.int64)
-    return found
+    value = host.get(id(array))
+    if value is None:
+        value = np.asarray(array)
+        value = host[id(array)] = value if value.dtype in _WIDE else value.astype(np.int64)
+    return value
 
 
 def _check_now(condition: Condition, values: list[np.ndarray], args: Any, validate: Any) -> None:

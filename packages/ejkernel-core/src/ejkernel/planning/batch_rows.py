@@ -29,8 +29,8 @@ def in_rows(
 
     def folded(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         longer = (_longer(x, size, batch, m) for x, m in zip(arrays, mapped, strict=True))
-        made = in_rows(run, dict(zip(operands, longer, strict=True)), size * batch)
-        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in made), (True,) * len(made)
+        outputs = in_rows(run, dict(zip(operands, longer, strict=True)), size * batch)
+        return tuple(x.reshape(size, batch, *x.shape[1:]) for x in outputs), (True,) * len(outputs)
 
     mapping = custom_batching.custom_vmap(call)
     mapping.def_vmap(folded)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def product_precision(dtype: Any, asked: lax.Precision | None = None) -> lax.Precision | None:
+def product_precision(dtype: Any, precision: lax.Precision | None = None) -> lax.Precision | None:
     """Returns the precision at which an implementation takes the matrix products of a call.
 
     Left to themselves, GPUs and TPUs round float32 operands to the 11 bits of TF32 or the 8 of bfloat16, so that one
@@ -15,14 +15,14 @@ def product_precision(dtype: Any, asked: lax.Precision | None = None) -> lax.Pre
 
     Args:
         dtype: Of the call's inputs.
-        asked: The call's own precision; means what it means to JAX on the device, and is never replaced.
+        precision: The call's own precision; means what it means to JAX on the device, and is never replaced.
 
     Returns:
-        `asked`; None, for which JAX puts in `jax.default_matmul_precision`, where the caller has set that; else
+        `precision`; None, for which JAX puts in `jax.default_matmul_precision`, where the caller has set that; else
         HIGHEST for float32 and wider, and DEFAULT for narrower inputs.
     """
-    if asked is not None:
-        return asked
+    if precision is not None:
+        return precision
     if jax.config.values["jax_default_matmul_precision"] is not None:
         return None
     return lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else lax.Precision.DEFAULT

@@ -144,15 +144,15 @@ def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) 
     """
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}, wants one of {', '.join(MODES)}")
-    wanted = BITS.get(mode, 4) if bits is None else bits
+    num_bits = BITS.get(mode, 4) if bits is None else bits
     accepted = {"affine": range(1, 9), "symmetric": range(2, 9)}.get(mode, (BITS.get(mode),))
-    if not isinstance(wanted, int) or wanted not in accepted:
+    if not isinstance(num_bits, int) or num_bits not in accepted:
         wants = f"{accepted[0]} to 8" if len(accepted) > 1 else str(BITS[mode])
         raise ValueError(f"bits: got {bits!r}, wants {wants} for {mode}")
     group = DEFAULT_GROUPS[mode] if group_size is None else group_size
     if not isinstance(group, int) or group not in (WHOLE_ROW, *GROUPS):
         raise ValueError(f"group_size: got {group_size!r}, wants a power of two from 16 to 1024, or -1 for whole rows")
-    return Format(mode, wanted, group)
+    return Format(mode, num_bits, group)
 
 
 class Encoded(NamedTuple):

@@ -54,7 +54,7 @@ def optional_fields(record: Any) -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(record) if f.default is not dataclasses.MISSING}
 
 
-def given_fields(record: Any) -> tuple[str, ...]:
+def non_default_fields(record: Any) -> tuple[str, ...]:
     """Names of the optional fields whose value differs from its default, in declaration order.
 
     A leaf field defaults to `None`, so an array that is there at all is given: comparing values would read the device.

@@ -57,9 +57,9 @@ def replace(
     """
     ids = info.explicit_q_segment_ids, info.explicit_kv_segment_ids
     if (q_segment_ids is None) != (kv_segment_ids is None) and None in ids:
-        found = get_or_compute_segment_ids(info)
-        q_segment_ids = found[0] if q_segment_ids is None else q_segment_ids
-        kv_segment_ids = found[1] if kv_segment_ids is None else kv_segment_ids
+        computed = get_or_compute_segment_ids(info)
+        q_segment_ids = computed[0] if q_segment_ids is None else q_segment_ids
+        kv_segment_ids = computed[1] if kv_segment_ids is None else kv_segment_ids
     named = {
         "_attention_mask": attention_mask,
         "_q_segment_ids": q_segment_ids,

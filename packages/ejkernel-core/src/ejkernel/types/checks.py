@@ -21,7 +21,7 @@ _LEAF_DIMENSIONS: dict[str, tuple[str, ...]] = {
 }
 # These serve every row of the batch when their own batch size is 1.
 _BROADCAST_OVER_BATCH = frozenset({"attention_mask", "q_positions", "kv_positions"})
-_GIVEN_TOGETHER = (("q_segment_ids", "kv_segment_ids"), ("cu_seqlens_q", "cu_seqlens_kv"))
+_PAIRS = (("q_segment_ids", "kv_segment_ids"), ("cu_seqlens_q", "cu_seqlens_kv"))
 
 
 def is_array(value: Any) -> bool:
@@ -43,7 +43,7 @@ def check_leaf_shapes(leaves: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A rank, a size or a dtype does not fit, or only one of two leaves that belong together is given.
     """
-    for first, second in _GIVEN_TOGETHER:
+    for first, second in _PAIRS:
         if (leaves[first] is None) != (leaves[second] is None):
             raise ValueError(f"{first} and {second} must both be arrays or both be None")
     if leaves["cu_seqlens_q"] is not None and leaves["q_segment_ids"] is None:
@@ -66,14 +66,14 @@ def _check_leaf(name: str, shape: tuple[int, ...], dimensions: tuple[str, ...], 
         serves_all_rows = dimension == "batch" and size == 1 and name in _BROADCAST_OVER_BATCH
         fits = fits and (serves_all_rows or sizes.setdefault(dimension, size) == size)
     if not fits:
-        wanted = ", ".join(f"{d}={sizes[d]}" if d in sizes and d != "heads or 1" else d for d in dimensions)
-        raise ValueError(f"{name} has shape {tuple(shape)}, but [{wanted}] is wanted")
+        expected = ", ".join(f"{d}={sizes[d]}" if d in sizes and d != "heads or 1" else d for d in dimensions)
+        raise ValueError(f"{name} has shape {tuple(shape)}, but [{expected}] is wanted")
 
 
-def check_rank(name: str, shape: tuple[int, ...], wanted: Mapping[int, str]) -> None:
-    """Raises ValueError unless the rank of `shape` is a key of `wanted` (rank to how that shape is written)."""
-    if len(shape) not in wanted:
-        raise ValueError(f"{name} has shape {tuple(shape)}, but {' or '.join(wanted.values())} is wanted")
+def check_rank(name: str, shape: tuple[int, ...], expected: Mapping[int, str]) -> None:
+    """Raises ValueError unless the rank of `shape` is a key of `expected` (rank to how that shape is written)."""
+    if len(shape) not in expected:
+        raise ValueError(f"{name} has shape {tuple(shape)}, but {' or '.join(expected.values())} is wanted")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -227,13 +227,13 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
     """
     q_len = check_static_size("max_q_len", max_q_len)
     kv_len = q_len if max_kv_len is None else check_static_size("max_kv_len", max_kv_len)
-    kv_given = cu_seqlens_kv is not None
+    has_kv = cu_seqlens_kv is not None
     cu_q = as_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q_len)
-    cu_kv = as_cu_seqlens("cu_seqlens_kv", cu_seqlens_kv, kv_len) if kv_given else cu_q
+    cu_kv = as_cu_seqlens("cu_seqlens_kv", cu_seqlens_kv, kv_len) if has_kv else cu_q
     q_ids, kv_ids = cu_seqlens_to_segment_ids(cu_q, q_len), cu_seqlens_to_segment_ids(cu_kv, kv_len)
-    if kv_given and q_positions is None:
+    if has_kv and q_positions is None:
         q_positions = segment_ids_to_positions(q_ids)
-    if kv_given and kv_positions is None:
+    if has_kv and kv_positions is None:
         kv_positions = segment_ids_to_positions(kv_ids, pad_value=KV_PADDING_POSITION)
     return cls(
         _q_segment_ids=q_ids,

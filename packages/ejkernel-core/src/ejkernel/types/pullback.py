@@ -84,6 +84,6 @@ def both_passes(
     if not start.wanted:
         return Results(*forward(start.record, config)).output
     with differentiating():
-        made = Results(*forward(start.record, config))
-    found = backward(dataclasses.replace(start, **made._asdict()), config)
-    return made.output, {name: found[name] for name in start.wanted}
+        results = Results(*forward(start.record, config))
+    gradients = backward(dataclasses.replace(start, **results._asdict()), config)
+    return results.output, {name: gradients[name] for name in start.wanted}

@@ -73,13 +73,13 @@ def functions() -> dict[str, tuple[str, Callable[[Any], None]]]:
     return found
 
 
-def made_for_device(device: DeviceInfo) -> tuple[str, ...]:
+def implementations_for(device: DeviceInfo) -> tuple[str, ...]:
     """Returns the names of the implementations that serve this device and are not for every one, as XLA's are."""
-    every = {i.name for listed in registry().implementations.values() for i in listed if _is_made_for(i, device)}
+    every = {i.name for listed in registry().implementations.values() for i in listed if _targets(i, device)}
     return tuple(sorted(every))
 
 
-def _is_made_for(implementation: Implementation, device: DeviceInfo) -> bool:
+def _targets(implementation: Implementation, device: DeviceInfo) -> bool:
     return implementation.platform != "xla" and bool(implementation.requires.devices & device.names)
 
 
@@ -91,11 +91,11 @@ def list_tests(implementations: tuple[str, ...], ops: tuple[str, ...]) -> Iterat
         ops: Names of operations; none for all.
     """
     device = current_device()
-    selection = Selection(ops, implementations or made_for_device(device), TAG)
+    selection = Selection(ops, implementations or implementations_for(device), TAG)
     for name, (parameter, _) in functions().items():
         for item in selection.of(parameter):
             implementation, op, unit = _about(item)
-            if _is_made_for(implementation, device) or implementation.name in implementations:
+            if _targets(implementation, device) or implementation.name in implementations:
                 yield SuiteTest(f"{name}[{item}]", implementation.family, implementation.name, op, unit)
 
 

@@ -31,7 +31,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         return output_of(dataclasses.replace(record, **fields))
 
     # The transposed views: the same loop the other way. The sums, which the activation needs, are computed again.
-    (found,) = jax.vjp(output, fields)[1](outputs)
-    dx, dstate = add_state_gradients(record, found["x"], found[state], final)
-    found |= {"x": dx, state: dstate}
-    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    (gradients,) = jax.vjp(output, fields)[1](outputs)
+    dx, dstate = add_state_gradients(record, gradients["x"], gradients[state], final)
+    gradients |= {"x": dx, state: dstate}
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}

@@ -72,8 +72,8 @@ def _tile(
     sums, lhs = (dict(part) for part in carry)
     if lhs:
         product = dot(record, cotangent, weights, (1, 0 if record.transpose_rhs else 1))
-        found = _row_gradients(record, product, at)
-        lhs = {name: at.put(x, found[name]) for name, x in lhs.items()}
+        gradients = _row_gradients(record, product, at)
+        lhs = {name: at.put(x, gradients[name]) for name, x in lhs.items()}
     if "weights" in sums:
         # The cotangent is 0 in rows that are not valid, but 0 x NaN of another group's rows would be NaN.
         rows = jnp.where(at.valid, at.rows(record), 0)
@@ -94,20 +94,20 @@ def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gr
 
 def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
     """Returns the gradients with those of a group's matrix, scales and bias in them."""
-    found, scale = {}, None
+    gradients, scale = {}, None
     if record.rhs_scale is not None:
         scale = lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False).astype(accumulator(record))
     if "rhs" in grads:
-        found["rhs"] = sums["weights"] if scale is None else sums["weights"] * spread(record, scale)
+        gradients["rhs"] = sums["weights"] if scale is None else sums["weights"] * spread(record, scale)
     if scale is not None and "rhs_scale" in grads:
         rhs = lax.dynamic_index_in_dim(record.rhs, g, keepdims=False).astype(scale.dtype)
         shares = sums["weights"] * rhs
         shares = shares.T if record.transpose_rhs else shares
-        found["rhs_scale"] = shares.reshape(scale.shape[0], -1, scale.shape[2]).sum(axis=1, keepdims=True)
+        gradients["rhs_scale"] = shares.reshape(scale.shape[0], -1, scale.shape[2]).sum(axis=1, keepdims=True)
     if "rhs_bias" in grads:
-        found["rhs_bias"] = sums["bias"]
+        gradients["rhs_bias"] = sums["bias"]
     stored = {
         name: lax.dynamic_update_index_in_dim(grads[name], x.astype(grads[name].dtype), g, 0)
-        for name, x in found.items()
+        for name, x in gradients.items()
     }
     return {**grads, **stored}

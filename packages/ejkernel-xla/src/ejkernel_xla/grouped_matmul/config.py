@@ -34,11 +34,11 @@ def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
     """Returns rows of the tiles of a group, from the largest, by quarters: what one size leaves over is left to the
     next.
     """
-    found = [config.block_m]
-    while found[-1] // 4 >= MIN_BLOCK:
-        found.append(found[-1] // 4)
+    tile_rows = [config.block_m]
+    while tile_rows[-1] // 4 >= MIN_BLOCK:
+        tile_rows.append(tile_rows[-1] // 4)
     rows = record.lhs.shape[0]
-    return tuple(dict.fromkeys(min(size, rows) for size in found))
+    return tuple(dict.fromkeys(min(size, rows) for size in tile_rows))
 
 
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:

@@ -47,21 +47,21 @@ def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
 def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
     """Returns the states before every chunk, [chunks, n, K, V]."""
     table = state_table(record)
-    found = jnp.zeros((chunking.max_chunks, *load(record, table, chunking.chunk_at(jnp.int32(0))).shape), table.dtype)
+    states = jnp.zeros((chunking.max_chunks, *load(record, table, chunking.chunk_at(jnp.int32(0))).shape), table.dtype)
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        found, table = carry
+        states, table = carry
         at = chunking.chunk_at(n)
         state = load(record, table, at)
-        found = lax.dynamic_update_index_in_dim(found, state, n, 0)
+        states = lax.dynamic_update_index_in_dim(states, state, n, 0)
         parts = slices(record, chunking, at)
         if chunking.roles is not None:
             after = next_state_of_segments(record, chunking, at, state, parts)
         else:
             after = next_state(state, assemble(record, chunking, at, parts), precision(record))
-        return found, store(record, table, at, after)
+        return states, store(record, table, at, after)
 
-    return loop(chunking.count, step, (found, table))[0]
+    return loop(chunking.count, step, (states, table))[0]
 
 
 def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Array) -> Gradients:
@@ -83,10 +83,10 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
         # The VJP is taken inside of the loop: what it keeps of a chunk is dropped before the next one. Taken of the
         # whole loop it would be kept for all chunks.
         _, pull = jax.vjp(run, before, slices(record, chunking, at))
-        behind, parts = pull((load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)))
+        dstate, parts = pull((load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)))
         # Added: tokens that a chunk only shares have gradients of 0 in it.
         grads = {name: paste(grads[name], parts[name], at) for name in names}
-        return grads, store(record, table, at, behind)
+        return grads, store(record, table, at, dstate)
 
     grads, table = loop(chunking.count, step, (grads, table))
     if record.cu_seqlens is not None:

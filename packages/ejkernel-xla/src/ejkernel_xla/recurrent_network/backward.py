@@ -51,7 +51,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
     """
     record = pullback.record
     layers, directions, _ = shape(record)
-    found: list[list[Gradients]] = []
+    layer_grads: list[list[Gradients]] = []
     outputs = time_major(pullback.cotangent[0]).astype(accumulator(record))
     for layer in reversed(range(layers)):
         inputs = _inputs(pullback, layer)
@@ -59,8 +59,8 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
         places = [Direction.of(record, layer, n) for n in range(directions)]
         grads = [_direction(pullback, at, inputs, part, config) for at, part in zip(places, parts, strict=True)]
         outputs = functools.reduce(jnp.add, [each["inputs"] for each in grads])
-        found.insert(0, grads)
-    grads = _assemble(record, found)
+        layer_grads.insert(0, grads)
+    grads = _assemble(record, layer_grads)
     grads["x"] = time_major(outputs)
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 
@@ -88,13 +88,13 @@ def _direction(
         before, to_gates = lax.scan(token, after, tokens, reverse=not at.backwards, unroll=config.unroll)
         to_inputs, to_recurrent = separated(record.cell, to_gates)
         # After the token loop: sums over t * B rows as one product, instead of an outer product a token.
-        found = {
+        contributions = {
             "weight_ih": _outer(record, to_inputs, inputs),
             "weight_hh": _outer(record, to_recurrent, tokens[1][0]),
             "bias_ih": to_inputs.sum(axis=(0, 1)),
             "bias_hh": to_recurrent.sum(axis=(0, 1)),
         }
-        return (before, jax.tree.map(jnp.add, sums, found)), product(record, to_inputs, weight_ih)
+        return (before, jax.tree.map(jnp.add, sums, contributions)), product(record, to_inputs, weight_ih)
 
     blocks = Blocks.of(record, config.block_t, at.backwards)
     gates = time_major(pullback.residuals.gates[at.index])
@@ -128,12 +128,12 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
 
 def _states_before(pullback: Pullback, at: Direction) -> State:
     """Returns the states before every token, [T, B, H]."""
-    residuals, found = pullback.residuals, []
+    residuals, states_before = pullback.residuals, []
     for after, first in zip((residuals.hidden, residuals.cell), at.first_state(), strict=False):
         states = time_major(after[at.index])
         pair = (states[1:], first[None]) if at.backwards else (first[None], states[:-1])
-        found.append(jnp.concatenate(pair))
-    return tuple(found)
+        states_before.append(jnp.concatenate(pair))
+    return tuple(states_before)
 
 
 def _outer(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -141,17 +141,17 @@ def _outer(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.A
     return jnp.einsum("tbg,tbf->gf", left, right.astype(left.dtype), precision=precision(record))
 
 
-def _assemble(record: RecurrentNetwork, found: list[list[Gradients]]) -> Gradients:
+def _assemble(record: RecurrentNetwork, layer_grads: list[list[Gradients]]) -> Gradients:
     """Returns the gradients of a record's fields, from those of every layer's directions."""
 
     def stack(name: str, layers: list[list[Gradients]]) -> jax.Array:
         return jnp.stack([jnp.stack([each[name] for each in directions]) for directions in layers])
 
-    grads: Gradients = {name: stack(name, found) for name in ("weight_hh", "bias_ih", "bias_hh")}
-    grads["weight_ih"] = stack("weight_ih", found[:1])[0]
-    if len(found) > 1:
-        grads["weight_ih_deep"] = stack("weight_ih", found[1:])
-    firsts = [each["first"] for directions in found for each in directions]
+    grads: Gradients = {name: stack(name, layer_grads) for name in ("weight_hh", "bias_ih", "bias_hh")}
+    grads["weight_ih"] = stack("weight_ih", layer_grads[:1])[0]
+    if len(layer_grads) > 1:
+        grads["weight_ih_deep"] = stack("weight_ih", layer_grads[1:])
+    firsts = [each["first"] for directions in layer_grads for each in directions]
     for name, states in zip(("initial_hidden", "initial_cell"), zip(*firsts, strict=True), strict=False):
         grads[name] = jnp.stack(states)
     return grads

@@ -31,15 +31,15 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
     """
     layers, directions, _ = shape(record)
     inputs, tokens = time_major(record.x), valid_tokens(record)
-    found: list[State] = []  # gates and states
+    layer_states: list[State] = []  # gates and states
     finals: list[State] = []
     for layer in range(layers):
         runs = [_run(Direction.of(record, layer, n), inputs, config) for n in range(directions)]
         finals += [last for last, _ in runs]
-        found += [tuple(map(time_major, each)) for _, each in runs]
+        layer_states += [tuple(map(time_major, each)) for _, each in runs]
         inputs = concatenated([each[1] for _, each in runs], tokens)
     output = time_major(inputs).astype(record.x.dtype)
-    return (output, *stacked(finals)), NetworkResiduals.of(stacked(found))
+    return (output, *stacked(finals)), NetworkResiduals.of(stacked(layer_states))
 
 
 def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, State]:
@@ -66,10 +66,10 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
         first = projected[-1 if at.backwards else 0]
         following = jnp.roll(projected, 1 if at.backwards else -1, axis=0)
         tokens = (following, is_real)
-        (state, _), found = lax.scan(token, (state, first), tokens, reverse=at.backwards, unroll=config.unroll)
-        return state, found
+        (state, _), per_token = lax.scan(token, (state, first), tokens, reverse=at.backwards, unroll=config.unroll)
+        return state, per_token
 
     blocks = Blocks.of(at.record, config.block_t, at.backwards)
     parts = (blocks.cut(inputs), blocks.valid(at.record))
-    final, found = lax.scan(block, at.first_state(), parts, reverse=at.backwards)
-    return final, tuple(map(blocks.merge, found))
+    final, per_token = lax.scan(block, at.first_state(), parts, reverse=at.backwards)
+    return final, tuple(map(blocks.merge, per_token))

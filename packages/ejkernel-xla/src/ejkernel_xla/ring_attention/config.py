@@ -16,8 +16,8 @@ def heuristic(record: RingAttention, device: Any, direction: Direction) -> Chunk
 
 def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    found = config.candidates(tiled(record), device, direction)
-    return tuple(dict.fromkeys(_halved(record, params) for params in found))
+    unhalved = config.candidates(tiled(record), device, direction)
+    return tuple(dict.fromkeys(_halved(record, params) for params in unhalved))
 
 
 def _halved(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:

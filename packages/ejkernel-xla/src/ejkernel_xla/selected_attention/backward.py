@@ -49,7 +49,9 @@ def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
         Each wanted gradient, in its field's shape and dtype.
     """
 
-    def selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, wanted: frozenset[str]) -> Gradients:
+    def selected(
+        record: SelectedAttention, branch: Branch, cotangent: jax.Array, grad_fields: frozenset[str]
+    ) -> Gradients:
         return _selected(record, branch, cotangent, config)
 
     return selected_branches.backward(pullback, selected, DENSE)

@@ -43,14 +43,14 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     after, packed = jnp.swapaxes(final, 1, 2).astype(dtype), intervals(record)
 
     def chunk(n: jax.Array, carry: tuple[Gradients, Gradients, jax.Array, jax.Array]) -> tuple[Any, ...]:
-        grads, sums, behind, first = carry
+        grads, sums, dstate, first = carry
         n = chunks(record) - 1 - n
         at = chunk_at(record, packed, n)
-        behind = enter(at._replace(opens=at.closes), behind, after)
+        dstate = enter(at._replace(opens=at.closes), dstate, after)
         # Tokens that are not the chunk's count elsewhere: here they are 0, and the state passes them unchanged.
         x, cotangent = cut(record.x, at).astype(dtype), cut(outputs, at).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
-        cotangents = (behind, jnp.moveaxis(cotangent, 1, 0))
+        cotangents = (dstate, jnp.moveaxis(cotangent, 1, 0))
         before, pulled, ddecay = pull(config.associative, before, load(record, at), decay, cotangents)
         parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
         # The skip does not pass through the state.
@@ -64,8 +64,8 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     sums = {"decay": jnp.zeros_like(decay), "skip": jnp.zeros_like(skip)}
     start = (grads, sums, after if packed is None else jnp.zeros_like(after[:1]), after)
     grads, sums, _, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
-    found = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
-    return {name: _like(record, name, found[name]) for name in sorted(pullback.wanted)}
+    gradients = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
+    return {name: _like(record, name, gradients[name]) for name in sorted(pullback.wanted)}
 
 
 def _like(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:

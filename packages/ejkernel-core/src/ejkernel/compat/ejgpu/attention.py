@@ -206,7 +206,7 @@ def _mask(attention_mask: Any, q: jax.Array, k: jax.Array, varlen_mode: bool) ->
 
 def _widths(sides: Sides, cu_seqlens: tuple[jax.Array, jax.Array], of_bias: tuple[int, ...]) -> tuple[int, int]:
     """Returns tokens of a padded row of queries and of keys: as given, as a bias has them, or the longest there are."""
-    found: list[int] = []
+    widths: list[int] = []
     for side, bound, size, lengths in zip("qk", sides.max_seqlens, of_bias, cu_seqlens, strict=True):
         longest = _longest(lengths)
         width = bound if bound is not None else size if size > 1 else longest
@@ -218,8 +218,8 @@ def _widths(sides: Sides, cu_seqlens: tuple[jax.Array, jax.Array], of_bias: tupl
             raise ValueError(
                 f"b: got {size} along one axis, wants {longest}, the longest sequence of cu_seqlens_{side}"
             )
-        found.append(max(1, width))
-    return found[0], found[1]
+        widths.append(max(1, width))
+    return widths[0], widths[1]
 
 
 def _sides(
@@ -272,7 +272,7 @@ def _packed_sides(
             f"cu_seqlens_k: got None with q of shape {arrays[0].shape} and k of {arrays[1].shape}, wants [N + 1] ints"
         )
     sizes: dict[str, int] = {}
-    found: list[jax.Array] = []
+    per_side: list[jax.Array] = []
     for side, lengths, array, bound in zip("qk", (cu_q, cu_q if cu_k is None else cu_k), arrays, bounds, strict=False):
         name = f"cu_seqlens_{side}"
         check_shape(name, lengths, "N+1", sizes)
@@ -283,10 +283,10 @@ def _packed_sides(
         longest = _longest(lengths)
         if bound is not None and longest is not None and longest > bound:
             raise ValueError(f"max_seqlens_{side}: got {bound}, wants at least {longest}, the longest sequence")
-        found.append(jnp.asarray(lengths).astype(jnp.int32))
+        per_side.append(jnp.asarray(lengths).astype(jnp.int32))
     q, k, v = (x[None] for x in arrays)
     # One array for both sides says that they are packed alike, which `packed` makes use of.
-    pair = (found[0], found[0] if cu_k is None or cu_k is cu_q else found[1])
+    pair = (per_side[0], per_side[0] if cu_k is None or cu_k is cu_q else per_side[1])
     return Sides(arrays=(q, k, v), cu_seqlens=pair, max_seqlens=bounds, sequences=sizes["N+1"] - 1)
 
 

@@ -181,14 +181,14 @@ def _row(cu_seqlens: ArrayLike, total: int | None) -> tuple[jax.Array, int]:
     return lengths, _size("total", total, lengths, "the number of tokens")
 
 
-def _size(name: str, given: int | None, ends: jax.Array, what: str) -> int:
+def _size(name: str, requested: int | None, ends: jax.Array, what: str) -> int:
     """Returns the size of a result: as given, or the last of `ends`, which may not exceed it where it can be read."""
     if _compat.is_tracer(ends):
-        if given is None:
+        if requested is None:
             raise ValueError(f"{name}: got None with a traced cu_seqlens, wants {what} as an int: it sets a shape")
-        return as_count(name, given)
+        return as_count(name, requested)
     needed = int(ends[-1])
-    size = needed if given is None else as_count(name, given)
+    size = needed if requested is None else as_count(name, requested)
     if size < needed:
         raise ValueError(f"{name}: got {size}, wants at least {needed}, {what} that cu_seqlens describes")
     return size

@@ -39,10 +39,10 @@ def add_state_gradients(
     if held == 0:
         return dx, dbefore
     if record.cu_seqlens is None:
-        taken = min(held, tokens)
-        last = jnp.swapaxes(cotangent[:, :, held - taken :], 1, 2).astype(dx.dtype)
-        kept = cotangent[:, :, : held - taken].astype(dbefore.dtype)
-        return dx.at[:, tokens - taken :].add(last), dbefore.at[:, :, taken:].add(kept)
+        num_last = min(held, tokens)
+        last = jnp.swapaxes(cotangent[:, :, held - num_last :], 1, 2).astype(dx.dtype)
+        kept = cotangent[:, :, : held - num_last].astype(dbefore.dtype)
+        return dx.at[:, tokens - num_last :].add(last), dbefore.at[:, :, num_last:].add(kept)
     token, slot, inside = _packed(record)
     rows = jnp.swapaxes(cotangent, 1, 2).astype(dx.dtype)
     dx = dx.at[0, jnp.where(inside, token, tokens)].add(rows, mode="drop")
@@ -80,5 +80,5 @@ def _packed(record: CausalConvolution) -> tuple[jax.Array, jax.Array, jax.Array]
     held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
     slot = jnp.arange(held, dtype=jnp.int32)
-    behind = slot + jnp.diff(bounds)[:, None]
-    return bounds[1:, None] - held + slot, behind, behind >= held
+    joint_index = slot + jnp.diff(bounds)[:, None]
+    return bounds[1:, None] - held + slot, joint_index, joint_index >= held

@@ -40,9 +40,9 @@ def accumulator(record: CausalConvolution) -> Any:
 
 def states(record: CausalConvolution) -> jax.Array:
     """Returns the tokens before the first ones, [B, C, W - 1], or [N, C, W - 1] of packed sequences, in x's dtype."""
-    given = record.initial_state if record.cu_seqlens is None else record.sequence_state
-    if given is not None:
-        return given.astype(record.x.dtype)
+    state = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    if state is not None:
+        return state.astype(record.x.dtype)
     rows = record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     return jnp.zeros((rows, record.x.shape[2], record.weight.shape[1] - 1), record.x.dtype)
 

@@ -31,7 +31,7 @@ def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], t
     if record.bias is not None:
         sums = sums + record.bias.astype(dtype)
     output = jnp.where((sequence >= 0)[..., None], activate(record, sums), 0)
-    return (output.astype(record.x.dtype), _behind(record, before)), ()
+    return (output.astype(record.x.dtype), _final_state(record, before)), ()
 
 
 def _back(record: CausalConvolution, before: jax.Array, k: int) -> jax.Array:
@@ -44,7 +44,7 @@ def _back(record: CausalConvolution, before: jax.Array, k: int) -> jax.Array:
     return jnp.where((position >= k)[..., None], shifted, before[jnp.maximum(sequence, 0), :, slot])
 
 
-def _behind(record: CausalConvolution, before: jax.Array) -> jax.Array:
+def _final_state(record: CausalConvolution, before: jax.Array) -> jax.Array:
     """Returns the last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1]."""
     held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     if record.cu_seqlens is None:

@@ -40,5 +40,5 @@ def take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
     valid = named(index, rows.shape[0])
     if not rows.shape[0]:
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
-    taken = rows[jnp.where(valid, index, 0)]
-    return jnp.where(valid.reshape(*valid.shape, *(1,) * (rows.ndim - 1)), taken, 0)
+    gathered = rows[jnp.where(valid, index, 0)]
+    return jnp.where(valid.reshape(*valid.shape, *(1,) * (rows.ndim - 1)), gathered, 0)

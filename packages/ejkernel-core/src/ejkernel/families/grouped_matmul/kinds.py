@@ -22,9 +22,9 @@ def kind_of(record: GroupedMatmul) -> str:
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"out={jnp.dtype(record.out_dtype)}")
     count = "few" if rows <= 16 else "some" if rows <= 96 else "many"
     size = "large" if record.lhs.shape[1] * columns(record) >= LARGE else "small"
-    given = [
+    present = [
         name
         for name in ("existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "precision")
         if getattr(record, name) is not None
     ]
-    return " ".join((*fields, f"transposed={record.transpose_rhs}", f"rows={count}", f"matrices={size}", *given))
+    return " ".join((*fields, f"transposed={record.transpose_rhs}", f"rows={count}", f"matrices={size}", *present))

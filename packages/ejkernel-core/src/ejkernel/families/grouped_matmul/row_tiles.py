@@ -56,17 +56,17 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
         block: Rows of a tile.
     """
     matrices = record.rhs.shape[0]
-    found, length = _segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
+    segments, length = _segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
     matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
     matrix = jnp.where(matrix < matrices, matrix, NONE)
-    fields = (matrix, found.first - (found.stop - found.tiles) * block, found.end, found.first)
+    fields = (matrix, segments.first - (segments.stop - segments.tiles) * block, segments.end, segments.first)
     # One sum of everything: the fields of the segment that an entry is in, or, in the last line, tiles.
     entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
-    in_segment = (entry < found.stop) & (entry >= found.stop - found.tiles) & (entry < length)
+    in_segment = (entry < segments.stop) & (entry >= segments.stop - segments.tiles) & (entry < length)
     counted = jnp.arange(matrices + 2)
     kinds = (counted == 0, (counted > 0) & (counted <= matrices), counted >= 0, counted < 0)
     values = jnp.where(in_segment[..., None], jnp.stack(fields, axis=-1), 0)
-    values += jnp.where(entry[..., None] == length, found.tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
+    values += jnp.where(entry[..., None] == length, segments.tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
     steps = jnp.where(jnp.arange(FIELDS) == 1, block, 0)
     real = jnp.any(in_segment, axis=1, keepdims=True)
     return jnp.sum(values, axis=1, dtype=jnp.int32) + jnp.where(real, entry * steps, 0)

@@ -94,12 +94,12 @@ def head_count(record: LinearRecurrence) -> int:
 
 def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
     """Returns the record with states [B, H, K, V] or [N, H, K, V]: read out of slots, and not transposed."""
-    given = {"initial_state": record.initial_state, "sequence_state": record.sequence_state}
+    initial_states = {"initial_state": record.initial_state, "sequence_state": record.sequence_state}
     if (held := in_slots(record)) is not None:
-        given["sequence_state"] = slots.read_slots(held.slots, held.indices, held.starts)
+        initial_states["sequence_state"] = slots.read_slots(held.slots, held.indices, held.starts)
     if record.transposed_states:
-        given = {name: None if x is None else x.swapaxes(2, 3) for name, x in given.items()}
-    return dataclasses.replace(record, **given, state_slots=None, transposed_states=False)
+        initial_states = {name: None if x is None else x.swapaxes(2, 3) for name, x in initial_states.items()}
+    return dataclasses.replace(record, **initial_states, state_slots=None, transposed_states=False)
 
 
 def as_recorded(record: LinearRecurrence, final: jax.Array) -> jax.Array:
@@ -118,9 +118,9 @@ def in_slots(record: LinearRecurrence) -> InSlots | None:
 def states(record: LinearRecurrence) -> jax.Array:
     """Returns the states before the first tokens of a record with plain states: [B, H, K, V], or [N, H, K, V] of packed
     sequences, in the accumulator."""
-    given = record.initial_state if record.cu_seqlens is None else record.sequence_state
-    if given is not None:
-        return given.astype(accumulator(record))
+    state = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    if state is not None:
+        return state.astype(accumulator(record))
     rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     return jnp.zeros((rows, head_count(record), record.query.shape[3], record.value.shape[3]), accumulator(record))
 

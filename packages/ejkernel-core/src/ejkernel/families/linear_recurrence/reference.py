@@ -41,7 +41,7 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
         those of a record with slots are its slots, and those of one with transposed states are transposed. There are
         no residuals.
     """
-    given, record = record, with_plain_states(record)
+    original, record = record, with_plain_states(record)
     packed = record.cu_seqlens is not None
 
     def step(table: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -51,7 +51,7 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
         return (table.at[token["row"]].set(new[0]) if packed else new), output
 
     final, outputs = lax.scan(step, states(record), _tokens(record))
-    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(given, final)), ()
+    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(original, final)), ()
 
 
 def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:

@@ -78,8 +78,8 @@ def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
     for n in sequences if live is None else sequences[: int(live)]:
         position = np.arange(starts[n], min(lens[n], paged_cache.capacity(record)), dtype=np.int32)
         page, slot = (np.asarray(x) for x in paged_cache.find(record, jnp.int32(n), jnp.asarray(position)))
-        there = page < pages.shape[0]
-        claimed(pages, (page[there], slot[there]), n)
+        in_pages = page < pages.shape[0]
+        claimed(pages, (page[in_pages], slot[in_pages]), n)
     places = "r s" if record.block_tables is None else "p s"
     return (
         {

@@ -130,8 +130,8 @@ def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: R
     ends = jnp.cumsum(count, dtype=jnp.int32)
     tile = jnp.arange(cdiv(bound, multiple) * multiple, dtype=jnp.int32)
     # Unrolled: as a loop, the search is a chain of small launches in front of a kernel of a tenth of a millisecond.
-    found = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
-    sequence = jnp.minimum(found, starts.shape[0] - 1)
+    tile_sequence = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
+    sequence = jnp.minimum(tile_sequence, starts.shape[0] - 1)
     skipped = (tile - (ends - count)[sequence]) * size
     rows = jnp.where(tile < ends[-1], jnp.clip(rows_of[sequence] - skipped, 0, size), 0)
     position = record.kv_lens.astype(jnp.int32)[sequence] - rows_of[sequence] + skipped
@@ -143,10 +143,10 @@ def token_places(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     starts, lengths = query_ranges(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
     ends = lax.cummax(jnp.where(lengths > 0, starts + lengths, 0))
-    found = jnp.searchsorted(ends, token, side="right", method="scan_unrolled").astype(jnp.int32)
-    sequence = jnp.minimum(found, starts.shape[0] - 1)
+    token_sequence = jnp.searchsorted(ends, token, side="right", method="scan_unrolled").astype(jnp.int32)
+    sequence = jnp.minimum(token_sequence, starts.shape[0] - 1)
     offset = token - starts[sequence]
-    in_sequence = (found == sequence) & (offset >= 0) & (offset < lengths[sequence])
+    in_sequence = (token_sequence == sequence) & (offset >= 0) & (offset < lengths[sequence])
     position = record.kv_lens.astype(jnp.int32)[sequence] - lengths[sequence] + offset
     return jnp.where(in_sequence, sequence, -1), jnp.where(in_sequence, position, 0)
 

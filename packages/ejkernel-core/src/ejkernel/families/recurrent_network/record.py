@@ -87,8 +87,8 @@ def input_weights(record: RecurrentNetwork, layer: int) -> jax.Array:
 def first_state(record: RecurrentNetwork, index: int) -> State:
     """Returns the state before the first token of a layer's direction."""
     zeros = jnp.zeros((record.x.shape[0], record.weight_hh.shape[3]), accumulator(record))
-    given = (record.initial_hidden, record.initial_cell)[: 2 if record.cell == "lstm" else 1]
-    return tuple(zeros if x is None else x[index].astype(zeros.dtype) for x in given)
+    initial = (record.initial_hidden, record.initial_cell)[: 2 if record.cell == "lstm" else 1]
+    return tuple(zeros if x is None else x[index].astype(zeros.dtype) for x in initial)
 
 
 def real_tokens(record: RecurrentNetwork) -> jax.Array | None:

@@ -49,10 +49,10 @@ def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkR
     tokens: list[State] = []  # gates and states of every layer and direction, [B, T, ...] each
     finals: list[State] = []
     for layer in range(layers):
-        found = [_reference_direction(record, layer, direction, inputs) for direction in range(directions)]
-        tokens += [each for each, _ in found]
-        finals += [last for _, last in found]
-        inputs = jnp.concatenate([each[1] for each, _ in found], axis=-1)
+        runs = [_reference_direction(record, layer, direction, inputs) for direction in range(directions)]
+        tokens += [each for each, _ in runs]
+        finals += [last for _, last in runs]
+        inputs = jnp.concatenate([each[1] for each, _ in runs], axis=-1)
         if real is not None:
             inputs = jnp.where(real[..., None], inputs, 0)
     return (inputs.astype(record.x.dtype), *stacked(finals)), NetworkResiduals.of(stacked(tokens))
@@ -80,5 +80,5 @@ def _reference_direction(
 
     start = first_state(record, layer * shape(record)[1] + direction)
     tokens = (jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(real, 1, 0))
-    last, found = lax.scan(token, start, tokens, reverse=direction == 1)
-    return tuple(jnp.moveaxis(x, 0, 1) for x in found), last
+    last, stacked = lax.scan(token, start, tokens, reverse=direction == 1)
+    return tuple(jnp.moveaxis(x, 0, 1) for x in stacked), last

@@ -103,12 +103,12 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
         Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
         complete; those of bias and softmax_aux are what the device's queries contribute.
     """
-    record, wanted = pullback.record, pullback.wanted
+    record, grad_fields = pullback.record, pullback.wanted
     ring = ring_of_steps(record)
     if ring is None:
         return kernel.backward(dataclasses.replace(pullback, record=tiled(record)), config)
     grads: Gradients = {}
-    if wanted - {"softmax_aux"}:
+    if grad_fields - {"softmax_aux"}:
         local = dataclasses.replace(
             pullback,
             record=local_part(record, ring),
@@ -116,12 +116,12 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
             output=ring.stripe(pullback.output, 1),
             cotangent=ring.stripe(pullback.cotangent, 1),
             lse_cotangent=None if pullback.lse_cotangent is None else ring.stripe(pullback.lse_cotangent, 2),
-            wanted=wanted - {"softmax_aux"},
+            wanted=grad_fields - {"softmax_aux"},
         )
         grads = _step_gradients(local, config, kernel, ring)
-    if "softmax_aux" in wanted:
+    if "softmax_aux" in grad_fields:
         grads["softmax_aux"] = _of_sinks(pullback)
-    return {name: _home(grads[name], name, record, ring) for name in sorted(wanted)}
+    return {name: _home(grads[name], name, record, ring) for name in sorted(grad_fields)}
 
 
 def accumulator(record: RingAttention) -> Any:
@@ -214,8 +214,8 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
             lse_cotangent=None if of_lse is None else step.take(of_lse, 2),
             wanted=pullback.wanted,
         )
-        made = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
-        return step.spread({name: made[name] for name in pullback.wanted}, load["key"].shape[1])
+        gradients = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
+        return step.spread({name: gradients[name] for name in pullback.wanted}, load["key"].shape[1])
 
     def remote_step(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
         grads = grads_of(step_at(record, ring, distance, load), load)

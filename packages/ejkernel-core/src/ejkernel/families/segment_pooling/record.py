@@ -61,7 +61,7 @@ def chunk_ranges(cum_seqlens: jax.Array, chunk_size: int, total: int) -> jax.Arr
     last = jnp.cumsum(cdiv(jnp.diff(bounds), chunk_size), dtype=jnp.int32)  # chunks up to and with each sequence
     chunk = jnp.arange(most, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(last, chunk, side="right").astype(jnp.int32), sequences - 1)
-    behind = bounds[sequence + 1]
+    sequence_end = bounds[sequence + 1]
     before = jnp.where(sequence > 0, last[sequence - 1], 0)
-    first = jnp.minimum(bounds[sequence] + (chunk - before) * chunk_size, behind)
-    return jnp.stack([first, jnp.minimum(first + chunk_size, behind)], axis=1)
+    first = jnp.minimum(bounds[sequence] + (chunk - before) * chunk_size, sequence_end)
+    return jnp.stack([first, jnp.minimum(first + chunk_size, sequence_end)], axis=1)

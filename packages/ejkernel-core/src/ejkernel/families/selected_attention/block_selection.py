@@ -34,8 +34,8 @@ class BlockPlaces(NamedTuple):
 def current_blocks(places: BlockPlaces) -> jax.Array:
     """Returns the block that holds each query's position, [B|1, T] int32; -1 for padding."""
     shape = places.query_positions.shape
-    found = jnp.searchsorted(places.starts, places.query_positions.reshape(-1), side="right", method="scan_unrolled")
-    current = found.astype(jnp.int32).reshape(shape) - 1
+    after = jnp.searchsorted(places.starts, places.query_positions.reshape(-1), side="right", method="scan_unrolled")
+    current = after.astype(jnp.int32).reshape(shape) - 1
     return current if places.q_ids is None else jnp.where(places.q_ids >= 0, current, -1)
 
 
@@ -78,8 +78,8 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
     picks = lax.map(pick, parts)
     picks = picks.swapaxes(0, 1).reshape(rows, tiles * tile, *picks.shape[3:])[:, :tokens]
     current = jnp.broadcast_to(current[:, :, None, None], (rows, tokens, keys.shape[2], 1))
-    found = jnp.concatenate([current, jnp.where(current >= 0, picks, -1)], axis=-1)
-    return jnp.pad(found, ((0, 0),) * 3 + ((0, max(0, count - found.shape[3])),), constant_values=-1)
+    selected = jnp.concatenate([current, jnp.where(current >= 0, picks, -1)], axis=-1)
+    return jnp.pad(selected, ((0, 0),) * 3 + ((0, max(0, count - selected.shape[3])),), constant_values=-1)
 
 
 def _weights(
@@ -110,6 +110,6 @@ def _largest(weights: jax.Array, count: int) -> jax.Array:
     *lead, blocks = weights.shape
     if not count:
         return jnp.zeros((*lead, 0), jnp.int32)
-    values, found = lax.top_k(weights.reshape(-1, blocks)[:, ::-1], count)
-    found = jnp.where(values >= 0, blocks - 1 - found.astype(jnp.int32), -1)
-    return found.reshape(*lead, count)
+    values, indices = lax.top_k(weights.reshape(-1, blocks)[:, ::-1], count)
+    indices = jnp.where(values >= 0, blocks - 1 - indices.astype(jnp.int32), -1)
+    return indices.reshape(*lead, count)

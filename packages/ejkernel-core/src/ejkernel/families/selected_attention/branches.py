@@ -86,16 +86,16 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
-    record, wanted = clean(pullback.record), pullback.wanted
+    record, grad_fields = clean(pullback.record), pullback.wanted
     if record.block_indices is None:
         record = dataclasses.replace(record, block_indices=pullback.residuals.block_indices)
     wide = jnp.promote_types(record.query.dtype, jnp.float32)
     cotangent = zero_padding(pullback.cotangent, record.q_segment_ids).astype(wide)
     grads: Gradients = {}
 
-    def collect(found: Mapping[str, jax.Array]) -> None:
-        for name in found.keys() & wanted:
-            gradient = found[name].astype(wide)
+    def collect(branch_grads: Mapping[str, jax.Array]) -> None:
+        for name in branch_grads.keys() & grad_fields:
+            gradient = branch_grads[name].astype(wide)
             grads[name] = grads[name] + gradient if name in grads else gradient
 
     for name, gate in GATES.items():
@@ -111,10 +111,10 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
             gated_cotangent, lse = isolate_rows(gated_cotangent, branch.lse)
             branch = dataclasses.replace(branch, lse=lse)
         if name != "selected":
-            collect(_dense(record, name, branch, gated_cotangent, wanted, dense))
-        elif wanted & SHARED:
-            collect(selected(record, branch, gated_cotangent, wanted & SHARED))
-    return {name: grads[name].astype(getattr(record, name).dtype) for name in wanted}
+            collect(_dense(record, name, branch, gated_cotangent, grad_fields, dense))
+        elif grad_fields & SHARED:
+            collect(selected(record, branch, gated_cotangent, grad_fields & SHARED))
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in grad_fields}
 
 
 def _dense(
@@ -122,14 +122,14 @@ def _dense(
     name: str,
     branch: Branch,
     cotangent: jax.Array,
-    wanted: frozenset[str],
+    grad_fields: frozenset[str],
     dense: DenseKernel,
 ) -> Gradients:
     """Returns gradients of a branch that is tiled attention, by their names in the record of all branches."""
     inner_record = compressed(record) if name == "compressed" else window(record)
     assert inner_record is not None  # the branch left residuals
     outer = {x: f"compressed_{x}" if name == "compressed" and x != "query" else x for x in ("query", "key", "value")}
-    inner = frozenset(x for x, public in outer.items() if public in wanted)
+    inner = frozenset(x for x, public in outer.items() if public in grad_fields)
     if not inner:
         return {}
     pullback = Pullback(

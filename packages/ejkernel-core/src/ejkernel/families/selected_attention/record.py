@@ -111,14 +111,14 @@ def slots(record: SelectedAttention) -> int:
 
 def starts(record: SelectedAttention) -> jax.Array:
     """Returns the first key of every block, int32 [M]."""
-    given = record.block_starts
-    return jnp.arange(blocks(record), dtype=jnp.int32) * record.block_size if given is None else given
+    block_starts = record.block_starts
+    return jnp.arange(blocks(record), dtype=jnp.int32) * record.block_size if block_starts is None else block_starts
 
 
 def query_positions(record: SelectedAttention) -> jax.Array:
     """Returns the index of the key at each query's position, int32 [B|1, T]."""
-    given = record.q_positions
-    return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if given is None else given
+    q_positions = record.q_positions
+    return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q_positions is None else q_positions
 
 
 def places(record: SelectedAttention) -> BlockPlaces:

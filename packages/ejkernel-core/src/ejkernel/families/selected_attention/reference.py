@@ -41,13 +41,13 @@ def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
     is, else float32.
     """
     indices = select(record)
-    found: dict[str, TiledAttention | None] = {
+    records: dict[str, TiledAttention | None] = {
         "selected": _masked(record, indices),
         "compressed": compressed(record),
         "window": window(record),
     }
     branches: dict[str, Branch] = {}
-    for name, one in found.items():
+    for name, one in records.items():
         if one is not None:
             output, residuals = tiled_attention.reference(one)
             branches[name] = Branch(output=output, lse=residuals.lse)

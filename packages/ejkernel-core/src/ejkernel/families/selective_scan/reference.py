@@ -40,9 +40,9 @@ def _packed_reference(
     record: SelectiveScan, cu_seqlens: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns the meaning of packed sequences, each of which begins with its own state."""
-    given, tokens = record, record.x.shape[1]
-    if given.initial_state is not None and given.state_slots is not None:
-        held = slots.read_slots(given.initial_state, given.state_slots, cu_seqlens)
+    original, tokens = record, record.x.shape[1]
+    if original.initial_state is not None and original.state_slots is not None:
+        held = slots.read_slots(original.initial_state, original.state_slots, cu_seqlens)
         record = dataclasses.replace(record, initial_state=held, state_slots=None)
     ids, position = (x[0] for x in packing.packed_ids(cu_seqlens, tokens))
     first, real = first_state(record), (ids >= 0)[None, :, None]
@@ -53,8 +53,8 @@ def _packed_reference(
     last = cu_seqlens[1:].astype(jnp.int32) - 1
     final = jnp.where((jnp.diff(cu_seqlens) > 0)[:, None, None], after[jnp.maximum(last, 0), 0], first)
     final = jnp.swapaxes(final, 1, 2)
-    if given.initial_state is not None and given.state_slots is not None:
-        final = slots.write_slots(given.initial_state, given.state_slots, cu_seqlens, final)
+    if original.initial_state is not None and original.state_slots is not None:
+        final = slots.write_slots(original.initial_state, original.state_slots, cu_seqlens, final)
     at = packed_scan.packed_intervals(cu_seqlens, tokens)
     states = packed_scan.stored_states(cu_seqlens, before[jnp.clip(at.begin, 0, tokens - 1), 0][None])
     output = jnp.where(real, jnp.moveaxis(outputs, 0, 1), 0).astype(record.x.dtype)
@@ -84,5 +84,5 @@ def _scan(record: SelectiveScan, first: jax.Array, start: jax.Array | None) -> t
         return after, (after, output, state)
 
     begin = first if start is None else jnp.zeros((1, *first.shape[1:]), first.dtype)
-    final, found = lax.scan(token, begin, (tokens, start))
-    return *found, final
+    final, per_token = lax.scan(token, begin, (tokens, start))
+    return *per_token, final

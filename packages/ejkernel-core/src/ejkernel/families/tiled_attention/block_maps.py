@@ -107,14 +107,14 @@ def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
     some, every, _ = sorted_pairs(record, *cuts(record, q_block, kv_block))
     some, every = some[:, None], every[:, None]
     reachable = some[:, 0] if isinstance(some, np.ndarray) else np.ones((1, *some.shape[2:]), bool)
-    if (found := pattern_tiles(record, q_block, kv_block)) is None:
+    if (tiles_of_pattern := pattern_tiles(record, q_block, kv_block)) is None:
         return BlockMap(some=some, every=every, mask_ids=None, tile_masks=None, reachable=reachable)
     return BlockMap(
-        some=some & found.some,
-        every=every & found.every,
-        mask_ids=found.mask_ids[None],
-        tile_masks=found.tile_masks,
-        reachable=reachable & found.reachable,
+        some=some & tiles_of_pattern.some,
+        every=every & tiles_of_pattern.every,
+        mask_ids=tiles_of_pattern.mask_ids[None],
+        tile_masks=tiles_of_pattern.tile_masks,
+        reachable=reachable & tiles_of_pattern.reachable,
     )
 
 
@@ -167,9 +167,9 @@ def cut_pattern(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[np.ndarray, np.
         Two bool [different heads, parts of `q_cut.length` queries, query tiles, key tiles].
     """
     heads, rows, columns = _tiled(pattern, q_cut, kv_cut)
-    found = [mask.tiles(rows, columns) for mask in heads]
+    head_tiles = [mask.tiles(rows, columns) for mask in heads]
     shape = (len(heads), -1, q_cut.tiles, kv_cut.tiles)
-    return np.stack([x.some for x in found]).reshape(shape), np.stack([x.every for x in found]).reshape(shape)
+    return np.stack([x.some for x in head_tiles]).reshape(shape), np.stack([x.every for x in head_tiles]).reshape(shape)
 
 
 def _tiled(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[tuple[Mask, ...], Spans, Spans]:
@@ -199,18 +199,18 @@ def _cut(
             packed = np.packbits(masks.reshape(len(masks), -1), axis=1)
             flat_ids[head][places] = [known.setdefault(bits.tobytes(), len(known)) for bits in packed]
     bits = np.stack([np.frombuffer(x, np.uint8) for x in known])
-    made = np.unpackbits(bits, axis=1, count=whole.size).reshape(-1, q_block, kv_block).astype(np.int8)
-    return some, every, ids, made
+    tile_masks = np.unpackbits(bits, axis=1, count=whole.size).reshape(-1, q_block, kv_block).astype(np.int8)
+    return some, every, ids, tile_masks
 
 
 def _partial(
-    mask: Mask, rows: Spans, columns: Spans, wanted: np.ndarray, block: tuple[int, int]
+    mask: Mask, rows: Spans, columns: Spans, selected: np.ndarray, block: tuple[int, int]
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
     """Yields the masks of the wanted tiles, many at once: their places, and bool [n, *block].
 
     Tiles that the end of an array cuts short are asked for in their own size: an array's mask has no more.
     """
-    at = np.argwhere(wanted)
+    at = np.argwhere(selected)
     sizes = np.stack([(rows.high - rows.low)[at[:, 0]], (columns.high - columns.low)[at[:, 1]]], axis=1) + 1
     limit = max(1, AT_ONCE // (block[0] * block[1]))
     for size in np.unique(sizes, axis=0):
@@ -219,7 +219,7 @@ def _partial(
             with jax.ensure_compile_time_eval():
                 starts = jnp.asarray(rows.low[part[:, 0]], jnp.int32), jnp.asarray(columns.low[part[:, 1]], jnp.int32)
                 ask = functools.partial(mask.allowed, sizes=(int(size[0]), int(size[1])))
-                made = np.asarray(jax.vmap(ask)(*starts))
+                allowed = np.asarray(jax.vmap(ask)(*starts))
             masks = np.zeros((len(part), *block), bool)
-            masks[:, : size[0], : size[1]] = made
+            masks[:, : size[0], : size[1]] = allowed
             yield (part[:, 0], part[:, 1]), masks

@@ -36,7 +36,7 @@ def kind(record: TiledAttention, padded: Callable[[int], int] = power_of_two) ->
     }
     bits = 8 * jnp.dtype(record.query.dtype).itemsize  # bfloat16 and float16 move and multiply alike
     words = (f"{bits} bits", f"{padded(d)}x{padded(dv)}", f"{_length(t)}x{_length(s)}", _mask(record))
-    return " ".join((*words, *(name for name, there in extras.items() if there)))
+    return " ".join((*words, *(name for name, present in extras.items() if present)))
 
 
 def kind_of_large(record: TiledAttention) -> str | None:

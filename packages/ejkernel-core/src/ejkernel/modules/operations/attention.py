@@ -18,7 +18,7 @@ from ejkernel.modules.operations.flash_attention import OP as FLASH_ATTENTION
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
-from ejkernel.modules.operations.scaled_dot_product_attention import made_bias
+from ejkernel.modules.operations.scaled_dot_product_attention import resolve_bias
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
@@ -126,7 +126,7 @@ class AttentionArguments(ArgumentRecord, of=attention):
     def __post_init__(self) -> None:
         scale, cap, dtype, softmax_dtype = self.softmax_scale, self.logits_soft_cap, self.dtype, self.softmax_dtype
         canonical = {
-            "bias": made_bias(self.bias, self.init_bias),
+            "bias": resolve_bias(self.bias, self.init_bias),
             "init_bias": None,  # a new lambda a call would compile every call
             "deterministic": as_flag("deterministic", self.deterministic),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
@@ -220,8 +220,8 @@ def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
             raise ValueError(f"cfg: got {name}={getattr(cfg, name)} with return_weights=False, wants None")
     tiles: Any = {"q_blocksize": cfg.block_q, "kv_blocksize": cfg.block_k}
     tiles |= {"num_warps": cfg.num_warps, "num_stages": cfg.num_stages}
-    given = any(value is not None for value in tiles.values())
-    parts: Any = {"fwd_params": FwdParams(**tiles), "bwd_params": BwdParams(**tiles)} if given else {}
+    any_set = any(value is not None for value in tiles.values())
+    parts: Any = {"fwd_params": FwdParams(**tiles), "bwd_params": BwdParams(**tiles)} if any_set else {}
     return FlashAttentionConfig(platform=cfg.platform, backend=cfg.backend, **parts)
 
 
@@ -240,12 +240,12 @@ def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """As `flash_attention_cases.make_inputs`."""
-    made = flash_attention_cases.make_inputs(dataclasses.replace(args, dropout_rng=None), key)
+    inputs = flash_attention_cases.make_inputs(dataclasses.replace(args, dropout_rng=None), key)
     rng = args.dropout_rng
     if rng is None:
-        return made
+        return inputs
     is_key = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-    return dataclasses.replace(made, dropout_rng=jax.random.key(0) if is_key else jnp.zeros(rng.shape, rng.dtype))
+    return dataclasses.replace(inputs, dropout_rng=jax.random.key(0) if is_key else jnp.zeros(rng.shape, rng.dtype))
 
 
 class Attention(Kernel[AttentionConfig, Any]):

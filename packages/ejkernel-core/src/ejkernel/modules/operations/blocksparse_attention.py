@@ -17,7 +17,7 @@ from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
+from ejkernel.modules.operations.shared.lse import WithLse, lse_of, with_lse
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk,
     as_flag,
@@ -65,15 +65,15 @@ def _built(builder: Any, query: tuple[int, ...], key: tuple[int, ...]) -> Mask |
     return masks[0] if alike else MultiHeadMask(tuple(mask.of_head(head) for head, mask in enumerate(masks)))
 
 
-def _as_mask(made: Any, heads: int) -> Mask:
-    if not isinstance(made, Mask):
+def _as_mask(mask: Any, heads: int) -> Mask:
+    if not isinstance(mask, Mask):
         raise ValueError(
-            f"mask_builder: returned {got(made)}, wants a Mask of ejkernel.types.sparse_masks; qkv_layouts are not "
+            f"mask_builder: returned {got(mask)}, wants a Mask of ejkernel.types.sparse_masks; qkv_layouts are not "
             "supported"
         )
-    if made.heads not in (None, heads):
-        raise ValueError(f"mask_builder: returned masks of {made.heads} heads, wants those of query's {heads}")
-    return made
+    if mask.heads not in (None, heads):
+        raise ValueError(f"mask_builder: returned masks of {mask.heads} heads, wants those of query's {heads}")
+    return mask
 
 
 @document_options
@@ -286,13 +286,13 @@ def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: i
 def finish(args: BlockSparseAttentionArguments, value: Any) -> Any:
     """Returns what the public function returns: the output with heads before tokens."""
     output, lse = lse_of(args, value)
-    return beside_lse(args, output.swapaxes(1, 2), lse)
+    return with_lse(args, output.swapaxes(1, 2), lse)
 
 
 def reference(args: BlockSparseAttentionArguments) -> Any:
     """Returns the operation's meaning in plain jnp."""
     output, residuals = tiled_attention.reference(lower(args))
-    return finish(args, beside_lse(args, output, residuals.lse))
+    return finish(args, with_lse(args, output, residuals.lse))
 
 
 class BlockSparseAttention(Kernel[BlockSparseAttentionConfig, Array]):

@@ -12,7 +12,7 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import ChunkedPrefillPagedDecodeConfig
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -151,15 +151,15 @@ def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
 
 def finish(args: ChunkedPrefillPagedDecodeArguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns: the output and the caches."""
-    return beside_lse(args, output[0], output[1], output[2], output[3])
+    return with_lse(args, output[0], output[1], output[2], output[3])
 
 
 def configure(
     args: ChunkedPrefillPagedDecodeArguments, cfg: ChunkedPrefillPagedDecodeConfig | None
 ) -> ChunkedPrefillPagedDecodeConfig | None:
     """Returns the call's own configuration, tuning arguments included."""
-    wanted = {"num_par_softmax_segments": args.num_par_softmax_segments}
-    return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
+    tuning = {"num_par_softmax_segments": args.num_par_softmax_segments}
+    return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **tuning)
 
 
 class ChunkedPrefillPagedDecode(Kernel[ChunkedPrefillPagedDecodeConfig, tuple[Array, Array, Array]]):

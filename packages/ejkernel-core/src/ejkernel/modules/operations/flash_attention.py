@@ -14,7 +14,7 @@ from ejkernel.modules.operations.configs import FlashAttentionConfig
 from ejkernel.modules.operations.paged_keys import of_pages, paged_call
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.recurrences import rank
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
@@ -330,8 +330,8 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
         cum_k = args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k
         packed = packing.packed_ids if batch == 1 else packing.padded_ids
         (q_ids, q_places), (k_ids, k_places) = packed(args.cum_seqlens_q, queries), packed(cum_k, keys)
-        given = None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
-        ids = (q_ids, k_ids) if given is None else packing.both_ids(given, (q_ids, k_ids))
+        explicit_ids = None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
+        ids = (q_ids, k_ids) if explicit_ids is None else packing.both_ids(explicit_ids, (q_ids, k_ids))
         # With the same packing on both sides the difference of two indices in a sequence is that of their positions,
         # and indices let tiles be skipped at compile time. In padded rows they are the positions.
         if explicit or (batch == 1 and args.cum_seqlens_k is not None):
@@ -344,7 +344,7 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
 def reference(args: FlashAttentionArguments) -> Any:
     """Returns the operation's meaning in plain jnp."""
     output, residuals = tiled_attention.reference(lower(args))
-    return beside_lse(args, output, residuals.lse)
+    return with_lse(args, output, residuals.lse)
 
 
 def _route(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:

@@ -23,7 +23,7 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     settle,
     widened,
 )
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.shapes import (
     as_drawn_seed,
     as_flag,
@@ -175,8 +175,8 @@ mla_attention = flash_mla
 
 def validate(args: FlashMLAArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    given = {"query": "B T H Dq", "key_value": "B T R", "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
-    sizes = check_latent_sizes(args, given, {"b_k": "B T Dr", "b_q": "B T Dr"})
+    required = {"query": "B T H Dq", "key_value": "B T R", "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
+    sizes = check_latent_sizes(args, required, {"b_k": "B T Dr", "b_q": "B T Dr"})
     if args.b_q is not None and args.b_k is None:
         raise ValueError("b_q: got it with b_k None, wants both, b_k alone, or neither")
     check_query_size(sizes, args.b_k is not None and args.b_q is None)
@@ -244,7 +244,7 @@ def reference(args: FlashMLAArguments) -> Any:
     """Returns the operation's meaning in plain jnp; keys and values are not rounded to the arguments' dtype."""
     with jax.default_matmul_precision("highest"):
         output, residuals = tiled_attention.reference(lower(widened(args)))
-    return beside_lse(args, output.astype(args.query.dtype), residuals.lse)
+    return with_lse(args, output.astype(args.query.dtype), residuals.lse)
 
 
 class FlashMLA(Kernel[FlashMLAConfig, Array]):

@@ -145,7 +145,7 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
 
     def __post_init__(self) -> None:
         _refuse(self.interpret, self.out_shard_callback)
-        wanted, form = self.preferred_element_type, _format(self)
+        out_dtype, form = self.preferred_element_type, _format(self)
         if form is not None:
             zeros, tensor_scale = split_third(self.rhs_zeros, self.rhs_tensor_scale, form)
             settle(self, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
@@ -153,7 +153,7 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
             self,
             rhs_bits=None if form is None else form.bits,
             rhs_group_size=None if form is None else form.group_size,
-            preferred_element_type=None if wanted is None else as_float_dtype("preferred_element_type", wanted),
+            preferred_element_type=None if out_dtype is None else as_float_dtype("preferred_element_type", out_dtype),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
             left_over=as_choice("left_over", self.left_over, family.LEFT_OVER),
@@ -269,18 +269,18 @@ def lower(args: GroupedMatmulArguments) -> Record:
     """Returns the grouped-matmul record of a call."""
     if args.rhs_mode is not None:
         args = _dequantised(args)
-    offset, wanted = args.group_offset, args.preferred_element_type
+    offset, out_dtype = args.group_offset, args.preferred_element_type
     lhs, rhs = args.lhs, args.rhs
     if args.rhs_scale is None and lhs.dtype != rhs.dtype:
         if _is_factor(lhs.dtype):
-            wanted = lhs.dtype if wanted is None else wanted
+            out_dtype = lhs.dtype if out_dtype is None else out_dtype
             rhs = rhs.astype(jnp.promote_types(lhs.dtype, rhs.dtype))
         lhs = lhs.astype(rhs.dtype)
     return Record(
         lhs=lhs,
         rhs=rhs,
         group_sizes=args.group_sizes.astype(jnp.int32),
-        out_dtype=family.dtype_of_sums(args.lhs.dtype) if wanted is None else wanted,
+        out_dtype=family.dtype_of_sums(args.lhs.dtype) if out_dtype is None else out_dtype,
         group_offset=None if offset is None else jnp.asarray(offset).reshape(()).astype(jnp.int32),
         existing_out=args.existing_out,
         rhs_scale=args.rhs_scale,

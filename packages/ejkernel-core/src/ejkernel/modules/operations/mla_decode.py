@@ -22,7 +22,7 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     settle,
     widened,
 )
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse, lse_of
+from ejkernel.modules.operations.shared.lse import WithLse, lse_of, with_lse
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, as_window, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -135,8 +135,8 @@ flash_mla_decode = mla_decode
 def validate(args: MLADecodeArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     latent = "B S R" if args.rope_cache is not None else "B S R+Dr"
-    given = {"query": "B H Dq", "latent_cache": latent, "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
-    sizes = check_latent_sizes(args, given, {"rope_cache": "B S Dr"})
+    required = {"query": "B H Dq", "latent_cache": latent, "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
+    sizes = check_latent_sizes(args, required, {"rope_cache": "B S Dr"})
     sizes.setdefault("Dr", sizes.get("R+Dr", 0) - sizes["R"])
     if sizes["Dr"] < 0:
         raise ValueError(f"latent_cache: got shape {args.latent_cache.shape}, wants [B, S, R={sizes['R']}] or more")
@@ -196,7 +196,7 @@ def finish(args: MLADecodeArguments, value: Any) -> Any:
     exact: Any = {"precision": product_precision(output.dtype), "preferred_element_type": wide}
     expanded = jnp.einsum("bghr,rgv->bghv", latent, args.w_vc, **exact)
     output = expanded.reshape(batch, heads, values).astype(args.query.dtype)
-    return beside_lse(args, output, None if lse is None else lse[:, :, 0])
+    return with_lse(args, output, None if lse is None else lse[:, :, 0])
 
 
 def reference(args: MLADecodeArguments) -> Any:
@@ -206,8 +206,8 @@ def reference(args: MLADecodeArguments) -> Any:
     wide = widened(args)
     with jax.default_matmul_precision("highest"):
         output, residuals = tiled_attention.reference(lower(wide))
-        output, lse = lse_of(args, finish(wide, beside_lse(args, output, residuals.lse)))
-    return beside_lse(args, output.astype(args.query.dtype), lse)
+        output, lse = lse_of(args, finish(wide, with_lse(args, output, residuals.lse)))
+    return with_lse(args, output.astype(args.query.dtype), lse)
 
 
 class MLADecode(Kernel[MLADecodeConfig, Array]):

@@ -14,7 +14,7 @@ from ejkernel.families.paged_attention.pages import LANES, packing
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -173,10 +173,10 @@ def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
     if args.kv_cache.dtype != jnp.int8:
         check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype or int8")
     check_same_dtype({"kv_cache": args.kv_cache, "keys_values": args.keys_values, "keys_pe": args.keys_pe})
-    wanted = (packing(args.kv_cache.dtype), sum(columns(args)))
-    if args.kv_cache.shape[2:] != wanted:
+    tail = (packing(args.kv_cache.dtype), sum(columns(args)))
+    if args.kv_cache.shape[2:] != tail:
         raise ValueError(
-            f"kv_cache: got shape {tuple(args.kv_cache.shape)}, wants [P, S / {wanted[0]}, {wanted[0]}, {wanted[1]}] "
+            f"kv_cache: got shape {tuple(args.kv_cache.shape)}, wants [P, S / {tail[0]}, {tail[0]}, {tail[1]}] "
             f"for {args.kv_cache.dtype}, R={sizes['R']} and Dr={sizes['Dr']}"
         )
     check_ints("kv_lens", args.kv_lens, "N", sizes)
@@ -235,7 +235,7 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
 
 def finish(args: MultiLatentRaggedPageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns: the output, and the cache in its own shape."""
-    return beside_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
+    return with_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
 
 
 def reference(args: MultiLatentRaggedPageAttentionArguments) -> Any:

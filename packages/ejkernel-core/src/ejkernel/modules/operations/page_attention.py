@@ -12,7 +12,7 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
 from ejkernel.modules.operations.shared.conditions import between, has_rank
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -186,8 +186,8 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
 
 def finish(args: PageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns: the output, with the query's axes."""
-    found = (x[:, None] if args.query.ndim == 4 else x for x in output[:2])
-    return beside_lse(args, *found)
+    arrays = (x[:, None] if args.query.ndim == 4 else x for x in output[:2])
+    return with_lse(args, *arrays)
 
 
 def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> PageAttentionConfig | None:

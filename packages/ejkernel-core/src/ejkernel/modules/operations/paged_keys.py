@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
-from ejkernel.modules.operations.shared.lse import beside_lse
+from ejkernel.modules.operations.shared.lse import with_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
 from ejkernel.ops.model import Op
 from ejkernel.ops.values import Condition, integers
@@ -38,7 +38,7 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
     full: Any = np.full(tables.shape[:1], tables.shape[1] * args.key.shape[1], np.int32)
     starts: Any = np.arange(batch + 1, dtype=np.int32) * tokens if args.cum_seqlens_q is None else args.cum_seqlens_q
     window = args.sliding_window
-    given: dict[str, Any] = {"softmax_scale": args.softmax_scale, "logits_soft_cap": args.logits_soft_cap}
+    scalars: dict[str, Any] = {"softmax_scale": args.softmax_scale, "logits_soft_cap": args.logits_soft_cap}
     record = UnifiedAttentionArguments(
         queries=args.query.reshape(batch * tokens, heads, size),
         key_cache=args.key,
@@ -49,7 +49,7 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
         softmax_aux=args.softmax_aux,
         sliding_window=None if window is None else (window[0], 0),
         return_lse=args.return_lse,
-        **given,
+        **scalars,
     )
     return _with_rows(batch, tokens), record, options
 
@@ -89,12 +89,12 @@ def _check(args: Any, options: dict[str, Any]) -> None:
         raise ValueError(f"cum_seqlens_q: got it with block_tables and {sizes['B']} rows, wants one row that holds all")
     check_shape("block_tables", args.block_tables, "N max_blocks" if packed else "B max_blocks", sizes)
     check_dtype("block_tables", args.block_tables, jnp.integer, "an integer dtype")
-    given = [name for name in _UNMEANT if getattr(args, name) is not None]
-    given += [] if args.normalize_output else ["normalize_output"]
-    given += [] if args.logits_dtype == jnp.float32 else ["logits_dtype"]
-    given += [name for name in ("mesh", "in_specs", "out_specs") if options[name] is not None]
-    if given:
-        raise NotImplementedError(f"{given[0]}: means nothing together with block_tables; see unified_attention")
+    unsupported = [name for name in _UNMEANT if getattr(args, name) is not None]
+    unsupported += [] if args.normalize_output else ["normalize_output"]
+    unsupported += [] if args.logits_dtype == jnp.float32 else ["logits_dtype"]
+    unsupported += [name for name in ("mesh", "in_specs", "out_specs") if options[name] is not None]
+    if unsupported:
+        raise NotImplementedError(f"{unsupported[0]}: means nothing together with block_tables; see unified_attention")
     if not args.causal and sizes["T"] != 1:
         raise NotImplementedError(
             f"causal: got False with block_tables and {sizes['T']} queries a row, wants True: a query sits at the end "
@@ -112,6 +112,6 @@ def _with_rows(batch: int, tokens: int) -> Op:
 
     def finish(args: Any, value: Any) -> Any:
         output, lse = (x.reshape(batch, tokens, *x.shape[1:]) for x in value[:2])
-        return beside_lse(args, output, lse.swapaxes(1, 2))
+        return with_lse(args, output, lse.swapaxes(1, 2))
 
     return dataclasses.replace(OP, finish=finish)

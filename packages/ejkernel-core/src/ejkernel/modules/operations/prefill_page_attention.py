@@ -13,7 +13,7 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
 from ejkernel.modules.operations.shared.conditions import between, has_rank
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -158,7 +158,7 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
 
 def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns."""
-    return beside_lse(args, output[0], output[1])
+    return with_lse(args, output[0], output[1])
 
 
 class PrefillPageAttention(Kernel[PrefillPageAttentionConfig, Array]):

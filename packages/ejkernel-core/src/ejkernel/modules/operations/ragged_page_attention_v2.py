@@ -16,7 +16,7 @@ from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -213,7 +213,7 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
 
 def finish(args: RaggedPageAttentionv2Arguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns."""
-    return beside_lse(args, output[0], output[1])
+    return with_lse(args, output[0], output[1])
 
 
 def configure(

@@ -17,7 +17,7 @@ from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
     as_cap,
@@ -199,10 +199,10 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
     tails: dict[Layout, tuple[int, ...]] = {"interleaved": (-(-2 * kv_heads // pack), pack, -(-size // LANES) * LANES)}
     if 2 * size == LANES:
         tails["lanes"] = (-(-kv_heads // pack), pack, LANES)
-    wanted: dict[Layout, tuple[int, ...]] = {
+    layouts: dict[Layout, tuple[int, ...]] = {
         name: shape for name, shape in tails.items() if args.kv_layout in (None, name)
     }
-    fitting: list[Layout] = [name for name, shape in wanted.items() if shape == tail]
+    fitting: list[Layout] = [name for name, shape in layouts.items() if shape == tail]
     if len(fitting) == 1:
         return fitting[0]
     shape = tuple(args.kv_cache.shape)
@@ -210,7 +210,7 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
         raise ValueError(
             f"kv_cache: got shape {shape}, which is both; kv_layout wants to say which of {', '.join(fitting)}"
         )
-    wants = " or ".join(f"[P, S, {', '.join(map(str, shape))}] ({name})" for name, shape in wanted.items())
+    wants = " or ".join(f"[P, S, {', '.join(map(str, shape))}] ({name})" for name, shape in layouts.items())
     raise ValueError(
         f"kv_cache: got shape {shape}, wants {wants or f'a head size of 64 for kv_layout={args.kv_layout!r}'}"
     )
@@ -260,7 +260,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
 
 def finish(args: RaggedPageAttentionv3Arguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns: the output, and the cache in its own shape."""
-    return beside_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
+    return with_lse(args, output[0], output[1], output[2].reshape(args.kv_cache.shape))
 
 
 def configure(

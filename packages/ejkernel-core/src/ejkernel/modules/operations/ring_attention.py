@@ -18,7 +18,7 @@ from ejkernel.modules.operations.configs import RingAttentionConfig
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.ring_placement import placement
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk,
@@ -259,7 +259,7 @@ def _both_ids(record: Record, one: Ids, other: Ids) -> Ids:
 def reference(args: RingAttentionArguments) -> Any:
     """Returns the operation's meaning in plain jnp."""
     output, residuals = family.reference(lower(args))
-    return beside_lse(args, output, residuals.lse)
+    return with_lse(args, output, residuals.lse)
 
 
 class RingAttention(Kernel[RingAttentionConfig, Array]):
@@ -268,8 +268,8 @@ class RingAttention(Kernel[RingAttentionConfig, Array]):
 
 def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Returns the call on the mesh around it, where it gives none."""
-    given = (options[name] for name in ("mesh", "in_specs", "out_specs"))
-    return OP, args, {**options, **placement(args, *given)}
+    sharding_options = (options[name] for name in ("mesh", "in_specs", "out_specs"))
+    return OP, args, {**options, **placement(args, *sharding_options)}
 
 
 OP = Op(

@@ -28,7 +28,7 @@ from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.types import MaskInfo
 
 
-def made_bias(bias: Any, init_bias: Any) -> Any:
+def resolve_bias(bias: Any, init_bias: Any) -> Any:
     """Returns the bias of a call: the given one, or else what `init_bias` makes.
 
     Raises:
@@ -116,7 +116,7 @@ class ScaledDotProductAttentionArguments(ArgumentRecord, of=scaled_dot_product_a
     """The arguments of a call of `scaled_dot_product_attention`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bias", made_bias(self.bias, self.init_bias))
+        object.__setattr__(self, "bias", resolve_bias(self.bias, self.init_bias))
         object.__setattr__(self, "init_bias", None)  # a new lambda a call would compile every call
         checked = _as_flash(self)
         for name in ("softmax_scale", "causal", "sliding_window", "return_lse"):

@@ -15,7 +15,7 @@ from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import shared_prefix
-from ejkernel.modules.operations.shared.lse import WithLse, beside_lse
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch, has_ranks
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -165,13 +165,13 @@ def lower(args: UnifiedAttentionArguments) -> PagedAttention:
 
 def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns."""
-    return beside_lse(args, output[0], output[1])
+    return with_lse(args, output[0], output[1])
 
 
 def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | None) -> UnifiedAttentionConfig | None:
     """Returns the call's own configuration, tuning arguments included."""
-    wanted = {"num_par_softmax_segments": args.num_par_softmax_segments}
-    return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **wanted)
+    tuning = {"num_par_softmax_segments": args.num_par_softmax_segments}
+    return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **tuning)
 
 
 class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):

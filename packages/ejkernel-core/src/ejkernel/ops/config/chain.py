@@ -198,7 +198,7 @@ class ConfigSelectorChain:
         cfg = request.override
         part = None if cfg is None else cfg.part_of(request.direction)
         if cfg is not None and part is not None:
-            elsewhere = overlay.made_for(cfg, request.serves())
+            elsewhere = overlay.setting_mismatch(cfg, request.serves())
             remark = f" ({elsewhere})" if elsewhere else ""
             if request.direction == "both" and cfg.part("backward") not in (None, part):
                 remark += f" (its backward part has no meaning for {request.implementation.name}, which is paired)"

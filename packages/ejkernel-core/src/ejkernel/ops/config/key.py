@@ -12,7 +12,7 @@ import msgspec
 from ejkernel._version import __version__
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel.types.arguments import given_fields
+from ejkernel.types.arguments import non_default_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ def signature(record: Any) -> str:
     Values of arrays and continuous factors (scales, caps, probabilities) change no kernel's cost, so only their
     presence counts.
     """
-    given = set(given_fields(record))
-    fields = [f for f in dataclasses.fields(record) if f.default is dataclasses.MISSING or f.name in given]
+    present = set(non_default_fields(record))
+    fields = [f for f in dataclasses.fields(record) if f.default is dataclasses.MISSING or f.name in present]
     return " ".join(f"{f.name}={_described(f, getattr(record, f.name))}" for f in fields)
 
 

@@ -30,9 +30,9 @@ def overlay_cache(mapping: Mapping[ConfigKey | str, Any]) -> Generator[None]:
     """
     for key, config in mapping.items():
         if isinstance(key, str):
-            wanted = registry().op(key).config
-            if not isinstance(config, wanted):
-                raise ValueError(f"mapping[{key!r}]: got {type(config).__name__}, wants {wanted.__name__}")
+            expected = registry().op(key).config
+            if not isinstance(config, expected):
+                raise ValueError(f"mapping[{key!r}]: got {type(config).__name__}, wants {expected.__name__}")
     with _stack((tuple(mapping.items()), *overlays())):
         yield
 
@@ -54,7 +54,7 @@ def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
         if key in overlay:
             return overlay[key], "entry for this very call"
         config = overlay.get(op_name)
-        mismatch = None if config is None else made_for(config, serves)
+        mismatch = None if config is None else setting_mismatch(config, serves)
         if mismatch:
             remark = f"skipped, {mismatch}"
         elif config is not None and (part := config.part_of(key.direction)) is not None:
@@ -62,10 +62,10 @@ def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
     return None, remark
 
 
-def made_for(config: BaseOperationConfig, serves: Mapping[str, str]) -> str:
+def setting_mismatch(config: BaseOperationConfig, serves: Mapping[str, str]) -> str:
     """Where a configuration was made for, if that is elsewhere; empty if it applies."""
     for name, value in serves.items():
-        wanted = getattr(config, name)
-        if wanted not in ("auto", "any", value):
-            return f"made for {name} {wanted}, not {value}"
+        setting = getattr(config, name)
+        if setting not in ("auto", "any", value):
+            return f"made for {name} {setting}, not {value}"
     return ""

@@ -132,12 +132,12 @@ class PersistentCache:
 
     def update(self, entries: Mapping[str, Entry]) -> None:
         """Merges entries into the file under its lock."""
-        self._change(lambda there: {**there, **entries})
+        self._change(lambda stored: {**stored, **entries})
 
     def remove(self, keys: Iterable[str]) -> None:
         """Takes entries out of the file under its lock; keys that are not there are no error."""
         gone = frozenset(keys)
-        self._change(lambda there: {key: entry for key, entry in there.items() if key not in gone})
+        self._change(lambda stored: {key: entry for key, entry in stored.items() if key not in gone})
 
     def _change(self, change: Callable[[Mapping[str, Entry]], Mapping[str, Entry]]) -> None:
         if not self._writable:

@@ -76,12 +76,12 @@ class _Contender:
         self.times.append(seconds)
 
     def _seconds(self) -> float:
-        made, start = None, time.perf_counter()
+        outputs, start = None, time.perf_counter()
         for _ in range(self.calls):
-            made = self.run()
+            outputs = self.run()
             if self.alone:
-                jax.block_until_ready(made)
-        jax.block_until_ready(made)
+                jax.block_until_ready(outputs)
+        jax.block_until_ready(outputs)
         return (time.perf_counter() - start) / self.calls
 
     def attempt(self, step: Callable[[], None]) -> None:

@@ -58,17 +58,17 @@ def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[st
         values = tuple(x.value for x in arrays)
         positional, keywords = restored(values)
         output, residuals = forward(*positional, cfg=cfg, **keywords)
-        wanted = _Differentiated(tuple(bool(x.perturbed) for x in arrays[:of_args]))
-        return output, (values, output, residuals, wanted)
+        differentiated = _Differentiated(tuple(bool(x.perturbed) for x in arrays[:of_args]))
+        return output, (values, output, residuals, differentiated)
 
     def run_backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-        values, output, residuals, wanted = saved
+        values, output, residuals, differentiated = saved
         positional, keywords = restored(values)
         cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
         outputs = (output,) if _takes_output(backward) else ()
         gradients = backward(residuals, *outputs, cotangent, *positional, cfg=cfg, **keywords)
-        found = _aligned(name, positional, gradients, wanted.leaves)
-        return (*found, *(_zero(x) for x in values[of_args:]))
+        cotangents = _aligned(name, positional, gradients, differentiated.leaves)
+        return (*cotangents, *(_zero(x) for x in values[of_args:]))
 
     differentiable = jax.custom_vjp(primal)
     differentiable.defvjp(run_forward, run_backward, symbolic_zeros=True)
@@ -81,24 +81,24 @@ def _takes_output(backward: Method) -> bool:
     return names[1:3] == ["y", "dy"]
 
 
-def _aligned(name: str, args: tuple[Any, ...], gradients: Any, wanted: tuple[bool, ...]) -> list[Any]:
+def _aligned(name: str, args: tuple[Any, ...], gradients: Any, marked: tuple[bool, ...]) -> list[Any]:
     """Returns one gradient for each array leaf of the positional arguments."""
     if isinstance(gradients, dict) or len(gradients) != len(args):
         got = type(gradients).__name__ if isinstance(gradients, dict) else f"{len(gradients)} gradients"
         raise TypeError(f"{name}: vjp returned {got}, wants one for each of {len(args)} positional arguments")
-    found: list[Any] = []
+    cotangents: list[Any] = []
     for number, (arg, gradient) in enumerate(zip(args, gradients, strict=True)):
         arrays = [leaf for leaf in jax.tree.leaves(arg) if isinstance(leaf, jax.Array | np.ndarray)]
-        differentiated = wanted[len(found) : len(found) + len(arrays)]
+        differentiated = marked[len(cotangents) : len(cotangents) + len(arrays)]
         if gradient is None and any(differentiated):
             raise NotImplementedError(f"{name}: vjp returned no gradient of positional argument {number}")
-        given = [None] * len(arrays) if gradient is None else jax.tree.leaves(gradient, is_leaf=lambda x: x is None)
-        if len(given) != len(arrays):
+        leaves = [None] * len(arrays) if gradient is None else jax.tree.leaves(gradient, is_leaf=lambda x: x is None)
+        if len(leaves) != len(arrays):
             raise TypeError(
-                f"{name}: vjp returned {len(given)} arrays for positional argument {number}, wants {len(arrays)}"
+                f"{name}: vjp returned {len(leaves)} arrays for positional argument {number}, wants {len(arrays)}"
             )
-        found += [_zero(x) if g is None or not _is_float(x) else g for x, g in zip(arrays, given, strict=True)]
-    return found
+        cotangents += [_zero(x) if g is None or not _is_float(x) else g for x, g in zip(arrays, leaves, strict=True)]
+    return cotangents
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -122,8 +122,8 @@ class Executor:
         config = self.choose_config(kernel, *example_args, **kwargs)
 
         def run(*args: Any, **again: Any) -> Out:
-            given: dict[str, Any] = {**kwargs, **again, "cfg": config}
-            return self(kernel, *args, **given)
+            call_kwargs: dict[str, Any] = {**kwargs, **again, "cfg": config}
+            return self(kernel, *args, **call_kwargs)
 
         return jax.jit(run)
 

@@ -12,7 +12,7 @@ from ejkernel.ops.call import call, default_chain, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import signature
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import made_for
+from ejkernel.ops.dispatch import can_compute
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.lowering import lowered
 from ejkernel.ops.model import Implementation, Op
@@ -65,14 +65,14 @@ class Invocation:
 
     def options(self) -> dict[str, Any]:
         """Returns the call options that were given: `platform`, `cfg`, `mesh`, `in_specs`, `out_specs`."""
-        given_here = {
+        call_options = {
             "cfg": self.override_cfg,
             "mesh": self.mesh,
             "in_specs": self.in_specs,
             "out_specs": self.out_specs,
         }
-        given = self._bound[1] | {name: value for name, value in given_here.items() if value is not None}
-        return {name: value for name, value in given.items() if value is not None}
+        merged = self._bound[1] | {name: value for name, value in call_options.items() if value is not None}
+        return {name: value for name, value in merged.items() if value is not None}
 
     @property
     def call_key(self) -> str:
@@ -210,11 +210,11 @@ class Kernel(Generic[Cfg, Out]):
 
     def candidate_cfgs_gpu(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Returns configurations worth measuring on a GPU."""
-        return self._candidates(*self._made_for(inv, "gpu"))
+        return self._candidates(*self._implementations_for(inv, "gpu"))
 
     def candidate_cfgs_tpu(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Returns configurations worth measuring on a TPU."""
-        return self._candidates(*self._made_for(inv, "tpu"))
+        return self._candidates(*self._implementations_for(inv, "tpu"))
 
     def candidate_cfgs_xla(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Returns configurations worth measuring for the XLA implementations, on this machine's device."""
@@ -236,7 +236,7 @@ class Kernel(Generic[Cfg, Out]):
         lower = functools.partial(lowered, plan.op, mesh=options.get("mesh"), in_specs=options.get("in_specs"))
         return plan, jax.eval_shape(lower, args)
 
-    def _made_for(self, inv: Invocation, platform: str) -> tuple[list[Implementation], Any, DeviceInfo]:
+    def _implementations_for(self, inv: Invocation, platform: str) -> tuple[list[Implementation], Any, DeviceInfo]:
         """Returns implementations that serve the call on a kind of device, best first; record and device to ask them
         about.
         """
@@ -244,11 +244,11 @@ class Kernel(Generic[Cfg, Out]):
         device = plan.device if plan.device.platform == platform else _TYPICAL[platform]
         everything = registry().implementations.get(plan.op.name, ())
         fitting = [i for i in everything if i.requires.devices & device.names]
-        serving = [i for i in fitting if made_for(plan.op.family, i, record, "forward")]
+        serving = [i for i in fitting if can_compute(plan.op.family, i, record, "forward")]
         return sorted(serving, key=lambda i: (-i.rank(record, device), i.name)), record, device
 
     def _first_rule(self, inv: Invocation, platform: str) -> Cfg:
-        implementations, record, device = self._made_for(inv, platform)
+        implementations, record, device = self._implementations_for(inv, platform)
         if not implementations:
             raise NotImplementedError(f"no registered implementation of {self.op.name} serves this call on {platform}")
         return self._rule(implementations[0], record, device)
@@ -259,7 +259,7 @@ class Kernel(Generic[Cfg, Out]):
         directions: tuple[Direction, ...] = ("forward", "backward")
         parts = (
             implementation.config.heuristic(record, device, direction)
-            if made_for(self.op.family, implementation, record, direction)
+            if can_compute(self.op.family, implementation, record, direction)
             else None
             for direction in directions
         )
@@ -268,16 +268,16 @@ class Kernel(Generic[Cfg, Out]):
     def _candidates(
         self, implementations: Iterable[Implementation], record: Any, device: DeviceInfo
     ) -> tuple[Cfg, ...]:
-        found: list[Cfg] = []
+        configs: list[Cfg] = []
         for implementation in implementations:
             space, rule = implementation.config, self._rule(implementation, record, device)
             forward, backward = rule.part("forward"), rule.part("backward")
             parts = space.candidates(record, device, "both" if implementation.paired else "forward")
-            found += [rule, *(self._config(implementation, part, backward) for part in parts)]
+            configs += [rule, *(self._config(implementation, part, backward) for part in parts)]
             if backward is not None:
                 parts = space.candidates(record, device, "backward")
-                found += [self._config(implementation, forward, part) for part in parts]
-        return tuple(dict.fromkeys(found))
+                configs += [self._config(implementation, forward, part) for part in parts]
+        return tuple(dict.fromkeys(configs))
 
     def _config(self, implementation: Implementation, forward: Any, backward: Any) -> Cfg:
         config: Any = implementation.config.public(self.op.config, forward, backward)

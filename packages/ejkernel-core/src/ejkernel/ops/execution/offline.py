@@ -67,8 +67,8 @@ def tune_abstract(
     """
     if traced(()):
         raise TunerError("the tuner was asked to measure under a trace; tune outside of jit")
-    made = plan.op.make_inputs(args, jax.random.key(0))
-    return tune_call(plan, made, directions, mesh=mesh, in_specs=in_specs)
+    inputs = plan.op.make_inputs(args, jax.random.key(0))
+    return tune_call(plan, inputs, directions, mesh=mesh, in_specs=in_specs)
 
 
 def _progress(calls: list[RecordedCall], show: bool) -> Iterable[RecordedCall]:

@@ -63,12 +63,12 @@ def tune_described(
         for choice, forward in passes(plan, record, directions):
             argument = _argument(plan, record, choice, forward)
             results.append(
-                plan.chain.tune(plan.request(choice, record), functools.partial(_given, argument), predicted=True)
+                plan.chain.tune(plan.request(choice, record), functools.partial(_constant, argument), predicted=True)
             )
     return [result for result in results if result is not None]
 
 
-def _given(argument: Any) -> Any:
+def _constant(argument: Any) -> Any:
     return argument
 
 
@@ -78,8 +78,8 @@ def describe(make: Callable[[], Any]) -> Any:
     floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     # XLA leaves out what the others do not depend on: the large arrays.
     values = iter(jax.jit(lambda: [x for x, real in zip(jax.tree.leaves(make()), floating, strict=True) if not real])())
-    made = [leaf if real else np.asarray(next(values)) for leaf, real in zip(leaves, floating, strict=True)]
-    return jax.tree.unflatten(structure, made)
+    described = [leaf if real else np.asarray(next(values)) for leaf, real in zip(leaves, floating, strict=True)]
+    return jax.tree.unflatten(structure, described)
 
 
 def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> Any:
@@ -90,10 +90,10 @@ def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> A
         return record
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
-    made = jax.eval_shape(lambda record: Results(*kernel(record, config)), record)
+    results = jax.eval_shape(lambda record: Results(*kernel(record, config)), record)
     if paired:
-        wanted = pair_gradients(plan, record, choice)
-        return Pullback(record=record, residuals=None, output=None, cotangent=made.output, wanted=wanted)
-    made = made if choice.implementation is forward.implementation else made._replace(pocket=None)
-    wanted = frozenset(plan.op.family.differentiable) & set(array_fields(record))
-    return Pullback(record=record, cotangent=made.output, wanted=wanted, **made._asdict())
+        grad_fields = pair_gradients(plan, record, choice)
+        return Pullback(record=record, residuals=None, output=None, cotangent=results.output, wanted=grad_fields)
+    results = results if choice.implementation is forward.implementation else results._replace(pocket=None)
+    grad_fields = frozenset(plan.op.family.differentiable) & set(array_fields(record))
+    return Pullback(record=record, cotangent=results.output, wanted=grad_fields, **results._asdict())

@@ -21,8 +21,8 @@ def column(array: jax.Array, n: Any) -> jax.Array:
 def weighted_rows(rows: jax.Array, index: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
     """Returns the named rows times their weights; 0 for an index that names none, whatever its weight is."""
     valid = named(index, rows.shape[0])
-    taken = take_rows(rows, index).astype(dtype)
-    return taken if weights is None else taken * jnp.where(valid, weights.astype(dtype), 0)[:, None]
+    gathered = take_rows(rows, index).astype(dtype)
+    return gathered if weights is None else gathered * jnp.where(valid, weights.astype(dtype), 0)[:, None]
 
 
 def sum_of_terms(term: Callable[[Any], jax.Array], count: int, empty: jax.Array) -> jax.Array:

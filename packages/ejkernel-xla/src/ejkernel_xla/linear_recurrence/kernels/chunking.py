@@ -149,8 +149,8 @@ def assemble(
         heads = head_count(record) if name == "decay" else x.shape[2]
         return merge_heads(jnp.broadcast_to(x, (rows, chunking.length, heads, *x.shape[3:])))
 
-    made: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in TOKEN_FIELDS}
-    return ChunkTokens(**made)
+    fields: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in TOKEN_FIELDS}
+    return ChunkTokens(**fields)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:

@@ -67,7 +67,7 @@ def corners(
     Returns:
         For n = 1, 2, 4, ..., C / 2 the squares between the halves of blocks of 2 n: [..., C / (2 n), n, n].
     """
-    found, n, length = [], 1, left.shape[-2]
+    triangle_levels, n, length = [], 1, left.shape[-2]
     while n < length:
         _, later = split(_blocks(left, n))
         earlier, _ = split(_blocks(right, n))
@@ -76,9 +76,9 @@ def corners(
             # Factors go into the operands, of which each token has one a level: no [n, n, channels] array is made.
             later = later * split(level.since)[1]
             earlier = earlier * split(level.until)[0]
-        found.append(outer(later, earlier, precision))
+        triangle_levels.append(outer(later, earlier, precision))
         n *= 2
-    return found
+    return triangle_levels
 
 
 def outer(left: jax.Array, right: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
@@ -126,8 +126,8 @@ def apply_triangle(
         length = 2**n
         earlier, _ = split(_blocks(values, length))
         fresh = earlier * split(levels[n].until)[0]
-        taken = multiply(square, fresh, precision) * split(levels[n].since)[1]
-        pairs = jnp.stack([jnp.zeros_like(taken), taken], axis=-3)  # nothing for the first block of each pair
+        correction = multiply(square, fresh, precision) * split(levels[n].since)[1]
+        pairs = jnp.stack([jnp.zeros_like(correction), correction], axis=-3)  # nothing for the first block of each pair
         total = total + pairs.reshape(total.shape)
     return total
 

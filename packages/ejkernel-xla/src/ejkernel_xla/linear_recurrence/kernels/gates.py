@@ -143,8 +143,8 @@ def _weights_gradient(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax
     ones = jnp.ones_like(between)
     # A gate is a logarithm, so its gradient is weight times cotangent, summed over the pairs it separates: no division,
     # and none of the halvings is differentiated. A gate of -inf has weights of 0, and with them a gradient of 0.
-    behind = jnp.matmul(jnp.triu(ones), between, precision=lax.Precision.HIGHEST)
-    return (dots(behind, jnp.tril(ones, -1)) + lax.cumsum(since, axis=since.ndim - 1, reverse=True),)
+    suffix_sums = jnp.matmul(jnp.triu(ones), between, precision=lax.Precision.HIGHEST)
+    return (dots(suffix_sums, jnp.tril(ones, -1)) + lax.cumsum(since, axis=since.ndim - 1, reverse=True),)
 
 
 _weights.defvjp(_weights_saved, _weights_gradient)

@@ -28,17 +28,17 @@ def ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
 
 def _ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     inverted = inverse(matrix, precision)
-    found = multiply(inverted, rhs, precision)
-    return found, (inverted, found)
+    solution = multiply(inverted, rhs, precision)
+    return solution, (inverted, solution)
 
 
 def _ut_solve_gradients(
     precision: Any, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # Through the solution and not through the halvings: two products with the inverse that there is.
-    inverted, found = saved
+    inverted, solution = saved
     rhs = multiply_columns(inverted, cotangent, precision)
-    return jnp.tril(-multiply_rows(rhs, found, precision), -1), rhs
+    return jnp.tril(-multiply_rows(rhs, solution, precision), -1), rhs
 
 
 ut_solve.defvjp(_ut_solve, _ut_solve_gradients)

@@ -28,17 +28,17 @@ class Tokens(NamedTuple):
     read: jax.Array
 
 
-Behind = tuple[jax.Array, jax.Array]
+StatesAndReads = tuple[jax.Array, jax.Array]
 """States after a chunk [r, E, I] and what its tokens read [L, r, I]; or the cotangents of both."""
 
 
-def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
+def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
     """Returns the states after a chunk and what its tokens read, from the states before it and A as [E, I]."""
     return (_tree if associative else _loop)(state, tokens, decay)
 
 
 def pull(
-    associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: Behind
+    associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: StatesAndReads
 ) -> tuple[jax.Array, Tokens, jax.Array]:
     """Returns the cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""
     if associative:
@@ -46,7 +46,7 @@ def pull(
     return _pull_loop(state, tokens, decay, cotangents)
 
 
-def _tree(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
+def _tree(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
     decays = jnp.exp(tokens.step[:, :, None] * decay)
     written = tokens.write[..., None] * (tokens.step * tokens.x)[:, :, None]
     # log2(L) levels of whole-chunk arrays [L, r, E, I], so a chunk and not the sequence bounds the memory. Decays are
@@ -56,13 +56,13 @@ def _tree(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
     return states[-1], _dot("lrei,lre->lri", states, tokens.read)
 
 
-def _join(one: Behind, other: Behind) -> Behind:
+def _join(one: StatesAndReads, other: StatesAndReads) -> StatesAndReads:
     """Combines two runs of tokens: the decay of the states across both, and what both add."""
     return one[0] * other[0], other[0] * one[1] + other[1]
 
 
-def _loop(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Behind:
-    def token(state: jax.Array, token: Tokens) -> Behind:
+def _loop(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
+    def token(state: jax.Array, token: Tokens) -> StatesAndReads:
         state = _next(state, token, decay)
         # A matrix product instead of a sum: XLA would fuse the sum with the state and compute the state twice.
         return state, _dot("rei,re->ri", state, token.read)
@@ -75,7 +75,7 @@ def _next(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
 
 
 def _pull_loop(
-    state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: Behind
+    state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: StatesAndReads
 ) -> tuple[jax.Array, Tokens, jax.Array]:
     """Recomputes the states of the chunk forwards, then passes their cotangents backwards."""
     # The chunk's states again, [L, r, E, I], from its first token on: dividing a state by its decay to go back would

@@ -250,8 +250,8 @@ def _origin(record: TiledAttention, dimension: int) -> jax.Array | int:
     return 0 if record.dropout_origin is None else record.dropout_origin[dimension].astype(jnp.int32)
 
 
-def _positions(given: jax.Array | None, axis: Axis, at: Cursor, rows: int, tile: jax.Array) -> jax.Array:
+def _positions(positions: jax.Array | None, axis: Axis, at: Cursor, rows: int, tile: jax.Array) -> jax.Array:
     """Returns positions of a tile, int32 [b|1, block]."""
-    if given is None:
+    if positions is None:
         return (axis.start(tile) + jnp.arange(axis.block, dtype=jnp.int32))[None]
-    return take(given, (at.batch, axis.start(tile)), (rows, axis.block))
+    return take(positions, (at.batch, axis.start(tile)), (rows, axis.block))

@@ -102,6 +102,6 @@ def _heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """As `flash_attention_cases.make_inputs`; the `attention_mask` lets everything attend."""
-    made = flash_attention_cases.make_inputs(dataclasses.replace(args, attention_mask=None), key)
+    inputs = flash_attention_cases.make_inputs(dataclasses.replace(args, attention_mask=None), key)
     mask = args.attention_mask
-    return made if mask is None else dataclasses.replace(made, attention_mask=jnp.ones(mask.shape, mask.dtype))
+    return inputs if mask is None else dataclasses.replace(inputs, attention_mask=jnp.ones(mask.shape, mask.dtype))

@@ -55,9 +55,9 @@ def _case(arguments: type, row: _Row) -> Case:
     def make(key: jax.Array) -> Any:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         kept = {field: shape for field, shape in shapes.items() if field in ("x", "weight", *optional)}
-        made = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in kept.items()}
+        arrays = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in kept.items()}
         bounds = {"cu_seqlens": jnp.array(BOUNDS, jnp.int32)} if "cu_seqlens" in optional else {}
-        return arguments(**made, **bounds, **further)
+        return arguments(**arrays, **bounds, **further)
 
     return tagged(name, make, exercises, tags)
 

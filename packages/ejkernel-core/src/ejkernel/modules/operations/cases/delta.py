@@ -25,23 +25,27 @@ SLOTS = 6
 def _decay_of_channels(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
     """Beta, a decay of each key channel and a state."""
     beta, decay, state = jax.random.split(key, 3)
-    made = gates("beta", "initial_state")(state, sizes)
-    return {**made, "beta": jax.random.uniform(beta, sizes.shape("beta")), "decay": log_gate(decay, sizes.shape("gk"))}
+    fields = gates("beta", "initial_state")(state, sizes)
+    return {
+        **fields,
+        "beta": jax.random.uniform(beta, sizes.shape("beta")),
+        "decay": log_gate(decay, sizes.shape("gk")),
+    }
 
 
 def segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
     """Three segments a row with padding in front, between and after, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
-    made = gates("beta", "decay", "initial_state", return_state=True)(key, sizes)
-    return {**made, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
+    inputs = gates("beta", "decay", "initial_state", return_state=True)(key, sizes)
+    return {**inputs, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
 
 
 def _shared_keys(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Twice as many value heads as query and key heads."""
     query, keys, value = (normal(k, sizes.shape("key")) for k in jax.random.split(key, 3))
-    given = gates("beta", "decay", "initial_state", return_state=True, softmax_scale=0.3)(key, sizes)
-    return {**given, "query": query, "key": keys, "value": jnp.concatenate([value, value[::-1]], axis=2)}
+    inputs = gates("beta", "decay", "initial_state", return_state=True, softmax_scale=0.3)(key, sizes)
+    return {**inputs, "query": query, "key": keys, "value": jnp.concatenate([value, value[::-1]], axis=2)}
 
 
 def _packed(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
@@ -51,12 +55,12 @@ def _packed(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 
 def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """For keys that are not normalised: strong corrections for long keys make the recurrence itself grow."""
-    made = gates("beta", "decay")(key, sizes)
-    return {**made, "beta": made["beta"] / sizes.k, "use_qk_l2norm": False, "softmax_scale": 0.3}
+    inputs = gates("beta", "decay")(key, sizes)
+    return {**inputs, "beta": inputs["beta"] / sizes.k, "use_qk_l2norm": False, "softmax_scale": 0.3}
 
 
-_GIVEN = ("beta", "decay", "initial_state")
-_SHARED_KEYS: Row = ("more value heads than key heads", RecurrenceSizes(g=2), _shared_keys, _GIVEN, ())
+_OPTIONAL = ("beta", "decay", "initial_state")
+_SHARED_KEYS: Row = ("more value heads than key heads", RecurrenceSizes(g=2), _shared_keys, _OPTIONAL, ())
 _PACKED: Row = (
     "packed, states",
     RecurrenceSizes(b=1, g=2, n=len(BOUNDS) - 1),
@@ -64,7 +68,7 @@ _PACKED: Row = (
     ("beta", "decay", "cu_seqlens", "sequence_state"),
     ("awkward",),
 )
-_CHANNELS: Row = ("decay of channels, grouped", RecurrenceSizes(g=2, v=12), _decay_of_channels, _GIVEN, ())
+_CHANNELS: Row = ("decay of channels, grouped", RecurrenceSizes(g=2, v=12), _decay_of_channels, _OPTIONAL, ())
 _MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
 _SMALL_MODEL: Row = (
     "small model",

@@ -360,10 +360,10 @@ def _make_mask_info(shapes: MaskInfo) -> MaskInfo:
         # Zeros are one segment; positions count along the last axis, and ids that are all alike are not told apart.
         return jnp.zeros(shape.shape, shape.dtype)
 
-    made = jax.tree.map(leaf, shapes)
+    filled = jax.tree.map(leaf, shapes)
     counted = {
         name: jnp.broadcast_to(jnp.arange(positions.shape[-1], dtype=positions.dtype), positions.shape)
         for name in ("q_positions", "kv_positions")
         if (positions := getattr(shapes, name)) is not None
     }
-    return dataclasses.replace(made, **counted)
+    return dataclasses.replace(filled, **counted)

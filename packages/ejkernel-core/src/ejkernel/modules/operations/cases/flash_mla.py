@@ -42,8 +42,8 @@ def arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, jax.Array]:
     shapes |= {"b_k": (z.b, z.t, z.rope)} if z.form != "a" else {}
     shapes |= {"b_q": (z.b, z.t, z.rope)} if z.form == "c" else {}
     keys = jax.random.split(key, len(shapes))
-    made = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-    return {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in made.items()}
+    fields = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in fields.items()}
 
 
 def _masked(key: jax.Array, z: LatentSizes) -> dict[str, Any]:

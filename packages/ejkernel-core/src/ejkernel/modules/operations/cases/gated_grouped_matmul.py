@@ -52,12 +52,12 @@ def _case(arguments: type, row: _Row) -> Case:
         # Some name no token.
         indices = None if rows is None else jax.random.randint(keys[2], (rows,), -1, tokens + 1, jnp.int32)
         sizes = jnp.array(groups, jnp.int32)
-        given = dict(options)
-        if "rhs_bias" in given:
-            given["rhs_bias"] = given["rhs_bias"] * jax.random.normal(keys[2], (len(groups), 1, 2 * columns))
-        if "transpose_rhs" in given:
+        kwargs = dict(options)
+        if "rhs_bias" in kwargs:
+            kwargs["rhs_bias"] = kwargs["rhs_bias"] * jax.random.normal(keys[2], (len(groups), 1, 2 * columns))
+        if "transpose_rhs" in kwargs:
             rhs = rhs.swapaxes(1, 2)
-        return arguments(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **given)
+        return arguments(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **kwargs)
 
     exercises = {*options, *(() if rows is None else ("indices",))} - family.FAMILY.permissions
     return tagged(name, make, tuple(sorted(exercises)), tags)
@@ -71,13 +71,13 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     tokens, groups = args.lhs.shape[0], args.group_sizes.shape[0]
     rows = tokens if args.indices is None else args.indices.shape[0]
     sizes = jnp.full(groups, rows // groups).at[0].add(rows % groups)
-    made = {
+    fields = {
         "lhs": normal_like(keys[0], args.lhs),
         "rhs": normal_like(keys[1], args.rhs, args.lhs.shape[1] ** -0.5),
         "group_sizes": sizes.astype(args.group_sizes.dtype),
     }
     if args.indices is not None:
-        made["indices"] = jax.random.randint(keys[2], (rows,), 0, max(1, tokens)).astype(args.indices.dtype)
+        fields["indices"] = jax.random.randint(keys[2], (rows,), 0, max(1, tokens)).astype(args.indices.dtype)
     if args.rhs_bias is not None:
-        made["rhs_bias"] = normal_like(keys[2], args.rhs_bias)
-    return dataclasses.replace(args, **made)
+        fields["rhs_bias"] = normal_like(keys[2], args.rhs_bias)
+    return dataclasses.replace(args, **fields)

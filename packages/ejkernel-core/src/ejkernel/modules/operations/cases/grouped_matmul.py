@@ -58,16 +58,16 @@ def _eight_bits(key: jax.Array, blocks: tuple[int, int], **static: Any) -> dict[
         matrices = jnp.swapaxes(matrices, 1, 2)
     scales = (jax.random.uniform(keys[2], (129, blocks[0]), jnp.float32, 0.25, 1.0),)
     scales += (jax.random.uniform(keys[3], (5, blocks[1], 1, 48), jnp.float32, 0.02, 0.2),)
-    given = {"lhs": rows.astype(dtype), "rhs": matrices.astype(dtype)}
-    return {**given, "lhs_scale": scales[0], "rhs_scale": scales[1], **static}
+    fields = {"lhs": rows.astype(dtype), "rhs": matrices.astype(dtype)}
+    return {**fields, "lhs_scale": scales[0], "rhs_scale": scales[1], **static}
 
 
 def _packed(key: jax.Array, axis: str, mode: Mode = "affine") -> dict[str, Any]:
     """Returns matrices [60, 32] of 4 bits, or [64, 48] with `axis="col"`."""
     rows, columns = (32, 60) if axis == "row" else (48, 64)
     packed, scale, *zeros = quantize(jax.random.normal(key, (5, rows, columns)), 32, mode=mode, axis=axis)
-    given = {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
-    return {**given, "rhs_mode": mode, "rhs_group_size": 32, "transpose_rhs": axis == "col"}
+    fields = {"rhs": packed, "rhs_scale": scale, "rhs_zeros": zeros[0] if zeros else None}
+    return {**fields, "rhs_mode": mode, "rhs_group_size": 32, "transpose_rhs": axis == "col"}
 
 
 EIGHT = GroupedSizes(k=96)
@@ -136,8 +136,8 @@ def inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size."""
-    made, packed = jax.random.split(key)
-    return dataclasses.replace(fill(args, made, functools.partial(_make, args)), **_make_packed(args, packed))
+    array_key, packed = jax.random.split(key)
+    return dataclasses.replace(fill(args, array_key, functools.partial(_make, args)), **_make_packed(args, packed))
 
 
 def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:

@@ -88,9 +88,9 @@ def arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
     }
     shapes |= {} if z.one_cache else {"rope_cache": (z.b, z.s, z.rope)}
     keys = jax.random.split(key, len(shapes))
-    made = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-    made = {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in made.items()}
-    return {**made, "lengths": jnp.array(z.lengths, jnp.int32)}
+    fields = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    fields = {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in fields.items()}
+    return {**fields, "lengths": jnp.array(z.lengths, jnp.int32)}
 
 
 def cases(arguments: type) -> tuple[Case, ...]:

@@ -31,9 +31,9 @@ def arrays(key: jax.Array, sizes: NativeSparseSizes) -> dict[str, Any]:
     z = sizes
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.t, z.g, z.d), "value": (z.b, z.t, z.g, z.v)}
     keys = jax.random.split(key, len(shapes) + len(z.gates))
-    made = {n: jax.random.normal(k, x).astype(z.dtype) for k, (n, x) in zip(keys, shapes.items(), strict=False)}
-    given = {n: jax.random.uniform(k, (z.b, z.t, z.h)).astype(z.dtype) for k, n in zip(keys[3:], z.gates, strict=True)}
-    return {**made, **given, "block_size": z.block}
+    fields = {n: jax.random.normal(k, x).astype(z.dtype) for k, (n, x) in zip(keys, shapes.items(), strict=False)}
+    gates = {n: jax.random.uniform(k, (z.b, z.t, z.h)).astype(z.dtype) for k, n in zip(keys[3:], z.gates, strict=True)}
+    return {**fields, **gates, "block_size": z.block}
 
 
 def _listed(key: jax.Array, z: NativeSparseSizes, slots: int) -> jax.Array:

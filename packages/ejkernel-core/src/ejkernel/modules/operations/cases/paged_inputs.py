@@ -83,8 +83,8 @@ def normal(key: jax.Array, dtype: Any, /, **shapes: tuple[int, ...]) -> Arrays:
 def caches(key: jax.Array, sizes: PagedSizes) -> Arrays:
     """Key and value cache [P, S, Hk, D]; the slots that hold no token are NaN, so that reading one shows."""
     z, used = sizes, _used(sizes)
-    made = normal(key, z.dtype, key_cache=(z.pages, z.s, z.g, z.d), value_cache=(z.pages, z.s, z.g, z.v))
-    return {name: jnp.where(used[:, :, None, None], x, jnp.nan) for name, x in made.items()}
+    stored = normal(key, z.dtype, key_cache=(z.pages, z.s, z.g, z.d), value_cache=(z.pages, z.s, z.g, z.v))
+    return {name: jnp.where(used[:, :, None, None], x, jnp.nan) for name, x in stored.items()}
 
 
 def _used(sizes: PagedSizes) -> np.ndarray:
@@ -122,11 +122,11 @@ def packed_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 def v2_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns arguments of `ragged_page_attention_v2`; the last sequence is not live, though it looks it."""
-    given = packed_inputs(key, sizes)
-    keys, values = given.pop("key_cache"), given.pop("value_cache")
+    fields = packed_inputs(key, sizes)
+    keys, values = fields.pop("key_cache"), fields.pop("value_cache")
     pages = jnp.stack((keys, values), axis=3).reshape(*keys.shape[:2], -1, sizes.d)
-    given |= {"kv_pages": pages, "context_lens": given.pop("kv_lens"), "num_seqs": np.int32(len(sizes.lens) - 1)}
-    return given
+    fields |= {"kv_pages": pages, "context_lens": fields.pop("kv_lens"), "num_seqs": np.int32(len(sizes.lens) - 1)}
+    return fields
 
 
 def v3_inputs(key: jax.Array, sizes: PagedSizes, lanes: bool = False) -> dict[str, Any]:
@@ -148,19 +148,19 @@ def v3_inputs(key: jax.Array, sizes: PagedSizes, lanes: bool = False) -> dict[st
 def v3_eight_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns the same with a cache of 8 bits a number and queries of 16."""
     eight = dataclasses.replace(sizes, dtype=jnp.float8_e4m3fn)
-    given = v3_inputs(key, eight)
-    return {**given, "queries": given["queries"].astype(jnp.bfloat16)}
+    fields = v3_inputs(key, eight)
+    return {**fields, "queries": fields["queries"].astype(jnp.bfloat16)}
 
 
 def v3_integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns the same with a cache of int8."""
-    given = v3_inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
+    fields = v3_inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
     kept = ("keys", "values", "kv_cache")
-    made = {
-        name: jax.random.randint(k, given[name].shape, -128, 128).astype(jnp.int8)
+    integer_fields = {
+        name: jax.random.randint(k, fields[name].shape, -128, 128).astype(jnp.int8)
         for name, k in zip(kept, jax.random.split(key, len(kept)), strict=True)
     }
-    return {**given, **made, **normal(key, jnp.bfloat16, queries=given["queries"].shape)}
+    return {**fields, **integer_fields, **normal(key, jnp.bfloat16, queries=fields["queries"].shape)}
 
 
 def chunked_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
@@ -168,31 +168,31 @@ def chunked_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     NaN.
     """
     z, keys = sizes, jax.random.split(key)
-    given = {name: jnp.nan_to_num(x) for name, x in packed_inputs(keys[0], z).items()}
-    return {**given, **normal(keys[1], z.dtype, keys=(z.tokens, z.g, z.d), values=(z.tokens, z.g, z.v))}
+    fields = {name: jnp.nan_to_num(x) for name, x in packed_inputs(keys[0], z).items()}
+    return {**fields, **normal(keys[1], z.dtype, keys=(z.tokens, z.g, z.d), values=(z.tokens, z.g, z.v))}
 
 
 def decode_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns arguments of `decode_attention`."""
-    given = page_inputs(key, sizes)
+    fields = page_inputs(key, sizes)
     return {
-        "query": given["query"],
-        "key_buffer": given["key_cache"].reshape(-1, sizes.g, sizes.d),
-        "value_buffer": given["value_cache"].reshape(-1, sizes.g, sizes.v),
-        "req_to_tokens": given["block_tables"],
-        "seq_lens": given["context_lens"],
+        "query": fields["query"],
+        "key_buffer": fields["key_cache"].reshape(-1, sizes.g, sizes.d),
+        "value_buffer": fields["value_cache"].reshape(-1, sizes.g, sizes.v),
+        "req_to_tokens": fields["block_tables"],
+        "seq_lens": fields["context_lens"],
         "page_size": sizes.s,
     }
 
 
 def prefill_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns arguments of `prefill_page_attention`."""
-    given = packed_inputs(key, sizes)
+    fields = packed_inputs(key, sizes)
     return {
-        "query": given["queries"],
-        **{name: given[name].transpose(2, 0, 1, 3) for name in ("key_cache", "value_cache")},
-        "context_len": given["kv_lens"],
-        "page_indices": given["block_tables"][0],
+        "query": fields["queries"],
+        **{name: fields[name].transpose(2, 0, 1, 3) for name in ("key_cache", "value_cache")},
+        "context_len": fields["kv_lens"],
+        "page_indices": fields["block_tables"][0],
         "kv_layout": "hpsd",
     }
 
@@ -237,13 +237,13 @@ def make_inputs(
         "distribution": lambda shape: jnp.array([0, 0, sequences]),
     }
     keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-    made = {
+    fields = {
         name: known[name](x.shape).astype(x.dtype)
         if name in known
         else jax.random.normal(keys[name], x.shape, jnp.float32).astype(x.dtype)
         for name, x in shapes.items()
     }
-    return dataclasses.replace(args, **made)
+    return dataclasses.replace(args, **fields)
 
 
 make_unified_inputs = functools.partial(make_inputs, lengths="kv_lens")

@@ -36,25 +36,25 @@ def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 def integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns the same with a cache of int8 and queries of 16 bits."""
-    given = inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
+    fields = inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
     stored = ("keys_values", "keys_pe", "kv_cache")
-    made = {
-        name: jax.random.randint(k, given[name].shape, -128, 128).astype(jnp.int8)
+    integer_fields = {
+        name: jax.random.randint(k, fields[name].shape, -128, 128).astype(jnp.int8)
         for name, k in zip(stored, jax.random.split(key, len(stored)), strict=True)
     }
-    queries = {name: given[name].shape for name in ("queries_nope", "queries_pe")}
-    return {**given, **made, **normal(key, jnp.bfloat16, **queries)}
+    queries = {name: fields[name].shape for name in ("queries_nope", "queries_pe")}
+    return {**fields, **integer_fields, **normal(key, jnp.bfloat16, **queries)}
 
 
 def floats_of_8_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns the same with a cache of float8_e4m3fn, whose numbers are up to 4 times as large as what
     they stand for.
     """
-    given = inputs(key, dataclasses.replace(sizes, dtype=jnp.bfloat16))
-    pages, slots, lanes = given["kv_cache"].shape[0], sizes.s, given["kv_cache"].shape[-1]
-    stored = {name: (4 * given[name]).astype(jnp.float8_e4m3fn) for name in ("keys_values", "keys_pe", "kv_cache")}
+    fields = inputs(key, dataclasses.replace(sizes, dtype=jnp.bfloat16))
+    pages, slots, lanes = fields["kv_cache"].shape[0], sizes.s, fields["kv_cache"].shape[-1]
+    stored = {name: (4 * fields[name]).astype(jnp.float8_e4m3fn) for name in ("keys_values", "keys_pe", "kv_cache")}
     stored["kv_cache"] = stored["kv_cache"].reshape(pages, slots // 4, 4, lanes)
-    return {**given, **stored}
+    return {**fields, **stored}
 
 
 SMALL = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, s=8, v=60, d=17)

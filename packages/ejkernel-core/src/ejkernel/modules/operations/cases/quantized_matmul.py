@@ -117,6 +117,6 @@ def quantized_like(stored: dict[str, Any], form: Format, key: jax.Array) -> dict
     weights = jax.random.normal(key, (*rows, groups * form.group_size), jnp.float32)
     dtype = scales.dtype if len(form.scale_dtypes) > 1 else None
     packed, values, *third = quantize(weights, form.group_size, form.bits, cast(Mode, form.mode), "col", dtype)
-    made = {"w": packed, "scales": values}
-    made = {name: lax.bitcast_convert_type(array, stored[name].dtype) for name, array in made.items()}
-    return made | dict(zip(("tensor_scale" if form.has_tensor_scale else "zeros",), third, strict=False))
+    arrays = {"w": packed, "scales": values}
+    arrays = {name: lax.bitcast_convert_type(array, stored[name].dtype) for name, array in arrays.items()}
+    return arrays | dict(zip(("tensor_scale" if form.has_tensor_scale else "zeros",), third, strict=False))

@@ -86,16 +86,16 @@ def gates(*names: str, **constants: Any) -> Extra:
     """Returns random values for the named arguments, and constants."""
 
     def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for name, k in zip(names, jax.random.split(key, max(1, len(names))), strict=False):
             shape = sizes.shape(name)
             if name == "initial_state":
-                made[name] = normal(k, shape)
+                fields[name] = normal(k, shape)
             elif name == "beta":
-                made[name] = jax.random.uniform(k, shape)
+                fields[name] = jax.random.uniform(k, shape)
             else:
-                made["g" if name == "gate of channels" else name] = log_gate(k, shape)
-        return made | constants
+                fields["g" if name == "gate of channels" else name] = log_gate(k, shape)
+        return fields | constants
 
     return make
 
@@ -116,18 +116,18 @@ def _packed(*names: str, **constants: Any) -> Extra:
 
 def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns a packed step whose states are in slots: one request has no slot, and one no tokens."""
-    made = gates("gate of channels", return_state=True)(key, sizes)
+    fields = gates("gate of channels", return_state=True)(key, sizes)
     slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 3), sizes.dtype)
     starts, indices = jnp.array([0, 1, 1, 4, 5], jnp.int32), jnp.array([5, 3, 3, -1], jnp.int32)
-    return {**made, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
+    return {**fields, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
 
 def _segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns two segments per row with padding in front and between, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
-    made = gates("g", "initial_state", return_state=True)(key, sizes)
-    return {**made, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
+    fields = gates("g", "initial_state", return_state=True)(key, sizes)
+    return {**fields, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
 
 
 def _slopes(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:

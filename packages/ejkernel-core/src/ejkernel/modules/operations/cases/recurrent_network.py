@@ -63,10 +63,10 @@ _TABLE: tuple[_Row, ...] = (
 def cases(arguments: type, cell: str) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
     fields = {field.name for field in dataclasses.fields(arguments)}
-    made = [_case(arguments, row, cell, fields) for row in _TABLE]
+    network_cases = [_case(arguments, row, cell, fields) for row in _TABLE]
     if "nonlinearity" not in fields:
-        return tuple(made)
-    return (*made, dataclasses.replace(made[0], name="relu", make=_relu(made[0])))
+        return tuple(network_cases)
+    return (*network_cases, dataclasses.replace(network_cases[0], name="relu", make=_relu(network_cases[0])))
 
 
 def _relu(case: Case) -> Any:
@@ -82,9 +82,9 @@ def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
 
     def make(key: jax.Array) -> Any:
         shapes, keys = sizes.shapes(GATES[cell]), jax.random.split(key, len(kept))
-        made = {field: _normal(field, shapes[field], k) for field, k in zip(kept, keys, strict=True)}
-        made = {field: x.astype(sizes.dtype) for field, x in made.items()}
-        return arguments(**made, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
+        arrays = {field: _normal(field, shapes[field], k) for field, k in zip(kept, keys, strict=True)}
+        arrays = {field: x.astype(sizes.dtype) for field, x in arrays.items()}
+        return arguments(**arrays, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
 
     exercises = {field for field in optional if field in fields} | ({"seq_lengths"} if lengths else set())
     return tagged(name, make, exercises, tags)

@@ -17,8 +17,8 @@ SQUARE = AttentionSizes(d=16, v=16)
 def _masked(key: jax.Array) -> dict[str, Any]:
     mask, bias = jax.random.split(key)
     allowed = jax.random.bernoulli(mask, 0.6, (2, 1, 40, 63)).at[:, :, 3].set(False)
-    given = {"mask_info": MaskInfo(_attention_mask=allowed), "bias": jax.random.normal(bias, (1, 4, 40, 63))}
-    return {**given, "return_lse": True}
+    inputs = {"mask_info": MaskInfo(_attention_mask=allowed), "bias": jax.random.normal(bias, (1, 4, 40, 63))}
+    return {**inputs, "return_lse": True}
 
 
 def _positioned(key: jax.Array) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def _case(
     def make(key: jax.Array) -> Any:
         arrays = _arrays(key, sizes)
         required = ("x", "A", "B", "C", "D", "dt")
-        given = {_FIELDS.get(name, name): arrays[name] for name in (*required, *optional)}
-        return arguments(**given | constants)
+        fields = {_FIELDS.get(name, name): arrays[name] for name in (*required, *optional)}
+        return arguments(**fields | constants)
 
     return tagged(name, make, exercises, tags)
 

@@ -57,20 +57,20 @@ def _case(arguments: type, row: Row) -> Case:
     def make(key: jax.Array) -> Any:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         kept = {field: shape for field, shape in shapes.items() if field in required or field in optional}
-        made: dict[str, Any] = {
+        fields: dict[str, Any] = {
             field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in kept.items()
         }
-        if "states" in made:
-            made["initial_state"] = made.pop("states")
-            made["cu_seqlens"] = jnp.array([0, 9, 9, 10, tokens], jnp.int32)
+        if "states" in fields:
+            fields["initial_state"] = fields.pop("states")
+            fields["cu_seqlens"] = jnp.array([0, 9, 9, 10, tokens], jnp.int32)
         if "slots" in optional:
-            made["initial_state"] = in_slots(key, (6, channels, size), (4, 1), dtype)
-            made["cu_seqlens"] = jnp.array([0, 1, 1, 3, 4], jnp.int32)
-            made["state_indices"] = jnp.array([4, 2, 1, -1], jnp.int32)
+            fields["initial_state"] = in_slots(key, (6, channels, size), (4, 1), dtype)
+            fields["cu_seqlens"] = jnp.array([0, 1, 1, 3, 4], jnp.int32)
+            fields["state_indices"] = jnp.array([4, 2, 1, -1], jnp.int32)
         if "dt_bias" in optional:
-            made |= {"dt_bias": jnp.linspace(-1.0, 1.0, channels), "D": None}
-            made |= {"dt": made["dt"] - 1, "dt_softplus": True, "dt_limit": (0.3, 1.5)}
-        return arguments(**made, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
+            fields |= {"dt_bias": jnp.linspace(-1.0, 1.0, channels), "D": None}
+            fields |= {"dt": fields["dt"] - 1, "dt_softplus": True, "dt_limit": (0.3, 1.5)}
+        return arguments(**fields, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
 
     return tagged(name, make, exercises, tags)
 

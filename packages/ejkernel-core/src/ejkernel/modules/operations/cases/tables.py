@@ -27,8 +27,8 @@ def table(
 
     def maker(sizes: Sizes, extra: Callable[[jax.Array], dict[str, Any]]) -> Callable[[jax.Array], Any]:
         def make(key: jax.Array) -> Any:
-            given, options = jax.random.split(key)
-            return arguments(**{**inputs(given, sizes), **extra(options)})
+            input_key, options = jax.random.split(key)
+            return arguments(**{**inputs(input_key, sizes), **extra(options)})
 
         return make
 
@@ -51,9 +51,9 @@ def fill(args: Any, key: jax.Array, make: Callable[[str, Any, jax.Array], Any]) 
     """
     names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
     keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
-    given = {name: getattr(args, name) for name in names}
-    made = {name: make(name, x, keys[name]) for name, x in given.items() if x is not None}
-    return dataclasses.replace(args, **made)
+    shapes = {name: getattr(args, name) for name in names}
+    values = {name: make(name, x, keys[name]) for name, x in shapes.items() if x is not None}
+    return dataclasses.replace(args, **values)
 
 
 def normal_like(key: jax.Array, shape: Any, factor: float = 1.0) -> jax.Array:

@@ -110,23 +110,23 @@ class Packed(NamedTuple):
     live: tuple[str, Any] | None = None
 
 
-def packed(given: Packed) -> Iterable[Condition]:
+def packed(call: Packed) -> Iterable[Condition]:
     """Starts, lengths, the number of live sequences and tables fit each other, the query rows and the cache."""
-    (length_name, lengths), (start_name, starts), (table_name, tables) = given.lengths, given.starts, given.tables
-    live = () if given.live is None else (given.live[1],)
+    (length_name, lengths), (start_name, starts), (table_name, tables) = call.lengths, call.starts, call.tables
+    live = () if call.live is None else (call.live[1],)
     if not integers(lengths, starts, tables, *live) or len(lengths.shape) != 1 or 0 in (x.size for x in live):
         return
     sequences = lengths.shape[0]
     if starts.shape != (sequences + 1,) or (len(tables.shape) == 2 and tables.shape[0] != sequences):
         return
     entries = tables.shape[1] if len(tables.shape) == 2 else tables.shape[0] // max(sequences, 1)
-    capacity = entries * given.page_size
-    if given.live is not None:
-        yield from _live(given.live, sequences)
+    capacity = entries * call.page_size
+    if call.live is not None:
+        yield from _live(call.live, sequences)
 
     def ordered(xp: Any, bounds: Any, *counts: Any) -> Any:
         first, last, rest = bounds[:-1], bounds[1:], _rest(xp, sequences, counts)
-        return xp.all(rest | ((first >= 0) & (first <= last) & (last <= given.rows)))
+        return xp.all(rest | ((first >= 0) & (first <= last) & (last <= call.rows)))
 
     def long_enough(xp: Any, tokens: Any, bounds: Any, *counts: Any) -> Any:
         return xp.all(_rest(xp, sequences, counts) | (tokens >= xp.maximum(bounds[1:] - bounds[:-1], 0)))
@@ -134,12 +134,12 @@ def packed(given: Packed) -> Iterable[Condition]:
     def short_enough(xp: Any, tokens: Any, *counts: Any) -> Any:
         return xp.all(_rest(xp, sequences, counts) | (tokens <= capacity))
 
-    up_to = f" up to the live sequences of {given.live[0]}" if given.live else ""
-    wants = f"starts from 0 to the {given.rows} query rows that never decrease{up_to}"
+    up_to = f" up to the live sequences of {call.live[0]}" if call.live else ""
+    wants = f"starts from 0 to the {call.rows} query rows that never decrease{up_to}"
     yield Condition(name=start_name, reads=(starts, *live), holds=ordered, wants=wants)
     wants = f"at least the query rows that {start_name} gives each sequence: they are its newest tokens"
     yield Condition(name=length_name, reads=(lengths, starts, *live), holds=long_enough, wants=wants)
-    wants = f"at most {capacity} tokens: {entries} pages of {given.page_size} are all that {table_name} lists"
+    wants = f"at most {capacity} tokens: {entries} pages of {call.page_size} are all that {table_name} lists"
     yield Condition(name=length_name, reads=(lengths, *live), holds=short_enough, wants=wants)
 
 
@@ -150,8 +150,8 @@ def _rest(xp: Any, sequences: int, counts: tuple[Any, ...]) -> Any:
     return xp.arange(sequences) >= xp.reshape(counts[0], (-1,))[-1]
 
 
-def _live(given: tuple[str, Any], sequences: int) -> Iterable[Condition]:
-    name, counts = given
+def _live(live: tuple[str, Any], sequences: int) -> Iterable[Condition]:
+    name, counts = live
 
     def holds(xp: Any, values: Any) -> Any:
         values = xp.reshape(values, (-1,))

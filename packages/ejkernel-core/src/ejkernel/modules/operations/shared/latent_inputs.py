@@ -52,13 +52,13 @@ def check_latent_sizes(args: Any, required: Mapping[str, str], optional: Mapping
         ValueError: A shape contradicts another, an axis is empty, or a dtype is not the query's.
     """
     sizes: dict[str, int] = {}
-    given = {**required, **{name: axes for name, axes in optional.items() if getattr(args, name) is not None}}
-    for name, axes in given.items():
+    shapes = {**required, **{name: axes for name, axes in optional.items() if getattr(args, name) is not None}}
+    for name, axes in shapes.items():
         check_shape(name, getattr(args, name), axes, sizes)
         check_not_empty(name, getattr(args, name), axes, " ".join(axis for axis in axes.split() if axis != "B"))
     lead = next(iter(required))
     check_dtype(lead, getattr(args, lead), jnp.floating, "a floating dtype")
-    check_same_dtype({name: getattr(args, name) for name in given})
+    check_same_dtype({name: getattr(args, name) for name in shapes})
     if sizes["H"] % sizes["Hk"]:
         raise ValueError(
             f"w_kc: got shape {args.w_kc.shape} with {sizes['Hk']} heads, wants a divisor of query's {sizes['H']}"
@@ -72,8 +72,8 @@ def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
     Raises:
         ValueError: It has another.
     """
-    wanted = sizes["Dn"] + (sizes["Dr"] if rotary else 0)
-    if sizes["Dq"] != wanted:
+    query_size = sizes["Dn"] + (sizes["Dr"] if rotary else 0)
+    if sizes["Dq"] != query_size:
         parts = f"Dn + Dr = {sizes['Dn']} + {sizes['Dr']}" if rotary else f"w_kc's Dn = {sizes['Dn']}"
         raise ValueError(f"query: got a head size of {sizes['Dq']}, wants {parts}")
 

@@ -15,7 +15,7 @@ To type checkers it is `Any`: calls without it have an array and not one of two 
 """
 
 
-def beside_lse(args: Any, output: Any, lse: Any, *others: Any) -> Any:
+def with_lse(args: Any, output: Any, lse: Any, *others: Any) -> Any:
     """Returns what a public function returns: the output, lse where `return_lse` asks for it, and what
     else there is.
     """

@@ -268,15 +268,15 @@ def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(scaled.astype(dtype)).astype(queries.dtype)
 
 
-def tuned(config: type[Config], cfg: Config | None, **wanted: Any) -> Config | None:
+def tuned(config: type[Config], cfg: Config | None, **fields: Any) -> Config | None:
     """`cfg` with what the call's tuning arguments ask for; None where they ask for nothing.
 
     Raises:
         ValueError: An argument and `cfg` ask for different things.
     """
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    for name, value in wanted.items():
+    fields = {name: value for name, value in fields.items() if value is not None}
+    for name, value in fields.items():
         chosen = getattr(cfg, name, None)
         if chosen is not None and chosen != value:
             raise ValueError(f"{name}: got {value!r}, wants cfg's {chosen!r}, or only one of the two")
-    return dataclasses.replace(cfg or config(), **wanted) if wanted else cfg
+    return dataclasses.replace(cfg or config(), **fields) if fields else cfg

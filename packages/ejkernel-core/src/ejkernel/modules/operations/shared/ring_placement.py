@@ -21,13 +21,13 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
     Raises:
         ValueError: `axis_name` is neither bound nor an axis of a mesh, or the specs do not spread the sequence over it.
     """
-    given = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     split = in_specs is not None or out_specs is not None
     if split or args.axis_name is None or axis_bound(args.axis_name):
-        if all(value is not None for value in given.values()):
+        if all(value is not None for value in options.values()):
             _check_axis(args.axis_name, mesh)
             _check_specs(args.axis_name, in_specs, mesh)
-        return given
+        return options
     mesh = _compat.ambient_mesh() if mesh is None else mesh
     if mesh is None:
         raise ValueError(
@@ -60,8 +60,8 @@ def _check_specs(axis_name: str | None, in_specs: Any, mesh: Any) -> None:
     def splitting(axes: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(axis for axis in axes if sizes.get(axis) != 1)
 
-    given = zip(names, in_specs, strict=False)
-    along = {name: splitting(_axes(spec, 1)) for name, spec in given if spec is not None}
+    pairs = zip(names, in_specs, strict=False)
+    along = {name: splitting(_axes(spec, 1)) for name, spec in pairs if spec is not None}
     if axis_name is not None:
         wrong = {name: axes for name, axes in along.items() if axes != splitting((axis_name,))}
         if wrong:
@@ -81,9 +81,9 @@ def _specs(args: Any, mesh: Any) -> tuple[PartitionSpec, PartitionSpec]:
     known = [_known_spec(x, mesh) for x in (args.query, args.key, args.value)]
     entries: dict[int, Any] = {}
     for axis in (0, 2):
-        found = [_axes(spec, axis) for spec in known]
-        shared = found[0] == found[1] == found[2] and args.axis_name not in found[0]
-        entries[axis] = found[0] if shared and found[0] else None
+        mesh_axes = [_axes(spec, axis) for spec in known]
+        shared = mesh_axes[0] == mesh_axes[1] == mesh_axes[2] and args.axis_name not in mesh_axes[0]
+        entries[axis] = mesh_axes[0] if shared and mesh_axes[0] else None
     spec = PartitionSpec(entries[0], args.axis_name, entries[2])
     return spec, spec
 

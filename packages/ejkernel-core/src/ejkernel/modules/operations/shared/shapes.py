@@ -130,8 +130,8 @@ def as_number(
     number = float(value)
     if not (math.isfinite(number) and number >= least and above < number < below):
         bounds = {">=": least, ">": above, "<": below}
-        said = [f"{sign} {bound:g}" for sign, bound in bounds.items() if math.isfinite(bound)]
-        raise ValueError(f"{name}: got {value}, wants a finite number {' and '.join(said)}".rstrip())
+        limits = [f"{sign} {bound:g}" for sign, bound in bounds.items() if math.isfinite(bound)]
+        raise ValueError(f"{name}: got {value}, wants a finite number {' and '.join(limits)}".rstrip())
     return number
 
 
