@@ -1,4 +1,4 @@
-"""What all implementations in Triton have in common, and need of device, toolchain and dtypes."""
+"""The common parts of all Triton implementations: requirements on device, toolchain and dtypes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 
 JAX_TRITON = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
-"""The toolchain on devices. jax-triton reaches into JAX, so versions of both that are not tested are refused."""
+"""The toolchain on devices. jax-triton uses JAX's internals, so versions of both that are not tested are refused."""
 
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
 
@@ -17,12 +17,12 @@ DTYPES = frozenset({"float16", "bfloat16", "float32"})
 def triton_requires(
     *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]], head_dims: range | None = None
 ) -> Requires:
-    """GPUs from Ampere on and AMD's; the CPU too where Triton's interpreter is switched on, which needs no jax-triton.
+    """Returns the requirements: GPUs from Ampere on and AMD's, or CPUs if Triton's interpreter is enabled.
 
     Args:
         handles: Optional fields that the kernels honour.
-        extra: Sentences for what data cannot say.
-        head_dims: Head dimensions that the kernels have; None for families without.
+        extra: Yields reasons that the other requirements cannot express.
+        head_dims: Head dimensions that the kernels support; None for families without.
     """
     interpreted = interpreting()
     return Requires(
@@ -47,16 +47,16 @@ def triton_implementation(
     priority: int | Callable[[Any, DeviceInfo, Direction], int] = 10,
     **fields: Any,
 ) -> Implementation:
-    """Returns an implementation in Triton.
+    """Returns a Triton implementation.
 
     Args:
-        family: The family it serves.
-        requires: What it needs and honours.
-        config: What can be chosen.
-        forward: "folder.module:function" below this package.
+        family: The family that it implements.
+        requires: Its requirements, and the fields that it honours.
+        config: Its configuration space.
+        forward: "folder.module:function" in this package.
         backward: The backward pass in the same form; None without one.
         name: Name among the implementations of the family.
-        priority: Its place among those that a GPU has confirmed; XLA's is 0.
+        priority: Its place in the order of choice among implementations confirmed on a GPU; XLA's is 0.
         **fields: Others of `Implementation`.
     """
     return Implementation(

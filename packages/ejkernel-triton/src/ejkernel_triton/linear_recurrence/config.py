@@ -1,41 +1,43 @@
-"""Configuration that both chunked recurrences share."""
+"""The configuration that both chunked recurrences share."""
 
 import dataclasses
 
 MIN_TILE = 16
-"""Smallest side of a tile that `tl.dot` takes, in tokens or channels."""
+"""The smallest side of a tile that `tl.dot` supports, in tokens or channels."""
 
 WARPS = 4
-"""Warps of a program where states are passed from chunk to chunk, and where scores and the WY form are computed."""
+"""Warps per program of the kernels that pass states, and of those that compute scores and the WY form."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkPasses:
-    """Configuration of both passes, which share the chunks between whose states they pass.
+    """Configuration of both passes, which share the chunks whose states are stored.
 
     Attributes:
-        chunk: Tokens of a chunk of the forward pass; lowered to a power of two, and raised to 16.
-        backward_chunk: Tokens of a chunk of the backward pass. Where it is another, nothing is kept for the backward
-            pass, which makes gates and states again.
-        segments: Segments of a row whose chunks are scanned at the same time, for calls of few rows and heads.
-        keep_states: Whether the backward pass is given the chunk states, instead of making them again.
-        state_block_k: Key channels of a tile of the state that a program passes from chunk to chunk.
-        state_block_v: Value channels of it.
-        state_stages: Pipeline stages: chunks whose copies are in flight, plus one; in the delta rule fewer where shared
-            memory has no room for as many.
-        score_block_k: Key channels at once, where the scores of pairs of tokens with gates per key channel are made.
-        output_block_t: Tokens of a program that makes outputs, at most a chunk; with gates per key channel always that.
-        output_block_k: Key channels at once, where outputs and gradients of values are made.
-        output_block_v: Value channels of a program there.
-        output_warps: Warps of it.
-        output_stages: Its pipeline stages.
-        gradient_block_k: Key channels of a program, where gradients of queries, keys and gates are made.
-        gradient_block_v: Value channels at once there.
-        gradient_warps: Warps of it.
+        chunk: Tokens per chunk of the forward pass; rounded down to a power of two, and at least 16.
+        backward_chunk: Tokens per chunk of the backward pass. If it differs, the forward pass stores nothing for the
+            backward pass, which recomputes gates and states.
+        segments: Segments per row whose chunks are scanned in parallel, for calls of few rows and heads.
+        keep_states: Whether the chunk states are stored for the backward pass; otherwise it recomputes them.
+        state_block_k: Key channels per tile of the state that a program passes from chunk to chunk.
+        state_block_v: Value channels per such tile.
+        state_stages: Pipeline stages: chunks whose copies are in flight, plus one; the delta rule uses fewer if shared
+            memory is too small.
+        score_block_k: Key channels per step of the kernel that computes scores with gates per key channel.
+        output_block_t: Tokens per program of the output kernel, at most a chunk; with gates per key channel a whole
+            chunk.
+        output_block_k: Key channels per step of the kernels of outputs and of gradients of values.
+        output_block_v: Value channels per program of these kernels.
+        output_warps: Warps per program of these kernels.
+        output_stages: Their pipeline stages.
+        gradient_block_k: Key channels per program of the kernel of gradients of queries, keys and gates.
+        gradient_block_v: Value channels per step of that kernel.
+        gradient_warps: Warps per program of that kernel.
         gradient_stages: Its pipeline stages.
-        fused: Whether one kernel makes states and outputs forwards, with no state in memory; else `output_*` count, and
-            `state_*` do for more than segments. With gradients and `keep_states` two kernels do.
-        fused_block_v: Value channels of a program that scans; it has all key channels.
+        fused: Whether the forward pass computes states and outputs in one kernel, which stores no states; otherwise the
+            `output_*` fields apply, and the `state_*` fields to all states. With gradients and `keep_states` two
+            kernels run.
+        fused_block_v: Value channels per program of the fused kernel; it has all key channels.
         fused_stages: Its pipeline stages.
     """
 

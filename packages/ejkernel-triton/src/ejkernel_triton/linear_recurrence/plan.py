@@ -1,7 +1,7 @@
-"""What a call's kernels share: which tokens each chunk has, cumulative gates, and pipeline stages that fit the chip.
+"""What a call's kernels share: the chunks' tokens, cumulative gates, and pipeline stages that fit the chip.
 
-Triton's compiler decides how much shared memory a kernel takes; `_bytes` is an upper bound of what its versions 3.6 and
-3.9 do, which a test compares with them.
+Triton's compiler determines the shared memory of a kernel; `_bytes` is an upper bound for its versions 3.6 and 3.9,
+which a test compares with them.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, make_spec
 from ejkernel_triton.sizes import ceil_div, padded
 
 MOST_SEQUENCES = 1023
-"""Packed sequences up to which one kernel makes all that is known of their chunks."""
+"""The largest number of packed sequences whose chunk index one kernel computes."""
 
 
 class ChunkIndex(NamedTuple):
-    """Which tokens the chunks of packed sequences have; all are None without packing.
+    """The index of the chunks of packed sequences; all fields are None without packing.
 
     Attributes:
         bounds: int32 [1, N + 2], cumulative lengths, the last twice.
         first_chunks: int32 [1, N + 1], chunks before each sequence, and all chunks.
         starts: int32 [1, CHUNKS], the first token of each chunk.
-        ends: int32 [1, CHUNKS], the token after the last of its sequence; chunks after the last have no token.
-        order: int32 [1, N], the sequences in the order in which their scans begin: the longest first, so that none
-            begins when the others have ended.
+        ends: int32 [1, CHUNKS], the end of each chunk's sequence; chunks past the last one have no token.
+        order: int32 [1, N], the sequences in the order in which their scans start: the longest first, so that none
+            starts when the others have ended.
     """
 
     bounds: jax.Array | None
@@ -42,18 +42,18 @@ class ChunkIndex(NamedTuple):
 
     @property
     def per_chunk(self) -> tuple[jax.Array | None, ...]:
-        """Returns what kernels of single chunks read."""
+        """Returns the inputs of kernels with a program per chunk."""
         return self.starts, self.ends
 
     @property
     def per_scan(self) -> tuple[jax.Array | None, ...]:
-        """Returns what kernels read that scan along the chunks of a sequence."""
+        """Returns the inputs of kernels that scan along the chunks of a sequence."""
         return self.bounds, self.first_chunks, self.order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrenceCall:
-    """What the launches of one call share. B rows; the letters are those of `RecurrenceSpec`.
+    """What the launches of one call share, for B rows; the letters are those of `RecurrenceSpec`.
 
     Attributes:
         spec: Constants.
@@ -66,7 +66,7 @@ class RecurrenceCall:
         scores: [B, H, CHUNKS * CHUNK, CHUNK], from `forward.intra_chunk_scores`; None without gates per key channel.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.
-        chunk_index: Where the chunks of packed sequences lie.
+        chunk_index: The index of packed sequences' chunks.
     """
 
     spec: RecurrenceSpec
@@ -82,14 +82,14 @@ class RecurrenceCall:
 
 
 GATE_COLUMNS = 64
-"""Gates of a token that a program sums up."""
+"""Gates of a token that a program sums."""
 
 WGMMA_ROWS = 64
-"""Tokens of a chunk from which on Hopper's products read shared memory, which then holds every stage."""
+"""Tokens per chunk from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
 
 
 def make_chunk_index(record: LinearRecurrence, spec: RecurrenceSpec) -> ChunkIndex:
-    """Returns where the chunks of packed sequences lie: each sequence is cut into chunks from its first token on."""
+    """Returns the index of packed sequences' chunks; each sequence is split into chunks from its first token on."""
     if record.cu_seqlens is None:
         return ChunkIndex(None, None, None, None, None)
     bounds, sequences = record.cu_seqlens.astype(jnp.int32), record.cu_seqlens.shape[0] - 1
@@ -128,8 +128,8 @@ def _index_of_many_sequences(bounds: jax.Array, spec: RecurrenceSpec) -> ChunkIn
     counts = -(-jnp.diff(bounds) // spec.CHUNK)
     first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
-    # Few numbers: comparing all of them is one fused operation, where a binary search would be a loop. Chunks after
-    # the last have sequence N, which is empty.
+    # There are few elements: comparing all of them is one fused operation, where a binary search would be a loop.
+    # Chunks past the last one get sequence N, which is empty.
     sequence = jnp.searchsorted(first_chunks[1:], chunk, side="right", method="compare_all")
     bounds = jnp.append(bounds, bounds[-1])
     starts, ends = bounds[sequence] + (chunk - first_chunks[sequence]) * spec.CHUNK, bounds[sequence + 1]
@@ -151,10 +151,10 @@ def make_call(
     Args:
         record: The canonical arguments.
         config: Chunks and tiles.
-        chunk: Tokens of a chunk, which of the two lengths.
-        gates: Cumulative gates, where the forward pass kept them.
-        scores: Scores of pairs of tokens with gates per key channel, where the forward pass kept them.
-        cumulative: Whether cumulative gates are made where they were not kept.
+        chunk: Tokens per chunk, of this pass.
+        gates: Cumulative gates, if the forward pass stored them.
+        scores: Scores with gates per key channel, if the forward pass stored them.
+        cumulative: Whether to compute cumulative gates if they are not passed.
     """
     spec = make_spec(record, chunk, config.segments)
     chunk_index = make_chunk_index(record, spec)
@@ -175,16 +175,16 @@ def make_call(
 
 
 def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, chunk_index: ChunkIndex) -> jax.Array | None:
-    """Sums of log gates from each chunk's first token on, in powers of two.
+    """Returns the sums of log2 gates from each chunk's first token on.
 
     Args:
         decay: [B|1, T|1, H, WIDTH], or None.
         spec: Constants.
-        chunk_index: Where the chunks of packed sequences lie.
+        chunk_index: The index of packed sequences' chunks.
 
     Returns:
         [B|1, H, CHUNKS * CHUNK, WIDTH] float32; rows after a chunk's last token repeat its sum.
-        [B|1, H], the log gates themselves, where they are constant. None without gates.
+        [B|1, H], the log gates themselves, if they are constant. None without gates.
     """
     from ejkernel_triton.linear_recurrence.kernels.chunk_local_cumsum import chunk_local_cumsum_kernel
 
@@ -208,14 +208,14 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, chunk_index:
 
 
 def state_stages(call: RecurrenceCall, most: int, *, block_k: int, block_v: int, written: bool) -> int:
-    """Returns the stages with which the delta rule's state passing fits the chip in use.
+    """Returns the largest number of stages with which the delta rule's state passing fits the chip in use.
 
     Args:
         call: What the launches of the call share.
         most: The most stages.
-        block_k: Key channels of a program's tile of the state, which are all.
-        block_v: Value channels.
-        written: Whether what tokens write is read, in addition to keys and `w`.
+        block_k: Key channels per tile of the state: all of them.
+        block_v: Value channels per tile of the state.
+        written: Whether the tokens' writes are read, in addition to keys and `w`.
     """
     chip = chip_of(current_device())
     fitting = (n for n in range(most, 1, -1) if _bytes(call, chip, n, (block_k, block_v), written) <= _room(chip))
@@ -227,12 +227,12 @@ def _room(chip: Chip) -> int:
 
 
 def _bytes(call: RecurrenceCall, chip: Chip, stages: int, state: tuple[int, int], written: bool) -> int:
-    """Returns bytes of the chunks that are copied ahead and of the state, an operand of the product with `w`."""
+    """Returns the bytes of the chunks in flight and of the state, which is an operand of the product with `w`."""
     size, chunk = call.query.dtype.itemsize, call.spec.CHUNK
     block_k, block_v = state
     unit = chip.architecture in ("hopper", "blackwell")
-    # Elsewhere the last stage goes to registers.
+    # On other chips the last stage goes to registers.
     buffers = stages if unit and chunk >= WGMMA_ROWS else stages - 1
     of_chunk = chunk * ((2 * block_k + (block_v if written else 0)) * size + 8)  # and gates in float32
-    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
+    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 operands are split in two
     return buffers * of_chunk + parts * block_k * block_v * size

@@ -1,4 +1,4 @@
-"""What the kernels of a linear recurrence are compiled for: all about a record that is neither an array nor a tile."""
+"""The compile-time constants of the kernels of a linear recurrence."""
 
 import dataclasses
 from typing import Any
@@ -18,13 +18,12 @@ class RecurrenceSpec:
     """Constants of the kernels; the letters are those of the record.
 
     Attributes:
-        T: Tokens of a row.
-        CHUNK: Tokens of a chunk.
-        LEVELS: How often a chunk is halved until its parts have one token.
-        CHUNKS: Chunks of a row; of packed sequences, the most there can be.
-        SEQUENCES: Sequences of a row that have states of their own: packed ones, or the segments that a long row is
-            split into.
-        PER_SEQUENCE: Chunks of a segment; 0 for packed sequences, whose chunks are counted in `ChunkIndex`.
+        T: Tokens per row.
+        CHUNK: Tokens per chunk.
+        LEVELS: How often a chunk is halved until one token is left: log2 of CHUNK.
+        CHUNKS: Chunks per row; with packed sequences, an upper bound.
+        SEQUENCES: Sequences per row with separate states: packed ones, or the segments that a long row is split into.
+        PER_SEQUENCE: Chunks per segment; 0 for packed sequences, whose chunks are counted in `ChunkIndex`.
         H: Heads.
         HQ: Heads of the queries.
         HK: Heads of the keys.
@@ -32,18 +31,19 @@ class RecurrenceSpec:
         K: Key channels.
         V: Value channels.
         WIDTH: Gates per head and token: 0 without gates, 1 or K.
-        CONSTANT: Whether a head's gate is the same for all tokens: kernels multiply it instead of reading sums.
-        DECAYED: Whether queries and keys have their decay by gates of channels already, and what takes the gates' place
-            are factors of chunks, [B, H, CHUNKS, 3, K] (see `wy_channel_gates`).
+        CONSTANT: Whether a head's gate is the same for all tokens: kernels multiply it instead of loading sums.
+        DECAYED: Whether queries and keys already have their decay by gates per key channel; the gates are then replaced
+            by factors of chunks, [B, H, CHUNKS, 3, K] (see `wy_channel_gates`).
         DELTA: Whether tokens write by the delta rule.
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
-        MAX_EXPONENT: Powers of two on either side of a chunk's middle up to which its pairs with gates of channels are
-            one product: those that the dtype has, and that leave digits to what is multiplied with them.
-        FULL_CHUNKS: Whether every token of every chunk is one of its sequence.
+        MAX_EXPONENT: Largest log2 decay relative to a chunk's middle for which its scores with gates per key channel
+            are one
+        product: within the dtype's range, with a margin for the operands.
+        FULL_CHUNKS: Whether every chunk is full.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int
@@ -77,7 +77,7 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
     Args:
         record: The canonical arguments.
         chunk: Tokens of a chunk.
-        segments: Segments that a row which is not packed is split into, each scanned by programs of its own.
+        segments: Segments that a row without packing is split into, each scanned by separate programs.
     """
     tokens, packed = record.query.shape[1], record.cu_seqlens is not None
     chunk = max(MIN_TILE, 1 << (chunk.bit_length() - 1))
@@ -87,7 +87,7 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
     sequences = ceil_div(chunks, per_sequence)
     if record.cu_seqlens is not None:
         sequences, per_sequence = record.cu_seqlens.shape[0] - 1, 0
-        # Every sequence may end with a partial chunk. The lengths are traced, so that is the most there can be.
+        # Every sequence may end with a partial chunk. The lengths are traced, so this is an upper bound.
         chunks = tokens // chunk + min(sequences, tokens)
     return RecurrenceSpec(
         T=tokens,
@@ -109,8 +109,8 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
-        # A factor is one operand: float16 ends at 2 ** 16, and 8 powers are left to what is multiplied. Other dtypes
-        # end at 2 ** 128, which a product of two factors of 2 ** 40 must not reach either.
+        # A factor is an operand: float16's largest number is 2 ** 16, and 8 powers are left to the other factor. For
+        # other dtypes a product of two factors of 2 ** 40 must stay below 2 ** 128.
         MAX_EXPONENT=8.0 if record.query.dtype == jnp.float16 else 40.0,
         FULL_CHUNKS=not packed and tokens % chunk == 0,
         PRECISION=_precision(record),
@@ -119,17 +119,21 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
 
 
 def _is_constant(record: LinearRecurrence) -> bool:
-    """Whether heads have gates that no token changes, as lightning attention's; kernels of the delta rule read sums."""
+    """Returns whether a head's gate is the same for all tokens, as in lightning attention; the delta rule's kernels
+    use sums.
+    """
     return record.decay is not None and record.beta is None and record.decay.shape[1] == record.decay.shape[3] == 1
 
 
 def state_dtype(record: LinearRecurrence) -> Any:
-    """Returns in which chunk states are stored: float16 has not the range for sums over a sequence."""
+    """Returns the dtype of stored chunk states: float16's range is too small for sums over a sequence."""
     return jnp.bfloat16 if record.query.dtype == jnp.bfloat16 else jnp.float32
 
 
 def canonical(record: LinearRecurrence) -> LinearRecurrence:
-    """A record as the kernels take it: in float32 where products of 16-bit inputs must not be rounded between."""
+    """Returns the record in the kernels' dtype: float32 if intermediate products of 16-bit inputs must not be
+    rounded.
+    """
     if record.precision != lax.Precision.HIGHEST or record.query.dtype == jnp.float32:
         return record
     wide = {name: getattr(record, name).astype(jnp.float32) for name in ("query", "key", "value")}
@@ -137,7 +141,9 @@ def canonical(record: LinearRecurrence) -> LinearRecurrence:
 
 
 def _precision(record: LinearRecurrence) -> str:
-    """Returns products of float32 keep its digits; those of states with float16 need no more than float16's."""
+    """Returns the precision of float32 products: it keeps all digits, but products with float16 need no more than
+    float16's.
+    """
     if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
         return "ieee"
     return "tf32x3" if record.query.dtype == jnp.float32 else "tf32"

@@ -53,7 +53,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """The family's, and one of the dense latent cache; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the implementations of the family and of the dense latent cache, which also serve CPUs if interpreted."""
     return (
         triton_implementation(
             "paged_attention",

@@ -1,9 +1,9 @@
 """Tile sizes and launch parameters of the paged-attention kernels, and the tiles that shared memory holds.
 
-Triton's compiler decides how much shared memory a kernel takes; `shared_memory` is an upper bound of what its versions
-3.6 and 3.9 take, which a test compares with them. While keys are read there are the queries, the tiles of keys and
-values that copies fill, what products need in another dtype, and the weights. Later the accumulator passes through on
-its way to the threads that store it.
+Triton's compiler determines the shared memory of a kernel; `shared_memory` is an upper bound for its versions 3.6 and
+3.9, which a test compares with them. In the main loop shared memory holds the queries, the pipeline stages of keys and
+values, operands that are converted to another dtype, and the weights. After it, the accumulator passes through shared
+memory to the threads that store it.
 """
 
 import dataclasses
@@ -25,12 +25,13 @@ class PagedForward:
     """Configuration of the paged-attention kernels.
 
     Attributes:
-        block_q: Query rows of one sequence a tile; with all query heads of a KV head they make a tile of scores.
-        block_kv: Keys a tile.
+        block_q: Query rows of one sequence per tile; times the query heads of a KV head they are the rows of a tile of
+            scores.
+        block_kv: Keys per tile.
         num_programs: Persistent programs, each with an equal share of the key tiles of a call (stream-K).
         num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of key and value tiles.
-        whole_pages: Whether a tile that lies in one page reads the page's number once, not for every key.
+        whole_pages: Whether a tile is within one page, so that its index is loaded once, not for every key.
     """
 
     block_q: int
@@ -51,10 +52,10 @@ FACES = {
 """Maps fields of the public configurations to fields of this one."""
 
 SCORE_ROWS = 64
-"""Most rows of a tile of scores in decoding and short prefills."""
+"""The largest number of rows of a tile of scores in decoding and short prefills."""
 
 PREFILL_SCORE_ROWS = 128
-"""Rows of a tile of scores in prefill: long queries, heads of at most 128 columns, elements of 16 bits."""
+"""Rows of a tile of scores in prefill: long queries, heads of at most 128 columns, 16-bit elements."""
 
 PREFILL = ((64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 2))
 """Key tile, warps and stages for tiles of `PREFILL_SCORE_ROWS`, the fastest on an H200 first.
@@ -66,43 +67,46 @@ SMALL_LATENT = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
 LATENT_FEW = ((64, 4, 3, 1), *SMALL_LATENT)
 LATENT_SOME = ((64, 8, 3, 1), *SMALL_LATENT)
 LATENT_MANY = ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1), (64, 8, 1, 1), (16, 8, 2, 1), (16, 8, 1, 1))
-"""Key tile, warps, stages and programs a multiprocessor for at most 16, at most 32 and more rows of scores in a latent
-cache, the fastest on an H200 first."""
+"""Key tile, warps, stages and programs per multiprocessor for at most 16, at most 32 and more rows of scores in a
+latent cache, the fastest on an H200 first.
+"""
 
 PROGRAMS_PER_SM = 2
-"""Programs that a multiprocessor's registers hold at once."""
+"""Programs per multiprocessor that registers allow."""
 
 HEADS, LATENT_HEADS, FLOAT32_LATENT_HEADS = 128, 64, 16
-"""Most query heads of one KV head in a tile. Accumulators of 128 heads and 512 latent columns would fill the registers
-of a multiprocessor. Two programs of 64 heads each read the same keys at about the same time, once from HBM."""
+"""The largest number of query heads of one KV head in a tile. Accumulators of 128 heads and 512 latent columns would
+fill the registers of a multiprocessor. Two programs of 64 heads each read the same keys at about the same time, once
+from HBM.
+"""
 
 FLOAT32_QUERIES = 8 * KIBI
-"""Most elements of a tile of float32 queries, of which shared memory holds two parts."""
+"""The largest number of elements of a tile of float32 queries, which shared memory holds split in two."""
 
 MIN_TILE = 16
-"""Smallest side of a tile that `tl.dot` takes."""
+"""The smallest side of a tile that `tl.dot` supports."""
 
 WGMMA_ROWS, WGMMA_WARPS = 64, 4
-"""Rows and warps from which on Hopper's products read shared memory, which then holds every stage."""
+"""Rows and warps from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
 
 BARRIERS = KIBI
-"""Bytes for the barriers of copies, and for maxima and sums that cross warps."""
+"""Bytes for the copies' mbarriers, and for maxima and sums across warps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileShape:
-    """What the shared memory of a program follows from.
+    """The sizes that determine the shared memory of a program.
 
     Attributes:
         rows: Rows of scores.
-        keys: Keys of a tile.
+        keys: Keys per tile.
         query_columns: Padded columns of queries, and of keys.
-        read_columns: Padded columns that are read of a key, those of its value included.
+        read_columns: Padded columns that are loaded per key, including those of its value.
         value_columns: Padded columns of the accumulator.
-        stored: Bytes of an element of the cache.
-        operand: Bytes of an element of the products' operands.
-        converted: Whether operands are other numbers than those of the cache.
-        warps: Warps of a program.
+        stored: Bytes per element of the cache.
+        operand: Bytes per element of the products' operands.
+        converted: Whether operands have another dtype than the cache.
+        warps: Warps per program.
         stages: Pipeline stages.
     """
 
@@ -119,7 +123,7 @@ class TileShape:
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
-    """Tile sizes for a record on a device: many rows a tile where sequences have many, else as few as can be."""
+    """Returns the default tile sizes: many query rows per tile if sequences have many, otherwise as few as possible."""
     if record.latent is not None:
         return _latent_candidates(record, device)[0]
     if _score_rows(record, device) == PREFILL_SCORE_ROWS:
@@ -129,9 +133,9 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     sized = fitted(record, _sized(record, device, block_kv, 4, 2 if wide else 3), chip_of(device))
     whole = paged_cache.page_size(record) % sized.block_kv == 0
     if _query_rows(record, device) == 1 and not wide and not whole:
-        # With a number for every key 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
-        # Two warps read the page numbers of a tile without a pipeline stage of their own, so that two tiles of keys
-        # and values are in flight where four warps have one.
+        # Loading a page index per key gives 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
+        # With two warps, the page indices of a tile need no separate pipeline stage, so that two tiles of keys and
+        # values are in flight instead of one with four warps.
         return fitted(record, _sized(record, device, 64, 2, 3), chip_of(device))
     return dataclasses.replace(sized, whole_pages=whole)
 
@@ -157,7 +161,9 @@ def too_large(record: PagedAttention, device: DeviceInfo) -> str:
 
 
 def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
-    """Tile sizes for latent caches: key tile, warps, stages and programs of a multiprocessor, the best guess first."""
+    """Returns tile sizes for latent caches: key tile, warps, stages and programs per multiprocessor, the best guess
+    first.
+    """
     chip = chip_of(device)
     group = group_of(record, chip)
     rows, splits = _query_rows(record, device) * group, record.query.shape[1] // group
@@ -185,25 +191,25 @@ def _is_wide(record: PagedAttention) -> bool:
 
 
 def _average_query_rows(record: PagedAttention) -> int:
-    """Returns query rows of a sequence."""
+    """Returns the average number of query rows per sequence."""
     return 1 if record.query_start is None else ceil_div(record.query.shape[0], max(1, record.kv_lens.shape[0]))
 
 
 def _score_rows(record: PagedAttention, device: DeviceInfo) -> int:
-    """Most rows of a tile of scores."""
-    # Twice as many, so that batches of decoding sequences with a few long ones among them keep the smaller tiles.
+    """Returns the largest number of rows of a tile of scores."""
+    # Twice as many, so that batches of decoding sequences with a few long ones keep the smaller tiles.
     many = _average_query_rows(record) * group_of(record, chip_of(device)) >= 2 * PREFILL_SCORE_ROWS
     return PREFILL_SCORE_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
 
 
 def _query_rows(record: PagedAttention, device: DeviceInfo) -> int:
-    """Returns query rows of a tile: a power of two, with all heads no more than a tile of scores has rows."""
+    """Returns query rows per tile: a power of two for which the rows of all heads fit a tile of scores."""
     most = max(1, _score_rows(record, device) // group_of(record, chip_of(device)))
     return min(padded(_average_query_rows(record)), 1 << (most.bit_length() - 1))
 
 
 def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
-    # The interpreter runs programs one after the other: a few, so that rows are shared and merged there too.
+    # The interpreter runs programs one after the other; a few suffice to test splits and merges.
     programs = 3 if interpreting() else PROGRAMS_PER_SM * chip_of(device).multiprocessors
     return PagedForward(
         block_q=_query_rows(record, device),
@@ -215,7 +221,9 @@ def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int
 
 
 def group_of(record: PagedAttention, chip: Chip) -> int:
-    """Query heads of one KV head in a tile: all of them, or an even part where they are too many for the chip."""
+    """Returns the query heads of a KV head per tile: all, or an equal part of them if they are too many for the
+    chip.
+    """
     group = record.query.shape[1] // paged_cache.kv_heads(record)
     most = _most_heads(record, chip)
     return next(group // parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= most)
@@ -229,7 +237,7 @@ def _most_heads(record: PagedAttention, chip: Chip) -> int:
         most = min(HEADS, max(16, FLOAT32_QUERIES // padded(record.query.shape[-1]))) if wide else HEADS
     if chip.vendor == "amd":
         return most
-    # The accumulator passes through shared memory in float32, of as many heads as a power of two.
+    # The accumulator passes through shared memory in float32, for a power of two of heads.
     held = (chip.shared_memory - KIBI) // (4 * padded(paged_cache.value_size(record)))
     return min(most, 1 << (held.bit_length() - 1))
 
@@ -247,12 +255,14 @@ def shared_memory(record: PagedAttention, config: Any, chip: Chip) -> int:
 
 
 def fits(record: PagedAttention, config: Any, chip: Chip) -> bool:
-    """Returns whether a chip holds a program of the kernel."""
+    """Returns whether a program of the kernel fits the chip."""
     return shared_memory(record, config, chip) <= chip.shared_memory
 
 
 def fitted(record: PagedAttention, config: Any, chip: Chip) -> Any:
-    """The configuration, with fewer stages, rows and keys until the chip holds it; the smallest where none fits."""
+    """Returns the configuration with fewer stages, rows and keys until it fits the chip; the smallest one if none
+    fits.
+    """
     while not fits(record, config, chip):
         rows = padded(config.block_q * group_of(record, chip), MIN_TILE)
         if config.num_stages > 2:
@@ -281,7 +291,7 @@ def _shape(record: PagedAttention, config: Any, chip: Chip) -> TileShape:
         rows=padded(config.block_q * group_of(record, chip), MIN_TILE),
         keys=config.block_kv,
         query_columns=columns,
-        # A latent vector is key and value.
+        # A latent vector is both key and value.
         read_columns=columns if latent else columns + values,
         value_columns=padded(latent, MIN_TILE) if latent else values,
         stored=stored,
@@ -293,26 +303,26 @@ def _shape(record: PagedAttention, config: Any, chip: Chip) -> TileShape:
 
 
 def _on_nvidia(shape: TileShape, chip: Chip) -> int:
-    wide, parts = shape.operand > 2, 2 if shape.operand > 2 else 1  # float32 is multiplied in two parts
+    wide, parts = shape.operand > 2, 2 if shape.operand > 2 else 1  # float32 operands are split in two
     unit = chip.architecture in ("hopper", "blackwell")
     wgmma = unit and shape.rows >= WGMMA_ROWS and shape.warps >= WGMMA_WARPS
-    # Elsewhere the last stage goes to registers.
+    # On other chips the last stage goes to registers.
     buffers, tile = shape.stages if wgmma else shape.stages - 1, shape.keys * shape.read_columns
     weights = parts * shape.rows * shape.keys * shape.operand
     if buffers > 0:
         converted = shape.converted or (wide and wgmma)
         loop = (buffers * shape.stored + shape.operand * converted) * tile + weights
     else:
-        # Tiles pass through on their way from the threads that load them to those that multiply them.
+        # Tiles pass through shared memory from the threads that load them to those that multiply them.
         loop = max(weights, shape.keys * (shape.query_columns + shape.value_columns) * shape.operand)
     queries = parts * shape.rows * shape.query_columns * shape.operand
     return max(queries + loop, 4 * shape.rows * shape.value_columns) + BARRIERS
 
 
 def _on_amd(shape: TileShape) -> int:
-    """Returns the same on CDNA, where registers hold the queries, and the weights of 16 rows of 16 bits too."""
+    """Returns the same for CDNA, where registers hold the queries, and 16-bit weights of 16 rows too."""
     copied = (shape.stages - 1) * shape.keys * shape.read_columns * shape.stored
     if shape.rows > MIN_TILE or shape.operand > 2:
         copied += shape.rows * shape.keys * shape.operand
-    # Rounded before it passes through.
+    # The accumulator is rounded before it passes through shared memory.
     return max(copied, shape.operand * shape.rows * shape.value_columns)

@@ -16,7 +16,7 @@ from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, strides_o
 from ejkernel_triton.sizes import padded_for_dot
 
 MERGED_NUMBERS = 2048
-"""Numbers that a program of one warp merges at once: slots of a row times their values."""
+"""Elements that a program of one warp merges at a time: slots of a row times values."""
 
 
 def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Array, ...], None]:
@@ -27,8 +27,7 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
         config: Tile sizes, programs, warps and stages.
 
     Returns:
-        Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
-        residuals.
+        Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the updated pages, if any; no residuals.
     """
     if record.shared_prefix is not None:
         prefix, suffix = split_prefix(record)
@@ -43,7 +42,7 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
 
 
 def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
-    """Returns output and lse of a record whose tokens are all in their pages.
+    """Returns output and lse of a record without new tokens.
 
     Args:
         record: The record.
@@ -55,10 +54,10 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
 
 
 def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns output and lse with 0 and -inf in rows of no sequence, which are in no entry of the work list."""
+    """Returns output and lse with 0 and -inf in padding rows, which the work list does not contain."""
     if record.query_start is None:
         return output, lse
-    # Rows of sequences follow each other.
+    # The rows of all sequences are contiguous.
     live = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
     in_sequence = (token >= record.query_start[0]) & (token < record.query_start[live])
@@ -76,7 +75,7 @@ def _attend(
     from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
     from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
 
-    # The first axis is rows of the batch, of which `jax.vmap` makes more.
+    # The first axis is the batch, which `jax.vmap` extends.
     row = jax.tree.map(lambda x: x[None], record)
     tables = None if row.block_tables is None else row.block_tables.astype(jnp.int32)
     sinks, slopes = (None if x is None else x.astype(jnp.float32) for x in (row.softmax_aux, row.alibi_slopes))
@@ -84,7 +83,7 @@ def _attend(
     values = record.key_pages if record.value_pages is None else record.value_pages
     values = values if rotary is None else rotary.rows
     work, shares = plan
-    # Split-KV: two slots a program, whatever the lengths; see `paged_attention_kernel`.
+    # Split-KV: two slots per program, for any lengths; see `paged_attention_kernel`.
     slots, part = 2 * spec.PROGRAMS * spec.SPLITS, spec.BV + (spec.BR if spec.TAIL else 0)
     shapes: tuple[Shape | int, ...] = (
         Shape((1, rows, heads, spec.DV), record.query.dtype),
@@ -103,8 +102,8 @@ def _attend(
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
-    # Writes into the memory of output and lse (inputs 6 and 7), and only rows of split items. One warp: a program has
-    # one row of a tile of scores.
+    # Updates output and lse (inputs 6 and 7) in place, and only rows of split items. One warp: a program has one row of
+    # a tile of scores.
     output, lse = launch(
         split_combine_kernel,
         (parts, maxima, sums, work[None], shares[None], sinks, output, lse),
@@ -121,19 +120,19 @@ def _attend(
 def merge_prefix(
     prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns output [T, H, Dv] and lse [T, H] over the keys of both."""
+    """Merges output [T, H, Dv] and lse [T, H] over two sets of keys."""
     parts = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix)]
     output, lse = merge(*parts)
     return output[0].astype(suffix[0].dtype), lse[0].T
 
 
 def write_cache(record: PagedAttention, work: jax.Array, block_q: int) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
-    """Returns the record with its new tokens in its pages, and those pages; as `paged_cache.write`.
+    """Returns the record with its new tokens in its pages, and those pages; like `paged_cache.write`.
 
     Args:
         record: The record.
         work: Its work list, [W, fields].
-        block_q: Most query rows of an entry.
+        block_q: Query rows per entry, at most.
     """
     if record.new_keys is None or record.block_tables is None:
         return paged_cache.write(record)
@@ -159,7 +158,7 @@ def _write_one(
     work: jax.Array,
     block_q: int,
 ) -> jax.Array:
-    """Returns one array of the cache with the tokens in it."""
+    """Writes the tokens into one array of the cache."""
     from ejkernel_triton.paged_attention.kernels.cache_write import cache_write_kernel
 
     assert record.block_tables is not None

@@ -1,6 +1,6 @@
 """The work list of a call and the programs' shares of it; and the split of a batch with a common prefix.
 
-A common prefix is read once for the whole batch, by two calls of the kernels that are merged by their log-sum-exps:
+The keys of a common prefix are read once for the whole batch, by two calls of the kernels, merged by log-sum-exp:
 
     prefix   0 ........... S        all query rows of the batch as those of one sequence: tiles of many rows
     suffix                 S ... n  each sequence's rows against the keys after the prefix: tiles of few rows
@@ -28,19 +28,21 @@ FIELDS = 9
 """Fields of an entry of the work list; `tile` names them."""
 
 MAX_PLANNED = 8192
-"""Entries or sequences that one program can plan; XLA plans more."""
+"""The largest number of entries or sequences that one program can plan; XLA plans more."""
 
 
 def spec_of_work(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> PagedSpec:
     """Returns the constants of a record's kernels, with room for the longest work list."""
     sequences = record.kv_lens.shape[0]
-    # The most entries that these rows can make: each sequence may have one tile that is not full.
+    # An upper bound on the entries: each sequence may have one partial tile.
     tiles = record.query.shape[0] // config.block_q + sequences
     return make_spec(record, config, sequences if record.query_start is None else tiles, rotary)
 
 
 def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
-    """The work list as kernels read it, [W, fields], and where programs begin, [P + 1, 2]; see `work_list_kernel`."""
+    """Returns the work list in the kernels' layout, [W, fields], and the programs' starts, [P + 1, 2]; see
+    `work_list_kernel`.
+    """
     if max(spec.ENTRIES, spec.SEQUENCES) > MAX_PLANNED:
         work = find_work(record, config.block_q)
         schedule = deal(work, config.block_kv, spec.HK, config.num_programs)
@@ -72,7 +74,7 @@ def _entries(work: Work, schedule: Deal) -> jax.Array:
 
 
 def _shares(schedule: Deal) -> jax.Array:
-    """Returns where programs begin and, last, the size of a share and of all."""
+    """Returns the programs' starts and, last, the tiles per share and in total."""
     rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
     return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
 
@@ -91,7 +93,7 @@ def split_prefix(record: PagedAttention) -> tuple[PagedAttention, PagedAttention
         query_start=jnp.stack((record.query_start[0], record.query_start[live])),
         num_seqs=None,
         softmax_aux=None,  # a sink joins the denominator once
-        qq_bias=None,  # and pairs of queries are after the prefix
+        qq_bias=None,  # pairs of queries are after the prefix
         causal=False,
         shared_prefix=None,
     )
@@ -100,7 +102,7 @@ def split_prefix(record: PagedAttention) -> tuple[PagedAttention, PagedAttention
 
 
 def prefix_config(record: PagedAttention, config: PagedForward) -> PagedForward:
-    """The configuration with tiles of as many query rows as a tile of scores, and shared memory, have room for."""
+    """Returns the configuration with as many query rows per tile as a tile of scores, and shared memory, allow."""
     chip = chip_of(current_device())
     most = max(1, SCORE_ROWS // group_of(record, chip))
     rows = max(config.block_q, min(padded(record.query.shape[0]), 1 << (most.bit_length() - 1)))

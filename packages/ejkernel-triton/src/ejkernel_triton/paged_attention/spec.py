@@ -1,4 +1,4 @@
-"""What the paged-attention kernels are compiled for: all about a record that is neither an array nor a length."""
+"""The compile-time constants of the paged-attention kernels."""
 
 import dataclasses
 from typing import Any
@@ -27,51 +27,51 @@ class PagedSpec:
         SEQUENCES: N.
         H: Query heads.
         HK: KV heads.
-        SPLITS: Tiles that the query heads of a KV head are cut into; a program has one of them.
-        G: Query heads of such a tile.
+        SPLITS: Tiles that the query heads of a KV head are split into; a program has one of them.
+        G: Query heads per such tile.
         D: Head dimension of queries and keys.
         DV: Head dimension of values.
         BD: Columns of a tile of keys: D or, in a latent cache, R, padded to a power of two of at least 16.
-        LATENT: R of a latent cache, whose tiles of keys are its tiles of values; 0 in others.
-        ROTARY: Key columns next to those of the latent vector; they are where values are in other caches.
+        LATENT: R of a latent cache, whose tiles of keys are also its tiles of values; 0 for others.
+        ROTARY: Key columns in addition to those of the latent vector; they are in the array of values.
         BR: ROTARY, padded to a power of two of at least 16.
         TAIL: Whether these columns are values too, after those of the latent vector.
         BV: DV, padded to a power of two of at least 16.
         PAGES: Pages of the cache.
-        PAGE_SIZE: Slots of a page.
-        TABLE: Entries of a sequence's block table; 0 where each sequence has the page of its own number.
-        KEY_STRIDES: Elements from page to page, slot to slot and head to head of the keys.
-        VALUE_STRIDES: The same of the values.
+        PAGE_SIZE: Slots per page.
+        TABLE: Entries per sequence of the block table; 0 if sequence n has page n.
+        KEY_STRIDES: Strides of the keys' pages, slots and heads, in elements.
+        VALUE_STRIDES: The same for the values.
         KEY_ELEMENTS: Elements of one batch row's key cache.
         VALUE_ELEMENTS: The same of its value cache.
-        VALUE_OFFSET: Where values begin in a combined cache, or rotary columns in a latent one; else 0.
-        BLOCK_Q: Query rows of a tile.
+        VALUE_OFFSET: Offset of the values in a combined cache, or of rotary columns in a latent one; else 0.
+        BLOCK_Q: Query rows per tile.
         M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
-        BLOCK_KV: Keys of a tile.
-        WHOLE: Whether a tile lies in one page, of which it reads the number once.
-        FULL_TILES: Whether full tiles, of which every pair attends, have a loop without masks.
+        BLOCK_KV: Keys per tile.
+        WHOLE: Whether a tile is within one page, whose index it loads once.
+        FULL_TILES: Whether full tiles have a separate loop without masks.
         ENTRIES: Entries of the work list.
-        CAPACITY: Tokens of the longest sequence that the tables describe.
-        PACKED: Whether sequences have any number of query rows, not one each.
-        COUNTED: Whether a number says how many sequences are live.
-        STARTED: Whether sequences begin at keys of their own.
+        CAPACITY: Tokens of the longest sequence that the tables can describe.
+        PACKED: Whether sequences have any number of query rows, instead of one each.
+        COUNTED: Whether `num_seqs` has the number of live sequences.
+        STARTED: Whether `kv_starts` has the sequences' first keys.
         PROGRAMS: Persistent programs that share the key tiles.
-        FACTOR: softmax_scale, times log2(e) where nothing comes between the product and the exponential.
+        FACTOR: softmax_scale, times log2(e) if nothing is applied between the product and the exponential.
         CAP: Soft cap, or None.
-        FAST_TANH: Whether the device has an approximate tanh and its precision is enough.
+        FAST_TANH: Whether the device's approximate tanh is used, since its precision suffices.
         LEFT: `p - LEFT <= k`; None is open.
         RIGHT: `k <= p + RIGHT`; None is open.
         ALIBI: Whether there are ALiBi slopes.
         QQ: Size of `qq_bias`; 0 without it.
         SINKS: Whether there are sinks.
-        PLAIN: Whether scores are products and a factor alone.
+        PLAIN: Whether scores are scaled products, with nothing else applied.
         VALUE_SCALE: Factor on the output.
         ROUND: Dtype that queries, keys and values are rounded to, or None.
-        BYTES: Bytes of an element of the cache.
-        OPERAND: Dtype in which queries meet keys.
-        VALUE: Dtype in which weights meet values.
+        BYTES: Bytes per element of the cache.
+        OPERAND: Dtype of the product of queries and keys.
+        VALUE: Dtype of the product of weights and values.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
-        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
     ROWS: int
@@ -127,25 +127,25 @@ class PagedSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteSpec:
-    """Constants of the kernel.
+    """Constants of the kernel that writes new tokens.
 
     Attributes:
         TOKENS: Query rows, each with a token.
         SEQUENCES: Sequences.
-        TABLE: Entries of a sequence's block table.
+        TABLE: Entries per sequence of the block table.
         ENTRIES: Entries of the work list.
-        BLOCK_Q: Query rows of an entry.
+        BLOCK_Q: Query rows per entry.
         HK: KV heads of the tokens.
-        HEADS: Heads of the cache: more, where some only pad it.
-        COMPONENTS: 2 where keys and values are in one array, after each other.
+        HEADS: Heads of the cache, including padding heads.
+        COMPONENTS: 2 if keys and values are in one array, one after the other.
         D: Columns of a token.
         LANES: Columns of a row of the cache.
         WIDTH: LANES, padded to a power of two.
-        SPLIT: Columns of a token that come first in a row.
-        SECOND: Column of a row of the cache at which a token's other columns begin.
+        SPLIT: Number of a token's columns at the start of a row.
+        SECOND: Column of a row of the cache at which the token's other columns start.
         PAGES: Pages of the cache.
-        PAGE_SIZE: Slots of a page.
-        STRIDES: Elements from page to page, slot to slot and head to head.
+        PAGE_SIZE: Slots per page.
+        STRIDES: Strides of pages, slots and heads, in elements.
         ELEMENTS: Elements of one batch row's cache.
     """
 
@@ -216,7 +216,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         M=padded_for_dot(config.block_q * group),
         BLOCK_KV=config.block_kv,
         WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
-        # Tiles of few rows are bound by memory, whatever masks they compute.
+        # Tiles of few rows are memory-bound even with masks.
         FULL_TILES=config.block_q * group >= (16 if interpreting() else PREFILL_SCORE_ROWS),
         ENTRIES=entries,
         CAPACITY=paged_cache.capacity(record),
@@ -244,12 +244,14 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
 
 
 def promoted(query: Any, stored: Any) -> Any:
-    """Returns the wider of two dtypes; caches of 8 bits are read in the query's."""
+    """Returns the wider of two dtypes; 8-bit caches are converted to the query's dtype."""
     return jnp.dtype(query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored))
 
 
 def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
-    """Strides of keys and of values (or rotary columns) over pages, slots and heads, and where the latter begin."""
+    """Returns strides of keys and of values (or rotary columns) over pages, slots and heads, and the offset of the
+    latter.
+    """
     keys = strides_of(record.key_pages, record.kv_layout)
     if rotary is not None:
         return keys, strides_of(rotary.rows, record.kv_layout), rotary.start
@@ -259,7 +261,7 @@ def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, St
 
 
 def strides_of(pages: jax.Array, layout: str) -> Strides:
-    """Returns elements from page to page, slot to slot and head to head of an array of the cache."""
+    """Returns the strides of pages, slots and heads of a cache array, in elements."""
     sizes = dict(zip(layout, pages.shape, strict=True))
     strides: dict[str, int] = {}
     step = 1

@@ -10,9 +10,9 @@ from ejkernel_triton.quantized_matmul import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 MOST_ROWS = 256
-"""Rows of x beyond which one pass over the matrix at full width costs less than dequantising it for every tile."""
+"""Rows of x above which dequantising the matrix once is faster than dequantising it for every tile."""
 LARGEST = 2**31 - 1
-"""Most words of a matrix: offsets inside of one have 32 bits."""
+"""The largest number of words of a matrix: offsets in it have 32 bits."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -26,7 +26,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Returns before XLA's, which dequantises once, up to as many rows as that takes longer for."""
+    """Returns a priority above XLA's, which dequantises once, for as many rows as that takes longer for."""
     return 10 if record.x.shape[0] <= MOST_ROWS else -1
 
 

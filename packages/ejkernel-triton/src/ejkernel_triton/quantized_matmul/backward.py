@@ -16,7 +16,7 @@ def backward(pullback: Pullback, config: QuantizedTiles) -> dict[str, jax.Array]
         config: Tiles, splits, warps and stages.
 
     Returns:
-        [M, K] in x's dtype, if it is wanted.
+        The gradient [M, K] in x's dtype, if it is requested.
     """
     record: QuantizedMatmul = pullback.record
     run = matmul_over_rows if record.transpose else matmul_over_words

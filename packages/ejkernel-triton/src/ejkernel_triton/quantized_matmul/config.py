@@ -16,10 +16,10 @@ class QuantizedTiles:
     """Configuration of a kernel.
 
     Attributes:
-        block_m: Rows a tile.
-        block_r: Rows of packed weights a tile.
-        block_w: Words of packed weights a tile.
-        splits: Split-K: parts of the contracted axis, each in another program; XLA adds up the parts.
+        block_m: Rows per tile.
+        block_r: Rows of packed weights per tile.
+        block_w: Words of packed weights per tile.
+        splits: Split-K: programs that the contracted axis is split over; XLA adds up their sums.
         num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of packed words.
     """
@@ -36,11 +36,11 @@ FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)} | 
 """Maps fields of the public configuration to fields of this one."""
 
 OVER_ROWS = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
-"""Rows, words, warps and stages of kernels that contract the rows of the packed matrix."""
+"""Rows, words, warps and stages of the kernel that contracts the rows of the packed matrix."""
 OVER_WORDS = ((32, 64, 4, 3), (64, 32, 4, 3), (128, 16, 4, 3), (32, 32, 4, 4))
-"""Rows, words, warps and stages of kernels that contract the codes inside of words."""
+"""Rows, words, warps and stages of the kernel that contracts the codes inside of words."""
 PROGRAMS_PER_SM = 4
-"""Programs a multiprocessor that split-K aims at."""
+"""The number of programs per multiprocessor that split-K aims at."""
 
 
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedTiles:
@@ -73,7 +73,7 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
 def _splits(
     record: QuantizedMatmul, device: DeviceInfo, over_rows: bool, blocks: tuple[int, int, int], per_sm: int
 ) -> int:
-    """Returns split-K: as many parts as fill the device, each with four tiles or more."""
+    """Returns the splits of the contracted axis that fill the device, with at least four tiles each."""
     if interpreting():
         return 2
     block_m, block_r, block_w = blocks
@@ -83,5 +83,5 @@ def _splits(
         record.x.shape[0], block_m
     )
     wanted = ceil_div(per_sm * chip_of(device).multiprocessors, programs)
-    # Four tiles fill the pipeline of a program; every split also writes float32 sums that are read again.
+    # Four tiles fill the pipeline of a program; every split also stores float32 sums that are read again.
     return max(1, min(wanted, tiles // 4))

@@ -42,7 +42,7 @@ def matmul_over_words(record: QuantizedMatmul, left: jax.Array, config: Quantize
     from ejkernel_triton.quantized_matmul.kernels.matmul_over_words import matmul_over_words_kernel
 
     spec = make_spec(record, config)
-    # x is small next to the matrix, so it is put in the order of codes, not the weights.
+    # x is small compared with the matrix, so x is permuted to the order of codes, not the weights.
     by_code = jnp.moveaxis(left.reshape(spec.M, spec.W, spec.PER), 2, 0)
     shape = (1, spec.M, spec.R)
     made = _launch(matmul_over_words_kernel, record, by_code, spec, config, shape, spec.R, config.block_r)
@@ -59,7 +59,9 @@ def _launch(
     extent: int,
     block: int,
 ) -> jax.Array:
-    """The sum of all splits' outputs, float32 of the given shape; `extent` is cut into blocks, one per program."""
+    """Returns the sum of all splits' outputs, float32 of shape `shape`; `extent` is split into blocks, one per
+    program.
+    """
     zeros = None if record.zeros is None else record.zeros[None]
     table = jnp.asarray(NF4, jnp.float32)[None] if spec.TABLE else None
     (parts,) = launch(
@@ -72,5 +74,5 @@ def _launch(
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
-    # Split-K: a sum in a fixed order, so results are reproducible bit for bit, where atomic additions would not.
+    # Split-K: a sum in a fixed order, so that results are reproducible bit for bit; atomics would not be.
     return parts[0].sum(axis=0)

@@ -1,4 +1,4 @@
-"""What the quantised matmul's kernels are compiled for."""
+"""The compile-time constants of the quantised matmul's kernels."""
 
 import dataclasses
 
@@ -16,23 +16,23 @@ class QuantizedSpec:
     Attributes:
         M: Rows of x.
         R: Rows of the packed matrix.
-        W: Words of such a row.
-        GROUPS: Scales of such a row.
-        GROUP: Codes that share a scale.
-        PER: Codes of a word: 4 or 8.
-        BITS: Bits of a code.
+        W: Words per such row.
+        GROUPS: Scales per such row.
+        GROUP: Codes per scale.
+        PER: Codes per word: 4 or 8.
+        BITS: Bits per code.
         AFFINE: Whether codes are integers.
-        CENTER: The zero that all codes share; 0 where each group has its own.
+        CENTER: The zero that all codes share; 0 if each group has its own.
         TABLE: Whether codes are indices into a table.
         EXPONENT: Whether scales are e8m0 in 8 bits.
         SCALE8: Whether scales are e4m3 in 8 bits.
-        BLOCK_M: Rows of x a tile.
-        BLOCK_R: Rows of the packed matrix a tile.
-        BLOCK_W: Words a tile.
-        SPLITS: Split-K: parts of the contracted axis.
+        BLOCK_M: Rows of x per tile.
+        BLOCK_R: Rows of the packed matrix per tile.
+        BLOCK_W: Words per tile.
+        SPLITS: Split-K: programs that the contracted axis is split over.
         OPERAND: Dtype of the product's operands.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
-        WIDEN: Whether operands become float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
     M: int

@@ -1,4 +1,4 @@
-"""Ring attention in Triton: every step is one call of tiled attention."""
+"""Ring attention in Triton: every ring step is one call of tiled attention."""
 
 from ejkernel.ops import Implementation
 from ejkernel.ops.ring_registration import ring_implementation
@@ -8,7 +8,7 @@ FAMILY = "ejkernel_triton.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return tuple(
         ring_implementation(tiled, forward=f"{FAMILY}.forward:forward", backward=f"{FAMILY}.backward:backward")
         for tiled in tiled_attention.implementations()

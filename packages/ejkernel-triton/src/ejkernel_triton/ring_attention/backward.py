@@ -10,5 +10,5 @@ from ejkernel_triton.ring_attention.plan import KERNEL
 
 
 def backward(pullback: Pullback, params: Any) -> dict[str, jax.Array]:
-    """Returns gradients of the wanted fields of one device's record, each in its field's shape and dtype."""
+    """Returns the gradients of the requested fields of one device's record, each in its field's shape and dtype."""
     return ring_loop.backward(pullback, params, KERNEL)

@@ -1,4 +1,4 @@
-"""Forward pass of ring attention in Triton: the ring loop, each step one tiled attention kernel."""
+"""Forward pass of ring attention in Triton: the ring loop with a tiled attention kernel in each step."""
 
 from typing import Any
 

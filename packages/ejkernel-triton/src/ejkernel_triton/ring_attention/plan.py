@@ -1,4 +1,4 @@
-"""The kernel of each step of the ring loop: tiled attention's, forwards and backwards."""
+"""The kernel of each ring step: tiled attention's, in both passes."""
 
 from ejkernel.families.ring_attention import loop as ring_loop
 from ejkernel_triton.tiled_attention import backward as tiled_backward

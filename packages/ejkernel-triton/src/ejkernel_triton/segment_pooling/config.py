@@ -11,10 +11,10 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import ceil_div, padded
 
 RESIDENT = {True: 12, False: 21}
-"""Programs of one warp that a multiprocessor holds, by whether they load a tile ahead."""
+"""Programs of one warp that fit a multiprocessor, by whether they prefetch a tile."""
 
 LONGEST = 1024
-"""Tokens of a block from which on a second wave of programs costs nothing that shows."""
+"""Tokens per block from which on a second wave of programs has no measurable cost."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,11 @@ class PoolingForward:
     """Configuration of the forward pass.
 
     Attributes:
-        span: Tokens of a block, whose pools a program sums; a pool of several blocks takes a second kernel.
-        block_t: Tokens that are loaded together; a power of two.
-        block_c: Channels of a program; a power of two.
+        span: Tokens per block; a program sums the block's pools, and pools of several blocks take a second kernel.
+        block_t: Tokens per load; a power of two.
+        block_c: Channels per program; a power of two.
         num_warps: Warps per program.
-        prefetch: Whether a tile of tokens is loaded while the one before is added; it takes registers.
+        prefetch: Whether the next tile of tokens is loaded while the current one is added; it takes registers.
     """
 
     span: int
@@ -44,9 +44,9 @@ class PoolingBackward:
     """Configuration of the backward kernel.
 
     Attributes:
-        block_t: Tokens of a program, which looks up the pools of all at once; a power of two.
-        block_c: Channels that it writes together; a power of two.
-        tiles: Such tiles of channels of a program.
+        block_t: Tokens per program, whose pools are looked up together; a power of two.
+        block_c: Channels per store; a power of two.
+        tiles: Tiles of `block_c` channels per program.
         num_warps: Warps per program.
     """
 
@@ -64,36 +64,36 @@ FACES = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warp
 
 
 def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) -> PoolingForward | PoolingBackward:
-    """Returns tiles for a record on a device, by rule: a warp loads 16 bytes per thread of one token's channels."""
+    """Returns the default tiles for a record on a device: a warp loads 16 bytes per thread of one token's channels."""
     rows, tokens, heads, size = record.values.shape
     channels, lanes = heads * size, 64 if device.vendor == "amd" else 32
     block_c = max(16, min(padded(channels), lanes * 16 // record.values.dtype.itemsize))
     if direction == "backward":
         block_t = 4 if interpreting() else min(16, padded(tokens))
         return PoolingBackward(block_t=block_t, block_c=block_c, tiles=4, num_warps=4)
-    # Short pools are loops of few steps, which have nothing to load ahead.
+    # Short pools are loops of few steps, with nothing to prefetch.
     long = _typical(record) >= 64
     block_t = 8 if interpreting() else min(8, padded(tokens))
     span = 32 if interpreting() else _span(rows * ceil_div(channels, block_c), tokens, device, RESIDENT[long])
-    # Whole chunks of equal length to a block: then no pool crosses from one to the next.
+    # Blocks are whole chunks, if chunks have equal lengths: then no pool crosses blocks.
     if record.ranges is None and record.chunk_size <= span:
         span -= span % record.chunk_size
-    # Measured on an H200, 64 documents of about 1024 tokens: 0.0763 ms; two warps, 16 tokens and no tile ahead 0.0787
-    # in one wave and 0.0837 in two. Pools of 32 tokens: 0.0928 ms, two warps and blocks of 256 tokens 0.1137.
+    # Measured on an H200, 64 documents of about 1024 tokens: 0.0763 ms; two warps, 16 tokens and no prefetch 0.0787 in
+    # one wave and 0.0837 in two. Pools of 32 tokens: 0.0928 ms, two warps and blocks of 256 tokens 0.1137.
     return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=1, prefetch=long)
 
 
 def _span(programs: int, tokens: int, device: DeviceInfo, resident: int) -> int:
-    """Returns tokens of a block: as many as make one wave of programs, or several of equal length.
+    """Returns the tokens per block that fill one wave of programs, or several equal ones.
 
     Args:
-        programs: Programs that share a block of tokens, and rows.
-        tokens: Tokens of a row.
-        device: Whose multiprocessors they fill.
-        resident: Programs that one holds.
+        programs: Number of programs per block of tokens, over all rows.
+        tokens: Tokens per row.
+        device: The device, whose multiprocessors they fill.
+        resident: Resident programs per multiprocessor.
     """
     resident *= chip_of(device).multiprocessors
-    # All programs of a wave wait for their pools first, and then for their last tokens: fewer waves wait less often.
+    # All programs of a wave wait for their pools first, and for their last tokens: fewer waves wait less often.
     waves = max(1, ceil_div(tokens * programs, LONGEST * resident))
     blocks = max(1, waves * resident // programs)
     return max(32, 8 * ceil_div(tokens, 8 * blocks))
@@ -109,7 +109,7 @@ def candidates(
         return (first, dataclasses.replace(other, prefetch=True) if isinstance(other, PoolingForward) else other)
     found: list[Any] = [dataclasses.replace(first, num_warps=n) for n in (1, 2, 4, 8)]
     if isinstance(first, PoolingForward):
-        # One warp has not the registers for larger tiles, and less for two.
+        # One warp has too few registers for larger tiles, and for two warps they bring less.
         wide = dataclasses.replace(first, num_warps=2, prefetch=False)
         found += [dataclasses.replace(wide, block_t=t, span=n * first.span) for t, n in ((8, 1), (16, 1), (32, 3))]
         found += [dataclasses.replace(wide, block_c=2 * first.block_c)]
@@ -131,7 +131,7 @@ def _check(config: Any) -> None:
 
 
 def _typical(record: SegmentPooling) -> int:
-    """Returns about the tokens of a pool."""
+    """Returns the approximate number of tokens per pool."""
     if record.ranges is None:
         return record.chunk_size
     return record.values.shape[1] // record.ranges.shape[0]

@@ -34,12 +34,12 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
         num_stages=1,
         constants={"spec": spec},
     )
-    # Blocks of whole chunks have no pool that crosses them: one kernel is enough then.
+    # If blocks are whole chunks, no pool crosses them, and one kernel suffices.
     if spec.RANGES or spec.SPAN % spec.CHUNK:
         (output,) = launch(
             split_combine_kernel,
             (sums, lengths, ranges, output),
-            # The first kernel's output, in its memory: pools that cross no block stay as they are.
+            # Aliases the first kernel's output, whose pools that cross no block are final.
             (3,),
             batch=rows,
             grid=rows * spec.M * spec.WIDE_TILES,
@@ -51,5 +51,5 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
 
 
 def pool_ranges(record: SegmentPooling) -> jax.Array | None:
-    """Returns the ranges as the one row's, [1, M, 2] int32."""
+    """Returns the ranges with a batch axis of 1, [1, M, 2] int32."""
     return None if record.ranges is None else record.ranges.astype(jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""What the segment pooling kernels are compiled for."""
+"""The compile-time constants of the segment pooling kernels."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from ejkernel_triton.segment_pooling.config import PoolingBackward, PoolingForwa
 from ejkernel_triton.sizes import ceil_div
 
 AT_ONCE = 8
-"""Sums of a pool that the second kernel loads together."""
+"""Sums of a pool that the second kernel loads at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,12 @@ class PoolingSpec:
 
     Attributes:
         T: Tokens.
-        C: Channels of a token, with those of all heads.
+        C: Channels per token, over all heads.
         M: Pools.
-        CHUNK: Tokens of a pool, where all have equally many.
-        RANGES: Whether each pool has a range of its own.
-        LENGTHS: Whether rows end before their last token.
-        STEP: The largest power of two up to M, with which a search begins.
+        CHUNK: Tokens per pool, if all have the same number.
+        RANGES: Whether pools are ranges of an array.
+        LENGTHS: Whether rows have lengths of their own.
+        STEP: The largest power of two up to M, the first step of a search.
         LEVELS: Steps of a search.
     """
 
@@ -42,17 +42,17 @@ class ForwardSpec(PoolingSpec):
     """Constants of the forward kernels.
 
     Attributes:
-        SPAN: Tokens of a block.
-        BLOCKS: Blocks of a row.
-        BLOCK_T: Tokens that are loaded together.
-        BLOCK_C: Channels of a program.
+        SPAN: Tokens per block.
+        BLOCKS: Blocks per row.
+        BLOCK_T: Tokens per load.
+        BLOCK_C: Channels per program.
         TILES: Programs that share the channels.
-        AT_ONCE: Sums that the second kernel loads together.
-        WIDE: Channels of its programs: most find that there is nothing to do, so they are few.
-        WIDE_TILES: Programs that share the channels there.
-        WAYS: Pools that a step of the search for a block's pools looks at.
+        AT_ONCE: Sums that the second kernel loads at a time.
+        WIDE: Channels per program of the second kernel; large, since most programs have nothing to do.
+        WIDE_TILES: Its programs that share the channels.
+        WAYS: Pools that a step of the search for a block's pools compares.
         WIDE_LEVELS: Steps of that search.
-        PREFETCH: Whether a tile is loaded while the one before is added.
+        PREFETCH: Whether the next tile is loaded while the current one is added.
     """
 
     SPAN: int
@@ -73,10 +73,10 @@ class BackwardSpec(PoolingSpec):
     """Constants of the backward kernel.
 
     Attributes:
-        BLOCK_T: Tokens of a program.
+        BLOCK_T: Tokens per program.
         BLOCKS: Programs that share the tokens.
-        BLOCK_C: Channels that are written together.
-        STEPS: Tiles of channels of a program.
+        BLOCK_C: Channels per store.
+        STEPS: Tiles of channels per program.
         GROUPS: Programs that share the channels.
     """
 
@@ -107,7 +107,7 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
     """Returns the constants of a record's forward kernels."""
     shared = _shared(record)
     channels = shared["C"]
-    ways = 4 if interpreting() else 128  # interpreted tests have few pools, and are to take several steps
+    ways = 4 if interpreting() else 128  # interpreted tests have few pools, and should take several steps
     wide = min(1 << (channels - 1).bit_length(), 64 if interpreting() else 512)
     return ForwardSpec(
         **shared,

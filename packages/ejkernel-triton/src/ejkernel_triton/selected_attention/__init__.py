@@ -28,7 +28,7 @@ HANDLES = frozenset(
 """Optional fields that the kernels honour."""
 
 HEADS = 64
-"""Most query heads per KV head: the heads of one query are the rows of a tile of scores."""
+"""The largest number of query heads per KV head: the heads of one query are the rows of a tile of scores."""
 
 
 def _reasons(record: Any) -> Iterable[str]:

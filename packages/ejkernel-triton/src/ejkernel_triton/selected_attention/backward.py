@@ -1,4 +1,4 @@
-"""Backward pass of selected attention in Triton, without atomic additions.
+"""Backward pass of selected attention in Triton, without atomics.
 
 With p = exp(s - lse), a branch's cotangent do and delta_i = <do_i, o_i>:
 
@@ -7,8 +7,8 @@ With p = exp(s - lse), a branch's cotangent do and delta_i = <do_i, o_i>:
     dq_i  = scale sum_j ds_ij k_j
     dk_j  = scale sum_i ds_ij q_i
 
-Memory next to the gradients, a batch row and KV head: a number for every slot of a list, and float32 gradients of
-`2 T N // list_length` blocks.
+Memory in addition to the gradients, per batch row and KV head: an integer per slot of the lists, and float32 gradients
+of `2 T N // list_length` blocks.
 """
 
 import functools
@@ -48,7 +48,7 @@ def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
 def selected_gradients(
     record: SelectedAttention, branch: Branch, cotangent: jax.Array, wanted: frozenset[str], config: SelectedBackward
 ) -> Gradients:
-    """Returns gradients of query, key and value, as far as they are wanted, in the selected branch."""
+    """Returns the requested gradients of query, key and value in the selected branch."""
     delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1)
     lse = branch.lse.swapaxes(1, 2) * LOG2E
     rows = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
@@ -107,7 +107,7 @@ def _key_gradients(
     )
     dkey, dvalue = _merge_split_lists(record, gradients, readers, (starts, ends), spec, config)
     ids = record.kv_segment_ids
-    # Padding is in no block's list, and maybe in no block.
+    # Padding is in no block's list, and possibly in no block.
     return selected_branches.zero_padding(dkey, ids), selected_branches.zero_padding(dvalue, ids)
 
 
@@ -119,7 +119,7 @@ def _merge_split_lists(
     spec: SelectedSpec,
     config: SelectedBackward,
 ) -> tuple[jax.Array, ...]:
-    """Returns gradients of key and value with those of blocks whose lists were split."""
+    """Returns the gradients of key and value, completed for blocks whose lists were split."""
     from ejkernel_triton.selected_attention.kernels.split_combine import split_combine_kernel
 
     dkey, dvalue, key_sums, value_sums = gradients

@@ -1,7 +1,7 @@
 """Tile sizes and launch parameters of the selected-attention kernels, and the tiles that shared memory holds.
 
-Triton's compiler decides how much shared memory a kernel takes; `shared_memory` follows what its version 3.9 takes of
-programs with many query heads per KV head.
+Triton's compiler determines the shared memory of a kernel; `shared_memory` follows its version 3.9 for programs with
+many query heads per KV head.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded, padded_for_dot
 
 MIN_LIST_LENGTH = 512
-"""Fewest queries of a block's list that one program loops over before the list is split.
+"""The smallest number of queries of a block's list that one program loops over before the list is split.
 
 On an H200, 8192 queries: 1.38 ms with 256, 1.39 with 512, 1.55 with 1024 (docs/lab/native_sparse_attention_gpu.md).
 """
@@ -26,7 +26,7 @@ class SelectedForward:
     """Configuration of the forward kernel.
 
     Attributes:
-        block_kv: Keys of a listed block a tile.
+        block_kv: Keys of a listed block per tile.
         num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of key and value tiles.
     """
@@ -41,13 +41,13 @@ class SelectedBackward:
     """Configuration of the two backward kernels, `selected_bwd_dq_kernel` and `selected_bwd_dkdv_kernel`.
 
     Attributes:
-        block_kv: Keys a tile in the loop of `selected_bwd_dq_kernel`.
-        num_warps: Warps of a program of `selected_bwd_dq_kernel`.
+        block_kv: Keys per tile in the loop of `selected_bwd_dq_kernel`.
+        num_warps: Warps per program of `selected_bwd_dq_kernel`.
         num_stages: Pipeline stages of `selected_bwd_dq_kernel`.
         key_block_kv: Keys that a program of `selected_bwd_dkdv_kernel` accumulates gradients for.
-        block_q: Queries a tile in the loop of `selected_bwd_dkdv_kernel`.
+        block_q: Queries per tile in the loop of `selected_bwd_dkdv_kernel`.
         list_length: Queries of a block's list that one program loops over; longer lists are split and merged.
-        key_warps: Warps of a program of `selected_bwd_dkdv_kernel`.
+        key_warps: Warps per program of `selected_bwd_dkdv_kernel`.
         key_stages: Pipeline stages of `selected_bwd_dkdv_kernel`.
     """
 
@@ -66,20 +66,22 @@ FACES = {
     "num_warps": "num_warps",
     "num_stages": "num_stages",
 }
-"""Fields of the public configuration and what they set here; in the backward pass they set `selected_bwd_dq_kernel`."""
+"""Maps fields of the public configuration to fields of these; in the backward pass to those of
+`selected_bwd_dq_kernel`.
+"""
 
 TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
 """Keys, warps and stages of programs of one query each that are worth measuring."""
 
 MIN_TILE = 16
-"""Smallest side of a tile that `tl.dot` takes."""
+"""The smallest side of a tile that `tl.dot` supports."""
 
 WGMMA_ROWS, WGMMA_WARPS = 64, 4
-"""Rows and warps from which on Hopper's products read shared memory, which then holds every stage."""
+"""Rows and warps from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
 
 
 def kind(record: SelectedAttention) -> str | None:
-    """Returns what calls with enough work for a large GPU have in common that share a measured configuration."""
+    """Returns the key of a shipped table entry, for calls with enough work for a large GPU; else None."""
     batch, tokens, heads, size = record.query.shape
     if batch * tokens * heads < 2**18:
         return None
@@ -99,7 +101,7 @@ def group_size(record: SelectedAttention) -> int:
 def heuristic(
     record: SelectedAttention, device: DeviceInfo, direction: Direction
 ) -> SelectedForward | SelectedBackward:
-    """Returns tile sizes for a record on a device, not measured."""
+    """Returns the default tile sizes for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
 
 
@@ -163,8 +165,8 @@ def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, i
     """Returns keys and warps of programs of one query each: the fewest warps whose registers hold the tile."""
     if interpreting():
         return min(padded_for_dot(record.block_size), 16), 4
-    # One warp needs no barrier and no exchange through shared memory: 1.6 ms forward with 64 keys and two stages,
-    # where four warps take 1.95. The kernel of dq spills with one (docs/lab/native_sparse_attention_gpu.md).
+    # One warp needs no barrier and no exchange through shared memory: 1.6 ms forward with 64 keys and two stages, where
+    # four warps take 1.95. The kernel of dq spills with one warp (docs/lab/native_sparse_attention_gpu.md).
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
     keys = min(padded_for_dot(record.block_size), 64 if not wide or row <= 256 else 32 if row <= 512 else 16)
     if wide or row > 256 or group_size(record) > 16:
@@ -173,7 +175,7 @@ def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, i
 
 
 def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
-    """Keys, query rows and warps of `selected_bwd_dkdv_kernel`: the largest accumulators that registers hold."""
+    """Returns keys, query rows and warps of `selected_bwd_dkdv_kernel`: the largest accumulators that fit registers."""
     if interpreting():
         return min(padded_for_dot(record.block_size), 16), 16, 4
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
@@ -191,12 +193,12 @@ def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, 
 
 
 def _row_bytes(record: SelectedAttention) -> int:
-    """Returns bytes of the longest row, padded."""
+    """Returns the padded bytes of the longest row."""
     return padded_for_dot(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
 
 
 def fitted(record: SelectedAttention, config: Any, chip: Chip) -> Any:
-    """Returns the configuration, with fewer keys and stages until the chip holds it; the smallest where none fits."""
+    """Returns the configuration with fewer keys and stages until it fits the chip; the smallest one if none fits."""
     backward = hasattr(config, "key_block_kv")
     while _of_queries(record, config, chip, backward) > chip.shared_memory:
         if config.block_kv > MIN_TILE:
@@ -216,7 +218,7 @@ def fitted(record: SelectedAttention, config: Any, chip: Chip) -> Any:
 
 
 def shared_memory(record: SelectedAttention, config: Any, chip: Chip) -> int:
-    """Returns bytes that the largest of a pass's programs takes."""
+    """Returns the bytes of the largest program of a pass."""
     backward = hasattr(config, "key_block_kv")
     of_queries = _of_queries(record, config, chip, backward)
     return max(of_queries, _of_keys(record, config, chip)) if backward else of_queries
@@ -231,18 +233,22 @@ def _columns(record: SelectedAttention) -> tuple[int, int]:
 
 
 def _buffers(chip: Chip, rows: int, warps: int, stages: int) -> int:
-    """Tiles of a pipeline in shared memory: but for Hopper's and Blackwell's products, the last goes to registers."""
+    """Returns the pipeline stages in shared memory: all for Hopper's and Blackwell's products, else the last is in
+    registers.
+    """
     unit = chip.architecture in ("hopper", "blackwell")
     return stages if unit and rows >= WGMMA_ROWS and warps >= WGMMA_WARPS else stages - 1
 
 
 def _of_queries(record: SelectedAttention, config: Any, chip: Chip, backward: bool) -> int:
-    """Counts a query's program: its heads' rows, in the backward pass those of the cotangent, and tiles of keys."""
+    """Returns the bytes of a query's program: its heads' rows, in the backward pass the cotangent's, and tiles of
+    keys.
+    """
     rows, (keys, values), size = _rows(record), _columns(record), record.query.dtype.itemsize
-    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
+    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 operands are split in two
     copied = _buffers(chip, rows, config.num_warps, config.num_stages) * config.block_kv * (keys + values) * size
     weights = parts * rows * config.block_kv * size
-    if chip.vendor == "amd":  # registers hold the rows, and the weights of 16 rows of 16 bits
+    if chip.vendor == "amd":  # registers hold the rows, and 16-bit weights of 16 rows
         weights = 0 if rows == MIN_TILE and size <= 2 else weights
         return max(copied + weights, rows * max(keys, values) * size)
     query_bytes = parts * rows * (keys + (values if backward else 0)) * size
@@ -252,7 +258,7 @@ def _of_queries(record: SelectedAttention, config: Any, chip: Chip, backward: bo
 
 
 def _of_keys(record: SelectedAttention, config: Any, chip: Chip) -> int:
-    """Counts the program of one tile of keys: those, their values, and tiles of queries and cotangents."""
+    """Returns the bytes of a program of one tile of keys: those, their values, and tiles of queries and cotangents."""
     (keys, values), size = _columns(record), record.query.dtype.itemsize
     rows = padded(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)
     buffers = _buffers(chip, config.key_block_kv, config.key_warps, config.key_stages)

@@ -1,4 +1,6 @@
-"""Forward pass of selected attention in Triton: selects blocks and attends; dense branches are tiled attention."""
+"""Forward pass of selected attention in Triton: selects blocks and attends to them; dense branches are tiled
+attention.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +18,15 @@ from ejkernel_triton.selected_attention.spec import make_spec
 from ejkernel_triton.sizes import LOG2E, ceil_div, padded_for_dot
 
 SCORE_TILE = (64, 64)
-"""Rows of a tile of scores, queries times heads of the group, and its blocks."""
+"""Rows of a tile of scores (queries times heads of the group), and its blocks."""
 FLOAT32_SCORE_TILE = (16, 32)
 """SCORE_TILE for float32, whose tf32x3 products split both operands and need more registers."""
 PROGRAMS_PER_SM = 4
-"""Programs that a multiprocessor's registers hold at once."""
+"""Programs per multiprocessor that registers allow."""
 TOPK_WEIGHTS = 4096
-"""Weights in a program's registers while it looks for the largest."""
+"""Weights that a program keeps in registers while it selects the largest."""
 MAX_BLOCKS = 16384
-"""Blocks whose weights for one query registers have room for; XLA selects among more."""
+"""The largest number of blocks whose weights for one query fit registers; XLA selects among more."""
 
 
 def forward(record: SelectedAttention, config: SelectedForward) -> tuple[jax.Array, SelectedResiduals]:
@@ -41,14 +43,16 @@ def forward(record: SelectedAttention, config: SelectedForward) -> tuple[jax.Arr
 
 
 def operands(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
-    """First inputs of kernels with a program a query: query, key, value, lists, block starts, positions, segments."""
+    """Returns the first inputs of kernels with one program per query: query, key, value, lists, block starts,
+    positions and segments.
+    """
     starts = None if record.block_starts is None else record.block_starts[None]
     ids = (record.q_segment_ids, record.kv_segment_ids)
     return (record.query, record.key, record.value, record.block_indices, starts, record.q_positions, *ids)
 
 
 def selected(record: SelectedAttention, config: SelectedForward) -> Branch:
-    """Returns the selected branch of a record whose padding is zeros."""
+    """Returns the selected branch of a record; its padding is zeros."""
     from ejkernel_triton.selected_attention.kernels.selected_fwd import selected_fwd_kernel
 
     (b, t, h, _), (hk, dv) = record.query.shape, record.value.shape[2:]
@@ -66,9 +70,9 @@ def selected(record: SelectedAttention, config: SelectedForward) -> Branch:
 
 
 def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
-    """Returns the blocks that each query of a record reads, [B, T, Hk, N] int32.
+    """Returns the blocks that each query of a record attends to, [B, T, Hk, N] int32.
 
-    Scratch memory: each of the `PROGRAMS_PER_SM` programs a multiprocessor has a float32 for each query of a tile and
+    Scratch memory: each of the `PROGRAMS_PER_SM` programs per multiprocessor has a float32 for each query of a tile and
     each block.
     """
     if compressed is None or selected_attention.blocks(record) > MAX_BLOCKS:

@@ -1,15 +1,15 @@
-"""The queries that list each block, and the splits of the compressed branch's queries.
+"""Plans the backward pass: the queries that list each block, and the splits of the compressed branch's queries.
 
 Lists are inverted, from the blocks that a query lists to the queries that list a block:
 
     block_indices [T, N]  --sort by (block, query)-->  readers [T N]   | block 0 ........ | block 1 .. | ...
                                                        splits          | L | L | L | rest |     one    |
 
-The sort is of one unsigned integer for each slot. Nothing is compiled again when lists change: there is room for one
-split per block, and one for every `length` slots that there are.
+The sort is of one unsigned integer per slot. Nothing is recompiled when lists change: there is room for one split per
+block, and one for every `length` slots.
 
-The compressed branch has one key a block. They are so few that a backward kernel with a program for every tile of keys
-leaves most of a GPU idle. So its queries are split, and the splits count as rows of the batch with the same keys:
+The compressed branch has one key per block. There are so few that a backward kernel with a program per tile of keys
+leaves most of a GPU idle. So its queries are split, and the splits are more batch rows with the same keys:
 
     query [B, T]  -->  [B splits, T / splits]      dkey = sum over splits of each split's dkey, in float32
 """
@@ -33,14 +33,14 @@ UINT32_RANGE = 2**32
 
 
 class Readers(NamedTuple):
-    """The queries by the block that they list. E slots, C parts, M blocks.
+    """The queries of each block's list. E slots, C splits, M blocks.
 
     Attributes:
         tokens: [B, Hk, E] int32, queries, block by block, in ascending order within a block.
-        parts: [B, Hk, C, 4] int32: block, first entry, entry after the last, and slot of the sums; block -1 where there
-            are fewer parts, slot -1 where a block has one part alone.
-        merges: [B, Hk, M, 2] int32, first slot of a block's sums and their number, 0 where it has one part alone.
-        slots: Slots for sums that there is room for, a batch row and KV head.
+        parts: [B, Hk, C, 4] int32, the splits: block, first entry, end of the entries, and slot of the sums; block -1
+            for unused ones, slot -1 if the block has a single split.
+        merges: [B, Hk, M, 2] int32, first slot of a block's sums and their number, 0 if it has a single split.
+        slots: Slots for sums, per batch row and KV head.
     """
 
     tokens: jax.Array
@@ -52,27 +52,27 @@ class Readers(NamedTuple):
 BLOCK_KV = 64
 """Keys that a program of a backward kernel accumulates gradients for."""
 PROGRAMS_PER_SM = 2
-"""Programs that a multiprocessor's registers hold at once."""
+"""Programs per multiprocessor that registers allow."""
 MIN_QUERIES = 256
-"""Fewest queries of a split."""
+"""The smallest number of queries per split."""
 
 
 def find_readers(record: SelectedAttention, length: int) -> Readers:
-    """Returns the lists of a record, and their parts of at most `length` queries."""
+    """Returns the lists of a record, in splits of at most `length` queries."""
     listed, count = record.block_indices, blocks(record)
-    assert listed is not None  # selected by now
+    assert listed is not None  # selected before
     if record.q_segment_ids is not None:
         listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, -1)
     tokens, bounds = _sorted(listed, count)
     entries = tokens.shape[2]
     sizes = jnp.diff(bounds)
-    # A block that no query lists has an empty part, whose program stores its zeros.
+    # A block that no query lists has one empty split, whose program stores its zeros.
     part_counts = jnp.maximum(-(-sizes // length), 1)
     part_ends = jnp.cumsum(part_counts, axis=-1)
     part_starts = part_ends - part_counts
     max_parts = count + entries // length
     part = jnp.arange(max_parts, dtype=jnp.int32)
-    # How many blocks' parts have all come before.
+    # Counts the blocks all of whose splits come before.
     block = jnp.sum(part_ends[:, :, None, :] <= part[:, None], axis=-1, dtype=jnp.int32)
     exists = block < count
     block = jnp.minimum(block, count - 1)
@@ -90,7 +90,7 @@ def find_readers(record: SelectedAttention, length: int) -> Readers:
         jnp.minimum(first_entry + length, at_block(bounds[..., 1:])),
         jnp.where(at_block(slot_counts) > 0, at_block(slot) + within, -1),
     )
-    # A list that is split has more than `length` entries, and at most twice as many parts as whole ones.
+    # A list that is split has more than `length` entries, and at most twice as many splits as full ones.
     return Readers(
         tokens=tokens,
         parts=jnp.stack(parts, axis=-1).astype(jnp.int32),
@@ -100,27 +100,27 @@ def find_readers(record: SelectedAttention, length: int) -> Readers:
 
 
 def block_ends(record: SelectedAttention) -> jax.Array:
-    """The key after the last of each block, [1, M] int32: a sequence's last block ends where the next one begins."""
+    """Returns the end of each block, [1, M] int32: a sequence's last block ends where the next block starts."""
     block_starts, keys = starts(record), record.key.shape[1]
     next_starts = jnp.concatenate([block_starts[1:], jnp.full(1, keys, block_starts.dtype)])
     return jnp.minimum(block_starts + record.block_size, next_starts).astype(jnp.int32)[None]
 
 
 def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Queries by block, [B, Hk, T N], and where each block's begin, [B, Hk, count + 1]; slots of no block come last."""
+    """Returns queries by block, [B, Hk, T N], and each block's start, [B, Hk, count + 1]; empty slots come last."""
     batch, length, heads, slots = listed.shape
     entries = length * slots
     token = jnp.arange(length, dtype=jnp.uint32)[:, None]
     block = jnp.where(listed >= 0, listed, count).swapaxes(1, 2).reshape(batch * heads, length, slots)
     edge = jnp.arange(count + 1, dtype=jnp.uint32)
     if batch * heads * (count + 1) * length < UINT32_RANGE:
-        # One sort of all rows: XLA leaves long sorts along one axis to a radix sort.
+        # One sort of all rows: XLA uses a radix sort for long sorts along a single axis.
         row = jnp.arange(batch * heads, dtype=jnp.uint32)[:, None] * (count + 1)
         pairs = (row[..., None] + block.astype(jnp.uint32)) * length + token
         ordered = jnp.sort(pairs.reshape(-1))
         edges = ((row + edge) * length).reshape(-1)
         bounds = jnp.searchsorted(ordered, edges, method="scan_unrolled").reshape(batch, heads, count + 1)
-        # From entries of all rows to entries of each row.
+        # Converts entries of all rows to entries of each row.
         bounds = bounds - jnp.arange(batch * heads, dtype=bounds.dtype).reshape(batch, heads, 1) * entries
         return (ordered % length).astype(jnp.int32).reshape(batch, heads, entries), bounds.astype(jnp.int32)
     blocks_of, tokens = jax.lax.sort(
@@ -133,7 +133,7 @@ def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def backward_in_splits(pullback: Pullback) -> dict[str, jax.Array]:
-    """Returns gradients of query, key and value of a branch, as far as they are wanted."""
+    """Returns the requested gradients of query, key and value of a branch."""
     record: TiledAttention = pullback.record
     splits = query_splits(record)
     if splits == 1:
@@ -151,12 +151,12 @@ def backward_in_splits(pullback: Pullback) -> dict[str, jax.Array]:
 
 
 DENSE = DenseKernel(DISPATCHED.forward, backward_in_splits)
-"""The branches that are tiled attention."""
+"""The kernels of the dense branches, which are tiled attention."""
 
 
 def query_splits(record: TiledAttention) -> int:
-    """How many splits the queries of a branch are cut into."""
-    if record.kv_positions is None:  # the window: its keys are as many as its queries
+    """Returns the number of splits of the queries of a branch."""
+    if record.kv_positions is None:  # the window branch: its keys are as many as its queries
         return 1
     # As many splits as fill the chip. With 8192 queries and 128 keys the backward pass took 4.78 ms in one call, 0.93
     # in 17 splits and 0.58 in 32 (docs/lab/native_sparse_attention_gpu.md).
@@ -167,7 +167,7 @@ def query_splits(record: TiledAttention) -> int:
 
 
 def _split_queries(pullback: Pullback, splits: int) -> Pullback:
-    """Returns the same backward pass with splits of the queries as rows of the batch."""
+    """Returns the same backward pass with splits of the queries as batch rows."""
     record: TiledAttention = pullback.record
     batch, tokens = record.query.shape[:2]
     length = ceil_div(tokens, splits)

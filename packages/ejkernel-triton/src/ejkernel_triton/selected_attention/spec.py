@@ -1,4 +1,4 @@
-"""What the selected-attention kernels are compiled for: all about a record that is neither an array nor a tile size."""
+"""The compile-time constants of the selected-attention kernels."""
 
 import dataclasses
 
@@ -25,17 +25,17 @@ class SelectedSpec:
         DV: Head dimension of values.
         BD: D, padded to a power of two of at least 16.
         BV: DV, padded to a power of two of at least 16.
-        SLOTS: N, listed blocks a query.
+        SLOTS: N, listed blocks per query.
         BS: N, padded to a power of two.
         M: Blocks.
-        SIZE: Keys a block.
-        STARTS: Whether blocks start where an array says, and not at multiples of SIZE.
-        POSITIONS: Whether an array has each query's position among the keys; without it that is the query's index.
+        SIZE: Keys per block.
+        STARTS: Whether an array has the blocks' starts; otherwise they are multiples of SIZE.
+        POSITIONS: Whether an array has each query's position among the keys; otherwise it is the query's index.
         SEGMENTS: Whether there are segment ids.
         SCALE: Factor on the scores.
         FACTOR: SCALE times log2(e), since the kernels exponentiate with exp2.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
-        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int

@@ -7,11 +7,11 @@ from ejkernel_triton.selective_scan import config, decode
 
 GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
 LARGEST = 32
-"""Numbers of a state that registers hold."""
+"""The largest state dimension that fits registers."""
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the scan and its decode step; for the CPU too where Triton's interpreter is switched on."""
+    """Returns the scan and its decode step, which also serve CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "selective_scan",

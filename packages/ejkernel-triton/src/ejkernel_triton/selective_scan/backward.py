@@ -19,7 +19,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, states between intervals, cotangents of output and final states, and the wanted names.
+        pullback: Record, stored states, cotangents of output and final states, and the names of the requested fields.
         config: Tiles and segments.
 
     Returns:
@@ -43,7 +43,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         rates, _, read = operands
         starts = segment_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
     dx, dstep, partial, ddecay, dskip, dfirst, _ = _launch(pullback, operands, outputs, starts, spec)
-    # Every program has dB and dC of its channels; the sum over tiles has a fixed order.
+    # Every program has summed dB and dC over its channels; the sum over tiles has a fixed order.
     pairs = partial.sum(axis=1)
     found = {
         "x": dx,
@@ -93,7 +93,7 @@ def _launch(
             Shape((rows, spec.SPLITS, spec.N, spec.E), float32),
             Shape((rows, spec.SPLITS, spec.E), float32),
             Shape((rows, spec.SPLITS, spec.N, spec.E) if spec.PACKED else (rows, spec.N, spec.E), float32),
-            # Scratch of one interval a program, overwritten by the next: small enough to stay in L2.
+            # Scratch for one interval per program, overwritten by the next: small enough to stay in L2.
             Shape((rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
         ),
         batch=rows,

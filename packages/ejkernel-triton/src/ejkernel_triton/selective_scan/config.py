@@ -16,12 +16,12 @@ class ScanForward:
     """Configuration of the forward scan.
 
     Attributes:
-        block_e: Channels of a program; with fewer than lanes, several lanes share the state of a channel.
-        block_t: Tokens that are loaded together, a divisor of the interval.
-        splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
+        block_e: Channels per program; with fewer than lanes, several lanes share the state of a channel.
+        block_t: Tokens per load, a divisor of the interval.
+        splits: Segments of the sequence that are scanned in parallel; more than one costs another pass.
         num_warps: Warps per program.
         prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; each takes 2 registers
-            an element of a state. 0 leaves the distance to the compiler.
+            per state element. 0 leaves the distance to the compiler.
     """
 
     block_e: int
@@ -36,12 +36,12 @@ class ScanBackward:
     """Configuration of the backward scan, whose programs are one warp.
 
     Attributes:
-        block_e: Channels of a program.
+        block_e: Channels per program.
         block_t: Tokens whose states stay in registers.
-        splits: Segments of the sequence that are scanned at the same time; more than one costs one more pass.
-        prefetch: Whether a block's tokens are loaded during the computation of the block before; it takes registers.
-        prefetch_states: Whether the states before a block are, out of the program's scratch.
-        prefetch_recomputed: Whether B of a block is loaded a block ahead where states are recomputed.
+        splits: Segments of the sequence that are scanned in parallel; more than one costs another pass.
+        prefetch: Whether a block's tokens are loaded during the computation of the previous block; it takes registers.
+        prefetch_states: Whether the states before a block are prefetched too, from the program's scratch.
+        prefetch_recomputed: Whether B of a block is prefetched by one block where states are recomputed.
     """
 
     block_e: int
@@ -56,16 +56,16 @@ FACES = {"block_d": "block_e", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 WARPS_PER_SM = 4
-"""Fewer warps a multiprocessor than this leave its schedulers idle, and the sequence is split."""
+"""With fewer warps per multiprocessor than this its schedulers idle, and the sequence is split."""
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanForward | ScanBackward:
-    """Returns tiles for a record on a device, chosen by rule: one warp, in which every lane has a channel."""
+    """Returns the default tiles for a record on a device: one warp, in which every lane has a channel."""
     block_e = 64 if device.vendor == "amd" else 32
     splits = _splits(record, device, block_e)
     size = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
-        # A thread has 255 registers, and five tiles of states next to those it holds for a block.
+        # A thread has 255 registers, for five tiles of states in addition to those of a block.
         # Measured on an H200 with N 16 (docs/lab/selective_scan_gpu.md): blocks of 4 tokens 4.24 ms, of 2 tokens 5.66.
         block_t = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
         return ScanBackward(
@@ -78,11 +78,11 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
         )
     # One warp and blocks of 16 tokens 2.85 ms, two warps 2.96, four 3.10; two segments 4.1 where one fills the chip.
     block_t, columns = 4 if interpreting() or size > 16 else 16, 0
-    # Measured on an H200 with N 16: 1.11 ms with columns 3 tokens ahead instead of 3.11, which waits for each of them.
-    # Wider columns leave no registers for that.
+    # Measured on an H200 with N 16: 1.11 ms with columns prefetched by 3 tokens instead of 3.11, which waits for each
+    # of them. Wider columns leave too few registers for that.
     if chip_of(device).architecture == "hopper" and size <= 16 and record.write.dtype.itemsize == 2:
-        # Masked loads of a last, partial block take registers as well: longer blocks of such would spill. Each packed
-        # sequence has one.
+        # Masked loads of a last, partial block take registers as well: longer blocks with masks would spill. Each
+        # packed sequence has such a block.
         masked = record.cu_seqlens is not None or record.x.shape[1] % 8 > 0
         block_t, columns = 4 if interpreting() or masked else 8, 3
     return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, prefetched_columns=columns)
@@ -106,17 +106,18 @@ def candidates(
 
 
 def _unhurried(first: ScanForward) -> list[ScanForward]:
-    """Returns forward tiles whose columns are loaded where the compiler wants."""
+    """Returns forward tiles that leave the placement of the columns' loads to the compiler."""
     e = first.block_e
     shapes = ((e, 16), (e // 2, 16), (e, 8))
     return [dataclasses.replace(first, block_e=e, block_t=t, prefetched_columns=0) for e, t in shapes]
 
 
 def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
-    """Returns forward tiles with columns loaded ahead: as far as registers hold and less, and with two lanes a channel.
+    """Returns forward tiles with prefetched columns: as far as registers allow and less, and with two lanes per
+    channel.
 
-    Two lanes a channel have half of its state each, so the registers of twice as many warps: 128 of N 16, 3 tokens
-    ahead, which is what 16 warps a multiprocessor have.
+    Two lanes per channel have half of its state each, and half of the registers: 128 of N 16 with 3 tokens prefetched,
+    as many as 16 warps per multiprocessor have.
     """
     e, far = first.block_e, 4 if size <= 16 else 2
     shapes = ((e, 8, far), (e, 8, far - 1), (e, 16, far - 1), (e, 4, far - 1), (e // 2, 8, far - 1))
@@ -124,10 +125,10 @@ def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
 
 
 def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
-    """Returns as many segments as fill the chip; none shorter than four intervals."""
+    """Returns the number of segments that fills the chip, none shorter than four intervals."""
     rows, tokens, channels = record.x.shape
     if record.cu_seqlens is not None:
-        return 1  # packed sequences are scanned at the same time
+        return 1  # packed sequences are scanned in parallel anyway
     warps = max(1, rows * ceil_div(channels, block_e))
     chunks = ceil_div(tokens, INTERVAL)
     if interpreting():

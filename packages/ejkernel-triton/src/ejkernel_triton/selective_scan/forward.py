@@ -21,8 +21,8 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
         config: Tiles, segments and warps.
 
     Returns:
-        Output [B, T, I] in x's dtype, final states [B, I, E] float32, or [N, I, E] of packed sequences, and the states
-        between intervals.
+        Output [B, T, I] in x's dtype, final states [B, I, E] float32, or [N, I, E] for packed sequences, and the states
+        before intervals.
     """
     from ejkernel_triton.selective_scan.kernels.selective_scan_fwd import selective_scan_fwd_kernel
 
@@ -34,7 +34,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     first = None
     if record.initial_state is not None:
         first = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
-    # Packed sequences pass the states before each of them as [1, N, E, I].
+    # The initial states of packed sequences are passed as [1, N, E, I].
     starts = None if first is None else first[None] if spec.PACKED else first[:, None]
     if spec.SPLITS > 1 and not spec.PACKED:
         starts = segment_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)
@@ -74,7 +74,9 @@ def packed_operands(record: SelectiveScan) -> tuple[jax.Array | None, jax.Array 
 
 
 def scan_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A^T * log2(e) as [1, N, E], B and C, all float32: the arrays are small, and kernels need not convert them."""
+    """Returns A^T * log2(e) as [1, N, E], B and C, all float32: the arrays are small, and kernels need not convert
+    them.
+    """
     rates = record.decay.T.astype(jnp.float32)[None] * LOG2E
     return rates, record.write.astype(jnp.float32), record.read.astype(jnp.float32)
 
@@ -95,7 +97,7 @@ def segment_starts(
         spec: Constants.
         num_warps: Warps per program.
         operands: A^T * log2(e), B or C, and x or the output's cotangent.
-        first: [B, N, E], the state before the first segment, or in reverse the last cotangent; None is zeros.
+        first: [B, N, E], the state before the first segment, or in reverse the last cotangent; None for zeros.
         reverse: Whether to scan from the last token to the first.
     """
     from ejkernel_triton.selective_scan.kernels.segment_states import segment_states_kernel
@@ -120,7 +122,7 @@ def segment_starts(
         end, total = parts
         return jnp.exp2(rates * total[:, None]) * state + end, state
 
-    # As many steps as segments. All in float32: an error here would reach every later segment.
+    # One step per segment, in float32: an error here would reach every later segment.
     start = jnp.zeros((rows, spec.N, spec.E), jnp.float32) if first is None else first
     found = lax.scan(part, start, (jnp.moveaxis(ends, 1, 0), jnp.moveaxis(sums, 1, 0)), reverse=reverse)[1]
     return jnp.moveaxis(found, 0, 1)

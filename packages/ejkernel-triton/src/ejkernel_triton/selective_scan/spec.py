@@ -1,4 +1,4 @@
-"""What the selective-scan kernels are compiled for: all about a record that is neither an array nor a batch size."""
+"""The compile-time constants of the selective-scan kernels."""
 
 import dataclasses
 
@@ -16,18 +16,19 @@ class ScanSpec:
         E: Channels.
         N: Elements of a channel's state.
         BN: N, padded to a power of two.
-        BLOCK_E: Channels of a program.
+        BLOCK_E: Channels per program.
         TILES: Programs that share the channels.
-        INTERVAL: Tokens between the states that the forward pass leaves.
+        INTERVAL: Tokens between the states that the forward pass stores.
         CHUNKS: Intervals of the sequence.
         PACKED: Whether the row has packed sequences.
-        SPLITS: Segments of the sequence that programs scan at the same time, or packed sequences.
-        PART: Intervals of a segment.
+        SPLITS: Segments of the sequence that are scanned in parallel, or packed sequences.
+        PART: Intervals per segment.
         BLOCK_T: Tokens that are loaded, computed and stored together.
-        PREFETCH_STATES: Whether it loads the states before a block while it computes the block after.
-        PREFETCH: Whether the backward scan loads a block's tokens while it computes the block before.
-        PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan, and that of B in the
-            recomputation of states; 0 is not set.
+        PREFETCH_STATES: Whether the backward scan loads the states before a block during the computation of the later
+            block.
+        PREFETCH: Whether the backward scan loads a block's tokens during the computation of the previous block.
+        PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan, and between those of B
+            in the recomputation of states; 0 leaves it to the compiler.
     """
 
     T: int
@@ -61,11 +62,11 @@ def make_spec(
 
     Args:
         record: The canonical arguments.
-        block_e: Channels of a program.
-        block_t: Tokens of a block, a divisor of `INTERVAL`.
-        splits: Segments of the sequence that are wanted; a segment has whole intervals, so there may be fewer.
-        prefetch_states: Whether it loads the states before a block while it computes the block after.
-        prefetch: Whether the backward scan loads a block's tokens while it computes the block before.
+        block_e: Channels per program.
+        block_t: Tokens per block, a divisor of `INTERVAL`.
+        splits: Requested segments of the sequence; a segment has whole intervals, so there may be fewer.
+        prefetch_states: Whether the backward scan prefetches the states before a block.
+        prefetch: Whether the backward scan prefetches a block's tokens.
         prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; where states are
             recomputed, `block_t`.
     """
@@ -83,7 +84,7 @@ def make_spec(
         INTERVAL=INTERVAL,
         CHUNKS=chunks,
         PACKED=packed,
-        # Packed sequences are scanned at the same time as they are.
+        # Packed sequences are scanned in parallel without a split.
         SPLITS=sequences(record) if packed else ceil_div(chunks, part),
         PART=part,
         BLOCK_T=block_t,

@@ -1,4 +1,4 @@
-"""Backward pass of tiled softmax attention in Triton, without atomic additions.
+"""Backward pass of tiled softmax attention in Triton, without atomics.
 
 With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i = <do_i, o_i> - dlse_i:
 
@@ -10,8 +10,8 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 
 An output that is not normalised has p = exp(s - row_max) instead, ds_ij = p_ij dp_ij - [j = argmax_i] delta_i and no
-gradient of the sink; its lse is differentiated in a pass of its own. Delta and the sink's gradient are sums over rows
-that XLA is left to do.
+gradient of the sink; a separate pass differentiates its lse. XLA computes delta and the sink's gradient, which are sums
+over rows.
 """
 
 import math
@@ -40,7 +40,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         params: Tile sizes, warps and stages of the kernels that accumulate for keys, for queries and for a bias.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for a kernel.
 
     Returns:
         The gradient of each requested field, in its shape and dtype.
@@ -75,34 +75,34 @@ def _without_padding(x: jax.Array, record: TiledAttention) -> jax.Array:
 
 
 def _rows(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple[Any, ...]:
-    """What the kernels read of every query but itself: cotangent, shift of its scores in powers of 2, delta, argmax.
+    """Returns the kernels' other inputs per query: cotangent, shift of its scores in log2, delta, argmax.
 
     All but the cotangent are [B, H, T].
     """
     residuals, cotangent = pullback.residuals, pullback.cotangent.astype(record.query.dtype)
     if pullback.lse_cotangent is not None:
         delta = _without_padding(less_lse_cotangent(delta, pullback), record)
-    # Rows that attend to nothing have shift -inf. With 0 their weights stay finite, and masks make them 0.
+    # Rows that attend to nothing have shift -inf. With 0 their weights are finite, and masks make them 0.
     shift = residuals.lse if record.normalize_output else residuals.row_max
-    # What a bias hides altogether has the least number there is.
+    # Rows whose keys are all masked by a bias have the lowest finite score.
     shift = jnp.maximum(jnp.where(shift == -jnp.inf, 0, shift) * LOG2E, LOWEST)
     return cotangent, shift, delta, residuals.row_argmax
 
 
 def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: frozenset[str]) -> Gradients:
-    """Gradients of key and value, of which a program that has both to sum up has the registers where rows are short."""
+    """Returns the requested gradients of key and value, by one kernel if registers suffice for both sums."""
     if len(wanted) == 2 and splits(record):
         return {k: x for name in wanted for k, x in _of_keys(record, rows, tile, frozenset({name})).items()}
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dkdv import flash_bwd_dkdv_kernel
 
-    # Without the gradient of the keys there is room for twice as many queries at once, but not for their positions too.
+    # Without the keys' gradient, a tile can have twice as many queries, unless their positions take the registers.
     roomy = splits(record) and "key" not in wanted and record.q_positions is None
     pieces = in_pieces(record, tile.stationary, tile.streamed)
     q_block = tile.streamed * (2 if roomy and not pieces else 1)
     blocks = query_blocks(record, q_block, tile.stationary)
     count = tiles(record.key.shape[1], tile.stationary)
     fields = {"key": record.key, "value": record.value}
-    # What is not wanted is not written, and has a place in the kernel's signature alone.
+    # Outputs that are not requested are not written, and have one element.
     outputs = [Shape(x.shape if name in wanted else (1,), x.dtype) for name, x in fields.items()]
     made = launch(
         flash_bwd_dkdv_kernel,
@@ -128,7 +128,7 @@ def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: 
 def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dq import flash_bwd_dq_kernel
 
-    # One program a query tile and query head. Every program writes its rows of dq once.
+    # One program per query tile and query head. Every program stores its rows of dq once.
     blocks = key_blocks(record, tile.stationary, tile.streamed)
     count = tiles(record.query.shape[1], tile.stationary)
     (dquery,) = launch(
@@ -157,8 +157,8 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dbias import flash_bwd_dbias_kernel
 
     bias, queries, keys = record.bias, record.query.shape[1], record.key.shape[1]
-    assert bias is not None  # a gradient of it was asked for
-    # Without the gradient of the queries there is room for twice as many, where rows are taken in pieces.
+    assert bias is not None  # its gradient is requested
+    # Without the gradient of the queries a tile can have twice as many, if rows are multiplied in pieces.
     if splits(record) and in_pieces(record, 2 * tile.stationary, tile.streamed):
         tile = tile._replace(stationary=2 * tile.stationary)
     blocks = bias_blocks(record, tile.stationary, tile.streamed)

@@ -1,8 +1,8 @@
 """Tile sizes and launch parameters: the heuristic for calls without a measured configuration, and the candidates.
 
-What fits a chip follows from its shared memory; of what fits, matrix unit, head size and features that take registers
-decide. On Hopper the tiles in 16 bits, and in float32 with heads of 128, were measured on an H200, for calls without
-such features; all others are large tiles whose kernels, compiled for the chip, spill no register.
+Shared memory determines which tiles fit a chip; among those, the matrix unit, the head dimension and features that take
+registers decide. The Hopper tiles for 16 bits, and for float32 with head dimension 128, were measured on an H200, for
+calls without such features; all others are large tiles whose kernels, compiled for the chip, spill no registers.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ class TritonForward:
     """The configuration of the forward kernel.
 
     Attributes:
-        block_q: Queries that a program owns.
-        block_kv: Keys a tile.
+        block_q: Queries per program.
+        block_kv: Keys per tile.
         num_warps: Warps per program.
-        num_stages: Pipeline stages: tiles of keys and values that are copied ahead.
+        num_stages: Pipeline stages of the copies of keys and values.
     """
 
     block_q: int
@@ -44,8 +44,8 @@ class GradientTile:
     """The configuration of one of the backward kernels.
 
     Attributes:
-        block_q: Queries a tile.
-        block_kv: Keys a tile.
+        block_q: Queries per tile.
+        block_kv: Keys per tile.
         num_warps: Warps per program.
         num_stages: Pipeline stages.
     """
@@ -62,7 +62,7 @@ class TritonBackward:
 
     Attributes:
         dkv: Tiles of the kernel that accumulates the gradients of keys and values.
-        dq: Tiles of those that accumulate the gradient of queries, and of a bias.
+        dq: Tiles of those that accumulate the gradients of queries, and of a bias.
     """
 
     dkv: GradientTile
@@ -79,11 +79,11 @@ FACES = {
     "num_warps": _everywhere("num_warps"),
     "num_stages": _everywhere("num_stages"),
 }
-"""Public configuration field -> fields of these: a public size is that of both backward kernels."""
+"""Maps fields of the public configuration to fields of these: a public size sets it in both backward kernels."""
 
 
 class Tile(NamedTuple):
-    """Rows of the tile that a program keeps and of those that it streams, warps and stages."""
+    """A tile: rows that a program keeps, rows that it streams, warps and stages."""
 
     stationary: int
     streamed: int
@@ -91,8 +91,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# By size of the operands' rows in bytes, the largest of queries and values, padded: up to 128, 256, 512, and 1024 in
-# float32.
+# By bytes per row of the operands, the larger of queries and values, padded: up to 128, 256, 512, and 1024 in float32.
 Preference = tuple[tuple[Tile, ...], ...]
 
 FORWARD: dict[Generation, Preference] = {
@@ -155,8 +154,8 @@ QUERIES: dict[Generation, Preference] = {
     "interpreter": ((Tile(32, 32, 2, 1), Tile(16, 64, 1, 1)),) * 4,
 }
 
-# float32 is multiplied in three products of operands split in two. Their registers are fewest where the warps of a
-# program share the streamed rows, as they do in tiles that stream more rows than they keep.
+# float32 is multiplied in three products of operands split in two. They take the fewest registers if the warps of a
+# program share the streamed rows, as in tiles that stream more rows than they keep.
 FORWARD["float32"] = (
     (Tile(32, 64, 4, 1), Tile(32, 128, 8, 1)),
     (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
@@ -194,8 +193,8 @@ QUERIES["hopper, float32"] = (
     QUERIES["float32"][3],
 )
 
-# Without the matrix unit a thread holds whole rows of both operands of a product. With head sizes 64 and 128 these
-# were measured on an H200, where some that spill up to 170 bytes are faster than smaller ones that spill nothing.
+# Without the matrix unit a thread holds whole rows of both operands of a product. With head dimensions 64 and 128 these
+# were measured on an H200, where some that spill up to 170 bytes are faster than smaller ones that do not spill.
 FORWARD["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (FORWARD["float32"][3],)
 KEYS["no unit"] = (
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
@@ -211,7 +210,7 @@ FORWARD["blackwell"] = (*FORWARD["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 3
 
 Exceptions = dict[tuple[Pass, Generation], dict[int, tuple[Tile, ...]]]
 
-# What comes first by the size of rows, counted as above, where ids or positions are read next to the rows.
+# Preferred tiles by the size of rows, as above, if segment ids or positions are loaded too.
 INDEXED: Exceptions = {
     ("forward", "ampere"): {2: (Tile(64, 32, 8, 2),)},
     ("forward", "float32"): {1: (Tile(32, 64, 8, 1),), 2: (Tile(16, 64, 8, 1),)},
@@ -223,7 +222,7 @@ INDEXED: Exceptions = {
     ("queries", "hopper"): {2: (Tile(64, 16, 4, 3),)},
     ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
 }
-# And where more is computed of every score: where they are bounded, biased, masked pair by pair, or dropped.
+# Preferred tiles if more is computed per score: with a soft cap, bias, mask or dropout.
 RICH: Exceptions = {
     ("forward", "hopper"): {2: (Tile(128, 32, 8, 3),)},
     ("forward", "hopper, float32"): {2: (Tile(32, 64, 8, 1),)},
@@ -294,7 +293,7 @@ def _check(params: TritonForward | GradientTile, where: str) -> None:
 
 
 def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
-    """Returns the kind of matrix unit that multiplies what a record holds."""
+    """Returns the kind of matrix unit that multiplies a record's operands."""
     if device.platform == "cpu":
         return "interpreter"
     architecture, wide = chip_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
@@ -310,7 +309,7 @@ def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
 
 
 def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[Tile, ...]:
-    """Returns the tiles of a preference that the device's shared memory holds; the last where none is known to."""
+    """Returns the tiles of a preference that fit the device's shared memory; the last one if none is known to."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     row = itemsize * padded_row(record)
     unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
@@ -319,29 +318,29 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
     memory = chip_of(device).shared_memory
     budget = memory - (0 if which == "forward" else 4 * KIBI)
     fits = [tile for tile in dict.fromkeys((*first, *preferred)) if row_bytes(record, which, tile) <= budget]
-    if unit in ("hopper", "blackwell"):  # where all stages are in shared memory, and leave the least room
+    if unit in ("hopper", "blackwell"):  # all stages are in shared memory, which leaves the least room
         fits = [tile for tile in fits if row_bytes(record, which, tile) + pair_bytes(record, tile) <= memory]
     fits = fits or [preferred[-1]]
     stationary = fits[0].stationary
-    # Where no diagonal cuts a tile, long ones are better.
+    # If no tile is on a causal diagonal, long tiles are faster.
     if which == "forward" and itemsize <= 2 and exceptions is not RICH and not first and _is_open(record):
         fits.sort(key=lambda tile: 0 if tile.stationary != stationary else -tile.streamed)
     return tuple(fits)
 
 
 def _is_rich(record: TiledAttention) -> bool:
-    """Returns whether scores are more than products of queries and keys."""
+    """Returns whether scores are more than scaled products of queries and keys."""
     arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
     return any(x is not None for x in arrays) or record.dropout_prob > 0
 
 
 def _is_indexed(record: TiledAttention) -> bool:
-    """Whether segments or positions say which pairs attend: they matter in few tiles, but take registers in all."""
+    """Returns whether segments or positions are in use: they mask few tiles, but take registers in all."""
     return any(x is not None for x in (record.q_segment_ids, record.q_positions, record.kv_positions))
 
 
 def _is_open(record: TiledAttention) -> bool:
-    """Returns whether every query sees every key."""
+    """Returns whether every query attends to every key."""
     return band(record) == (None, None) and record.pattern is None
 
 
@@ -370,10 +369,12 @@ def _backward(record: TiledAttention, keys: Tile, queries: Tile) -> TritonBackwa
 
 
 def warps_for_queries(stationary: int, streamed: int) -> int:
-    """Warps of programs that accumulate for queries: one per 16 of them, or per 8 keys of a tile with more keys."""
+    """Returns the warps of programs that accumulate for queries: one per 16 queries, or per 8 keys if the tile has
+    more keys.
+    """
     return stationary // 16 if stationary >= streamed else streamed // 8
 
 
 def _clamped(block: int, length: int) -> int:
-    """Returns a block no longer than a length needs; matrix products take powers of two from 16 on."""
+    """Returns a block size no longer than a length needs; matrix products need powers of two from 16 on."""
     return min(block, padded_for_dot(length))

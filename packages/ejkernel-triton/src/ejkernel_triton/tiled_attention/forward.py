@@ -19,7 +19,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
         params: Tile sizes, warps and stages.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for a kernel.
 
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
@@ -44,7 +44,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
         constants |= {"max_out": None, "argmax_out": None}
     else:
         outputs += [Shape((b, h, t), jnp.float32), Shape((b, h, t), jnp.int32)]
-    # One program a query tile and query head; tiles of a head are neighbours, and share its keys in L2.
+    # One program per query tile and query head; consecutive programs are tiles of one head, which share its keys in L2.
     made = launch(
         flash_fwd_kernel,
         operands(record, blocks),

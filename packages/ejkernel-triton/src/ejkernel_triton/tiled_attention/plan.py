@@ -1,7 +1,7 @@
-"""Which blocks a program computes, and which of those need no masking; and a record's arrays as the kernels take them.
+"""Plans the blocks that each program computes, and returns a record's arrays in the kernels' layout.
 
-The block lists are small tables that the kernels read. Without a pattern the blocks of a tile are a run of neighbours,
-and so are the full ones among them:
+The block lists are small tables that the kernels read. Without a pattern the blocks of a tile are consecutive, and so
+are the full ones among them:
 
     first        full_start              full_end       last
       |  partial  |          full           |  partial   |
@@ -23,10 +23,10 @@ from ejkernel.families.tiled_attention.tile_pairs import cuts, runs, sorted_pair
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """What a kernel reads to find its blocks.
+    """The tables with the blocks of each program.
 
     Attributes:
-        table: int32 [B|1, ...], the operand `plan`.
+        table: int32 [B|1, ...], the operand `block_lists`.
         tile_masks: int8 [1, n, q_block, kv_block], the operand of that name; None without a pattern.
         lists: The constant `LISTS`: heads (1 if all share) and row length of the table; None without a pattern.
     """
@@ -37,7 +37,7 @@ class Blocks:
 
 
 def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """For every query tile the key tiles to compute: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
+    """Returns the key tiles of every query tile: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
     # Without segments and positions these are NumPy arrays, and the table is a constant of the traced program.
     if record.pattern is None:
         some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
@@ -46,7 +46,7 @@ def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
 
 
 def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """Returns for every key tile the query tiles to compute, of every query head: as `key_blocks`."""
+    """Returns the query tiles of every key tile, for all query heads; in the form of `key_blocks`."""
     if record.pattern is None:
         some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
         return _neighbours(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
@@ -54,9 +54,10 @@ def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
 
 
 def bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """Returns what the gradient of the bias reads: as `key_blocks`, but with a pattern the block map, of ids and -1.
+    """Returns the blocks for the gradient of the bias: like `key_blocks`, but with a pattern the block map, of ids and
+    -1.
 
-    A program of it has one tile of the map, so a list would have to be searched. The map is smaller than the bias.
+    A program has one tile of the map, and would have to search a list. The map is smaller than the bias.
     """
     if record.pattern is None:
         return key_blocks(record, q_block, kv_block)
@@ -75,7 +76,9 @@ def _tile_masks(found: BlockMap) -> jax.Array:
 
 
 def _listed(found: BlockMap) -> Blocks:
-    """Rows of full, count, and then a block and its tile mask's id in turn: [B|1, H|1, tiles, 2 + 2 * longest]."""
+    """Returns rows of full, count, and then alternately a block and its tile mask's id: [B|1, H|1, tiles, 2 + 2 *
+    longest].
+    """
     lists = block_maps.block_lists(found)
     entries = jnp.stack([jnp.asarray(lists.blocks), jnp.asarray(lists.mask_ids)], axis=-1)
     counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)

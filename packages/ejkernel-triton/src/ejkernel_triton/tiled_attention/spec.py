@@ -1,4 +1,4 @@
-"""What a tiled-attention kernel is compiled for: all about a record that is neither an array nor a tile size."""
+"""The compile-time constants of the tiled-attention kernels."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import LOG2E, padded_for_dot
 
 LOWEST = -3e38
-"""The least score as a power of two: what a bias hides by the least number there is must stay finite."""
+"""The lowest score in base 2: scores that a bias sets to the lowest float must stay finite."""
 
 Strides = tuple[int, int, int, int]
 
@@ -27,15 +27,15 @@ class Spec:
         S: Keys.
         H: Query heads.
         HK: KV heads.
-        G: Query heads a KV head.
-        D: Size of queries and keys.
-        DV: Size of values.
-        BD: D, padded to what a matrix product takes.
+        G: Query heads per KV head.
+        D: Head dimension of queries and keys.
+        DV: Head dimension of values.
+        BD: D, padded to a size that `tl.dot` supports.
         BV: DV, padded the same way.
         SCALE: Factor on the scores.
-        PLAIN: Whether a score is nothing but a product and a positive factor, which then joins `FACTOR`.
-        FACTOR: What makes a score a power of two.
-        BIASED: Whether scores may be as low as numbers are, or lower.
+        PLAIN: Whether a score is a product times a positive factor, which is then part of `FACTOR`.
+        FACTOR: Converts scores to base 2.
+        BIASED: Whether scores may be as low as the lowest float, or -inf.
         LEFT: Band: `-LEFT <= k - q`; None is open.
         RIGHT: Band: `k - q <= RIGHT`; None is open.
         Q_POSITIONS: Whether there are query positions.
@@ -45,16 +45,16 @@ class Spec:
         MASK: Strides of the mask, in the same form; None without it.
         PATTERN: Queries and keys of a tile mask of the pattern; None without one.
         CAP: Soft cap, or None.
-        FAST_TANH: Whether the device's approximate tanh is precise enough and there.
+        FAST_TANH: Whether the device has an approximate tanh, and it is precise enough.
         ROUND: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
-        DROPOUT: Whether weights are dropped: where their row's key times their column's is below THRESHOLD.
+        DROPOUT: Whether weights are dropped: where the row's key times the column's is below THRESHOLD.
         THRESHOLD: Dropout probability times 2 ** 32.
-        KEPT: What kept weights are multiplied with.
+        KEPT: Factor on the weights that are not dropped.
         NORMALIZE: Whether outputs are normalised.
         SINKS: Whether there are sinks.
-        PIECE: Columns that are multiplied at once of rows too long for registers, or None.
-        PRECISION: Of products of float32.
-        WIDEN: Whether operands of products become float32 first: the interpreter multiplies the bits of bfloat16.
+        PIECE: Columns per product, for rows too long for registers; None for all.
+        PRECISION: How Triton multiplies float32 tiles.
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int
@@ -92,7 +92,7 @@ class Spec:
 
 
 class Share(NamedTuple):
-    """How often shared memory holds the rows that a program keeps, and those of a stage that it streams."""
+    """How many copies shared memory holds of the rows that a program keeps, and of those of a stage that it streams."""
 
     stationary: int
     streamed: int
@@ -100,19 +100,19 @@ class Share(NamedTuple):
 
 HALVES = {"forward": Share(1, 2), "keys": Share(2, 2), "queries": Share(2, 2)}
 SPLIT = {"forward": Share(2, 1), "keys": Share(4, 2), "queries": Share(4, 2)}
-"""In float32, whose parts pass through shared memory."""
+"""For float32, whose split operands pass through shared memory."""
 PIECES = {"forward": Share(2, 1), "keys": Share(0, 1), "queries": Share(0, 1)}
-"""In float32 with rows of which the backward kernels hold pieces."""
+"""For float32 with rows that the backward kernels multiply in pieces."""
 
 
 def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bool) -> Spec:
     """Returns the constants of a record's kernels on the device in use, for tiles of a size.
 
     Args:
-        record: As the kernels take it.
-        q_block: Queries a tile.
-        kv_block: Keys a tile.
-        pieces: What `in_pieces` says of the tiles.
+        record: The record in the kernels' dtypes.
+        q_block: Queries per tile.
+        kv_block: Keys per tile.
+        pieces: The result of `in_pieces` for the tiles.
     """
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
     left, right = band(record)
@@ -156,31 +156,33 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bo
 
 
 def padded_row(record: TiledAttention) -> int:
-    """Returns numbers of the longest rows, of queries or of values, padded."""
+    """Returns the padded elements of the longest row, of queries or of values."""
     return max(padded_for_dot(record.query.shape[3]), padded_for_dot(record.value.shape[3]))
 
 
 def splits(record: TiledAttention) -> bool:
-    """Whether the gradients of keys and of values are left to two kernels: rows too long for one's registers."""
+    """Returns whether two kernels compute the gradients of keys and of values: rows are too long for the registers
+    of one.
+    """
     return padded_row(record) > 128
 
 
 def in_pieces(record: TiledAttention, stationary: int, streamed: int) -> bool:
-    """Returns whether the kernels may multiply rows piece by piece: of float32, and too long for registers.
+    """Returns whether the kernels multiply rows piece by piece: float32 rows that are too long for registers.
 
-    Then the warps of a program share the rows that it streams, which are more than it keeps. Tiles that keep more hold
-    whole rows: on an H200 those are faster with head size 128, although registers spill.
+    Then the warps of a program share the rows that it streams, which are more than it keeps. Tiles that keep more rows
+    hold them whole: on an H200 those are faster with head dimension 128, although registers spill.
     """
     return record.query.dtype == jnp.float32 and padded_row(record) > 64 and streamed > stationary
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:
-    """Returns float32 keeps its digits: on tensor cores in three products, or without them where all are asked for."""
+    """Returns the precision of float32 products: three on tensor cores keep all digits; HIGHEST avoids tensor cores."""
     return "tf32x3" if vendor == "nvidia" and record.precision != lax.Precision.HIGHEST else "ieee"
 
 
 def _strides(pairs: Any) -> Strides | None:
-    """Returns strides of an array [B|1, H|1, T|1, S|1], with 0 for the heads, queries and keys that broadcast."""
+    """Returns the strides of an array [B|1, H|1, T|1, S|1], with 0 for the heads, queries and keys that broadcast."""
     if pairs is None:
         return None
     _, h, t, s = pairs.shape
@@ -188,7 +190,7 @@ def _strides(pairs: Any) -> Strides | None:
 
 
 def row_bytes(record: TiledAttention, which: str, tile: Any) -> int:
-    """Returns bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
+    """Returns the bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     pieces = in_pieces(record, tile.stationary, tile.streamed)
     share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]
@@ -197,6 +199,6 @@ def row_bytes(record: TiledAttention, which: str, tile: Any) -> int:
 
 
 def pair_bytes(record: TiledAttention, tile: Any) -> int:
-    """Bytes of what is read of pairs: tiles of a bias are copied ahead as those of keys are, a mask's are not."""
+    """Returns the bytes of pairwise operands: tiles of a bias are prefetched as those of keys are, a mask's are not."""
     of_pair = 0 if record.bias is None else (tile.stages - 1) * record.bias.dtype.itemsize
     return (of_pair + (record.mask is not None)) * tile.stationary * tile.streamed

@@ -9,13 +9,15 @@ from ejkernel_triton.linear_recurrence.decode import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLES = chunked.HANDLES | {"beta", "value_decay", "segment_ids"}
-"""Optional fields that the decode step honours: all that there are."""
+"""Optional fields that the decode step honours: all of them."""
 
 STEP = 8
-"""Most tokens a sequence of the decode step; of packed sequences, on average."""
+"""The largest number of tokens per sequence; for packed sequences, on average."""
 
 LONGEST = 256
-"""Most tokens of packed sequences beyond one each: one of them may have all, and they are worked on in order."""
+"""The largest number of tokens of packed sequences beyond one each: a single sequence may have them all, one after
+another.
+"""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -33,7 +35,9 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the decode step, before the chunked kernels, which pad a step to a chunk: it refuses what is longer."""
+    """Returns the decode step, with a priority above the chunked kernels, which pad to a chunk; it refuses longer
+    calls.
+    """
     return (
         triton_implementation(
             "linear_recurrence",

@@ -1,4 +1,4 @@
-"""Conformance cases of the decode step: fields whose other cases have more tokens than a step."""
+"""Conformance cases of the decode step: fields that no other case has with few enough tokens."""
 
 import jax.numpy as jnp
 

@@ -10,16 +10,16 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import ceil_div, padded
 
 WIDEST = 64
-"""Value channels of a program chosen by rule: their row of a state in float32 is two lines of the cache."""
+"""Default value channels per program: their row of a float32 state is two cache lines."""
 
 TRANSPOSED = 16
-"""The same of a transposed state: whatever their number, they are one piece of memory, and sums stay in a warp."""
+"""The same for a transposed state, where any number of value channels is contiguous, and sums stay in a warp."""
 
 HELD = 64
-"""Numbers of a state that a thread holds; as many again are on their way through its sums."""
+"""State elements per thread; as many registers again hold intermediate products of its sums."""
 
 SEVERAL = 4
-"""Tokens a sequence from which on a thread holds twice as many: the sums of 32 value channels then stay in one warp."""
+"""Tokens per sequence from which on a thread has twice as many: the sums of 32 value channels then stay in one warp."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class DecodeTile:
     """Configuration of the decode step.
 
     Attributes:
-        block_v: Value channels of a program, which has all key channels of them; a power of two.
+        block_v: Value channels per program, which has all of their key channels; a power of two.
         num_warps: Warps per program.
-        streams: Whether the state's lines are the first that leave the L2 cache: they are read once and written once.
+        streams: Whether the state is evicted first from the L2 cache, since it is read once and written once.
     """
 
     block_v: int
@@ -46,7 +46,7 @@ FACES = {"block_d": "block_v", "num_warps": "num_warps"}
 
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
-    """Returns the tile for a record on a device, not measured."""
+    """Returns the default tile for a record on a device, not measured."""
     columns, held = record.value.shape[3], HELD
     widest = TRANSPOSED if record.transposed_states else WIDEST
     tokens, sequences = record.query.shape[0] * record.query.shape[1], state_count(record) // head_count(record)
@@ -55,7 +55,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     block, most = min(widest, padded(columns)), chip_of(device).multiprocessors
     if interpreting():
         return _sized(record, device, min(block, 8), held)
-    # Half a line of the cache is still whole sectors, so few states are cut finer to reach every multiprocessor.
+    # Half a cache line is still whole sectors, so few states are split more finely to reach every multiprocessor.
     while block > 16 and state_count(record) * ceil_div(columns, block) < most:
         block //= 2
     return _sized(record, device, block, held)
@@ -74,13 +74,15 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
 
 
 def state_count(record: LinearRecurrence) -> int:
-    """How many states of heads the record has."""
+    """Returns the number of heads' states of the record."""
     rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     return rows * head_count(record)
 
 
 def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int, held: int = HELD) -> DecodeTile:
-    """Returns a tile with the warps that hold it: one needs no shared memory for its sums over key channels."""
+    """Returns a tile with enough warps for its registers; with one warp its sums over key channels need no shared
+    memory.
+    """
     lanes = 64 if device.vendor == "amd" else 32
     warps = padded(record.query.shape[3]) * block_v // (held * lanes)
     return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)

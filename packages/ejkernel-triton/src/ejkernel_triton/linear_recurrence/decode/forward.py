@@ -1,4 +1,4 @@
-"""The decode step of a linear recurrence in Triton: one to eight tokens a sequence, the state updated in place."""
+"""The decode step of a linear recurrence in Triton: one to eight tokens per sequence, the state updated in place."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from ejkernel_triton.linear_recurrence.decode.spec import make_spec
 def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns output and final states of a record.
 
-    States in float32, and slots of any dtype, are updated in their own memory: XLA copies them before only if they are
-    used elsewhere, as those of a call that does not donate them are.
+    States in float32, and slots of any dtype, are updated in place: XLA copies them first only if they are used
+    elsewhere, for example by a caller that does not donate them.
 
     Args:
         record: The canonical arguments.
@@ -31,7 +31,7 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
         fused_recurrent_kernel,
         inputs,
         (
-            # The number of an input says that the output is written to its memory.
+            # The index of an input means that the output is written to its memory.
             len(inputs) - 1 if spec.IN_PLACE else Shape(shape, jnp.float32),
             Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
         ),
@@ -45,7 +45,9 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
 
 
 def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
-    """Returns the kernel's arrays: of the tokens, what each is (0 is padding, 2 begins a segment), and the states."""
+    """Returns the kernel's inputs: the tokens' fields, their roles (0 is padding, 2 begins a segment), and the
+    states.
+    """
     roles, bounds, slots, initial = None, None, None, record.initial_state
     if record.segment_ids is not None:
         real, restart = segment_roles(record.segment_ids)

@@ -1,4 +1,4 @@
-"""What the decode step's kernel is compiled for: all about a record that is neither an array nor a batch size."""
+"""The compile-time constants of the decode step's kernel."""
 
 import dataclasses
 
@@ -14,8 +14,8 @@ class DecodeSpec:
     """Constants of the kernel; the letters are those of the record.
 
     Attributes:
-        T: Tokens of a row.
-        SEQUENCES: Packed sequences of a row; 1 without packing.
+        T: Tokens per row.
+        SEQUENCES: Packed sequences per row; 1 without packing.
         H: Heads.
         HQ: Heads of the queries.
         HK: Heads of the keys.
@@ -23,23 +23,23 @@ class DecodeSpec:
         K: Key channels.
         V: Value channels.
         BLOCK_K: K, padded to a power of two.
-        BLOCK_V: Value channels of a program.
-        TILES: Programs of a head's state.
+        BLOCK_V: Value channels per program.
+        TILES: Programs per head's state.
         DECAY: Gates per head and token: 0 without gates, 1 or K.
         DECAY_T: T, or 1 where all tokens have the same gates.
-        DECAY_STRIDE: Elements from a token's gates to the next one's.
+        DECAY_STRIDE: Elements between the gates of consecutive tokens.
         VALUE_DECAY: Whether there are gates of value channels.
         BETA: Whether there is beta.
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SEGMENTS: Whether there are segments.
         PACKED: Whether sequences are packed.
-        STATE: Whether there are states to begin with.
+        STATE: Whether there are initial states.
         SCALE: Factor on the output.
-        EVICTION: Which lines of the L2 cache the state's are: "evict_first", or "" for any.
-        SLOTS: How many slots hold the states of packed sequences; 0 where they are in no slots.
+        EVICTION: The L2 eviction policy of the state: "evict_first", or "" for the default.
+        SLOTS: Number of slots that hold the states of packed sequences; 0 without slots.
         TRANSPOSED: Whether states are [V, K].
-        IN_PLACE: Whether the final states have the memory of those to begin with, and are read from there.
+        IN_PLACE: Whether the final states alias the initial ones, and are read from there.
     """
 
     T: int
@@ -108,6 +108,6 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
 
 
 def _in_place(record: LinearRecurrence) -> bool:
-    """Whether the final states have the memory of those that the record has: slots, or states of their dtype."""
+    """Returns whether the final states alias the record's states: slots, or states of their dtype."""
     given = record.initial_state if record.cu_seqlens is None else record.sequence_state
     return given is not None and (given.dtype == jnp.float32 or in_slots(record) is not None)

@@ -38,12 +38,12 @@ from ejkernel_triton.sizes import ceil_div, padded
 
 
 class StateGradients(NamedTuple):
-    """Gradients that state passing from the last chunk to the first makes.
+    """The results of passing gradients of states from the last chunk to the first.
 
     Attributes:
         dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
         first: [B, SEQUENCES, H, K, V] float32, gradients of the states before the first chunks.
-        dv_new: [B, T, H, V], gradients of what tokens write.
+        dv_new: [B, T, H, V], gradients of the tokens' writes.
     """
 
     dstates: jax.Array
@@ -53,7 +53,7 @@ class StateGradients(NamedTuple):
 
 @with_plain_state_gradients
 def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
-    """Returns gradients of the wanted fields of a record with beta.
+    """Returns the gradients of the requested fields of a record with beta.
 
     Args:
         pullback: Record, cotangents of output and final states, the wanted names, and the forward pass's private
@@ -65,7 +65,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     """
     record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
     if pocket.wy is None:
-        # Corrections and the inverse again, since memory was spared.
+        # The WY form and the inverse are recomputed, since the forward pass did not store them.
         wy, call = wy_form(record, config, config.backward_chunk, keep=True)
         pocket = pocket._replace(wy=wy)
     else:
@@ -91,12 +91,12 @@ def _gradients(
     final: jax.Array,
     gates: Any,
 ) -> Gradients:
-    """Returns the gradients of all fields; that of the gates is unused where `gates` is None."""
-    assert record.beta is not None  # `Requires` saw to it
-    assert made.wy is not None  # the caller did
+    """Returns the gradients of all fields; the gradient of the gates is unused if `gates` is None."""
+    assert record.beta is not None  # `Requires` ensures it
+    assert made.wy is not None  # the caller ensures it
     state_gradients = _state_gradients(record, call, made, cotangent, final)
     dvalue, dy, dbeta = inverse_gradients(call, record.beta, made.wy.inverse, state_gradients.dv_new)
-    # Queries and keys without their decay, and cumulative gates, which no other kernel reads with gates of channels.
+    # Raw queries and keys, and cumulative gates, which only this kernel reads with gates per key channel.
     raw = make_call(record, call.config, call.spec.CHUNK) if call.spec.DECAYED else call
     dquery, dkey, dgates, more = key_gradients(
         dataclasses.replace(raw, value=made.value),
@@ -122,7 +122,7 @@ def _state_gradients(
     record: LinearRecurrence, call: RecurrenceCall, made: DeltaResiduals, cotangent: jax.Array, final: jax.Array
 ) -> StateGradients:
     """Returns gradients of states, from the last chunk of each sequence or segment to the first."""
-    assert made.wy is not None  # the caller saw to both
+    assert made.wy is not None  # the caller ensures both
     assert made.segments is not None
     within = chunk_bwd_dv_local(call, cotangent)
 
@@ -140,7 +140,7 @@ def _state_gradients(
 
 
 def chunk_bwd_dv_local(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
-    """Returns the intra-chunk part of `StateGradients.dv_new`, [B, T, H, V] in the cotangent's dtype."""
+    """Returns the intra-chunk term of `StateGradients.dv_new`, [B, T, H, V] in the cotangent's dtype."""
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dv_local import chunk_bwd_dv_local_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
@@ -187,15 +187,14 @@ def end_gradients(
     within: jax.Array,
     lengths: jax.Array | None,
 ) -> jax.Array:
-    """Returns the gradients of the states before segments, from scans that begin with zeros after them.
+    """Returns the gradients of the states before segments, from scans that start with zeros at the segments' ends.
 
     Args:
-        call: What the launches of the call share, whose sequences are the segments that are scanned, the last ones of
-            the row.
+        call: What the launches of the call share; its sequences are the scanned segments, the last ones of the row.
         w: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         within: [B, T, H, V] from `chunk_bwd_dv_local`.
-        lengths: How far gradients reach, from `forward.effective_lengths`; None if that is not known.
+        lengths: How many chunks gradients span, from `forward.effective_lengths`; None if not known.
 
     Returns:
         [B, SEQUENCES, H, K, V] float32.
@@ -209,13 +208,14 @@ def end_gradients(
 def _chunk_bwd_dhu(
     call: RecurrenceCall, arrays: tuple[Any, ...], states: Shape, tokens: tuple[int, ...]
 ) -> StateGradients:
-    """Returns a launch of `chunk_bwd_dhu_kernel`.
+    """Launches `chunk_bwd_dhu_kernel`.
 
     Args:
         call: What the launches of the call share.
-        arrays: w, cotangent, within, final and lengths. Without final only final gradients are stored.
+        arrays: w, cotangent, within, final and lengths. Without final only the gradients at the end of scans are
+            stored.
         states: The gradients of states.
-        tokens: Shape of those of what tokens write.
+        tokens: Shape of the gradients of the tokens' writes.
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dhu import chunk_bwd_dhu_kernel
 
@@ -247,15 +247,17 @@ def _chunk_bwd_dhu(
 
 
 def _end_gradient_config(config: DeltaPasses) -> DeltaPasses:
-    """Returns two programs a multiprocessor, as in `stages.end_states`."""
+    """Returns a configuration for two programs per multiprocessor, as in `stages.end_states`."""
     return dataclasses.replace(config, dh_block_v=min(config.dh_block_v, 32))
 
 
 def _state_gradient_stages(call: RecurrenceCall) -> int:
-    """Pipeline stages of the reverse scan: chunks that shared memory has room for, at most the configuration's."""
+    """Returns the pipeline stages of the reverse scan: as many chunks as fit shared memory, at most the
+    configuration's.
+    """
     spec, config = call.spec, delta_config(call)
     key_channels = padded(spec.K, MIN_TILE)
-    # Operands of the products wait in shared memory: q, k and W of all key channels, do and A^T do of the tile.
+    # Shared memory holds the products' operands: q, k and W of all key channels, do and A^T do of the tile.
     bytes_of_chunk = spec.CHUNK * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
     room = chip_of(current_device()).shared_memory * 4 // 5
     return max(1, min(config.dh_stages, room // bytes_of_chunk))
@@ -264,17 +266,17 @@ def _state_gradient_stages(call: RecurrenceCall) -> int:
 def inverse_gradients(
     call: RecurrenceCall, beta: jax.Array, inverse: jax.Array, dv_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns gradients through the inverse.
+    """Returns the gradients through the inverse.
 
     Args:
         call: What the launches of the call share.
         beta: [B, T, H].
         inverse: (I + L)^-1, from `forward.WYForm`.
-        dv_new: Gradients of what tokens write, from `StateGradients`.
+        dv_new: Gradients of the tokens' writes, from `StateGradients`.
 
     Returns:
-        Gradient of value in its shape and dtype; dy [B, T, H, V], that gradient without its factor beta; [B, T, H]
-        float32, the part of beta's gradient that values make.
+        Gradient of value in its shape and dtype; dy [B, T, H, V], that gradient without the factor beta; [B, T, H]
+        float32, the values' term of beta's gradient.
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.wy_bwd import wy_bwd_kernel
 
@@ -306,15 +308,15 @@ def key_gradients(
     *,
     gates: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns gradients of query, key, gates and, as far as keys make it, beta.
+    """Returns the gradients of query, key and gates, and the keys' term of beta's gradient.
 
     Args:
-        call: What the launches of the call share, with what tokens write in place of their values.
+        call: What the launches of the call share, with the tokens' writes in place of their values.
         beta: [B, T, H].
         cotangent: [B, T, H, V] of the output.
         dy: [B, T, H, V] from `inverse_gradients`.
         states: [B, H, CHUNKS, K, V], those before the chunks, and the gradients of those after them.
-        gates: Dtype of the gradient of the gates; None if it is not wanted.
+        gates: Dtype of the gradient of the gates; None if it is not requested.
 
     Returns:
         [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, [B, T, H, WIDTH] of the log gates, and [B, T, H].

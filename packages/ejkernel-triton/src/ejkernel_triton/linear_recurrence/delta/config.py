@@ -18,12 +18,12 @@ class DeltaPasses(ChunkPasses):
     """Configuration of both passes of the delta rule.
 
     Attributes:
-        wy_block_k: Key channels at once, where the WY form is computed.
-        wy_block_v: Value channels at once there.
-        dh_block_v: Value channels of a program that passes gradients of states, from the last chunk to the first;
-            it has all key channels.
-        dh_warps: Warps of it.
-        dh_stages: Its pipeline stages; fewer where shared memory has no room for as many chunks.
+        wy_block_k: Key channels per step of the kernel of the WY form.
+        wy_block_v: Value channels per step of that kernel.
+        dh_block_v: Value channels per program that passes gradients of states, from the last chunk to the first; it has
+            all key channels.
+        dh_warps: Warps per program of that kernel.
+        dh_stages: Its pipeline stages; fewer if shared memory is too small.
     """
 
     wy_block_k: int
@@ -39,11 +39,11 @@ def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
     columns, block = record.value.shape[3], made.state_block_v
     scans, segments = record.query.shape[0] * sequence_count(record) * head_count(record), made.segments
     if not interpreting():
-        # Segments of a row are scanned twice before, for which a multiprocessor a scan is enough: 65536 tokens of 16
-        # heads take 2.43 ms with 4, 2.55 with 8, and 2.66 with none and narrow tiles.
+        # Segments are scanned twice more, for which one scan per multiprocessor suffices: 65536 tokens of 16 heads take
+        # 2.43 ms with 4 segments, 2.55 with 8, and 2.66 with none and narrow tiles.
         segments = multiprocessors // (scans * ceil_div(columns, block)) if fits_fused_scan(record, device) else 1
         segments = max(1, min(segments, record.query.shape[1] // (16 * made.chunk))) if record.cu_seqlens is None else 1
-    # A scan has all key channels of a state, so there are fewer of them: they are made narrower to fill the chip.
+    # A scan has all key channels of a state, so there are few scans: tiles are made narrower to fill the chip.
     enough = 3 * multiprocessors // 4
     while not interpreting() and block > MIN_TILE and scans * segments * ceil_div(columns, block) < enough:
         block //= 2
@@ -57,18 +57,18 @@ def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
 
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
-    """Returns chunks and tiles of both passes for a record with beta on a device, not measured."""
+    """Returns the default chunks and tiles of both passes for a record with beta on a device, not measured."""
     made, chip = _forward_sizes(record, device), chip_of(device)
     small, hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
     keys, values = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
-    # Programs that pass states hold all key channels: those of one pass or the other spill with more than 32 columns,
-    # but on Hopper.
+    # Programs that pass states hold all key channels: except on Hopper, one pass or the other spills with more than 32
+    # columns.
     block = min(made.state_block_v, 64 if hopper else 32)
     fields: dict[str, Any] = config_fields(made) | {
         "backward_chunk": made.chunk,
         "state_block_v": block,
         "state_stages": 1 if small and (by_channel(record) or record.decay is None) else made.state_stages,
-        # A program has three products at a time.
+        # A program has three products in flight.
         "gradient_block_k": min(made.gradient_block_k, 64 if hopper else MIN_TILE if small else 32),
         "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
         "fused": record.cu_seqlens is not None if interpreting() else _fuses(record, device, block),
@@ -77,10 +77,10 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "wy_block_v": made.output_block_v,
     }
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
-        # Of a gate per head, the WY form of all channels at once take 0.237 ms instead of 0.269 with 64; with gates of
-        # channels, 0.57 instead of 0.60.
-        # Packed and with a gate per head, masks take registers, and 64 leave room for a third program: 0.738 ms, not
-        # 0.753.
+        # With a gate per head, the WY form of all channels at once takes 0.237 ms instead of 0.269 with 64; with gates
+        # per key channel, 0.57 instead of 0.60.
+        # Packed and with a gate per head, masks take registers, and 64 channels leave room for a third program: 0.738
+        # ms instead of 0.753.
         most = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
         fields |= {"wy_block_k": min(keys, most), "wy_block_v": min(values, most)}
         fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
@@ -88,9 +88,9 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
 
 
 def _fuses(record: LinearRecurrence, device: DeviceInfo, block: int) -> bool:
-    """Returns whether one kernel makes states and outputs of a delta rule."""
-    # With a gate per head it takes 0.713 ms where two kernels take 0.712, and with gradients 2.375 instead of 2.180; of
-    # packed sequences 0.763 instead of 1.045 (docs/lab/linear_recurrence_gpu.md).
+    """Returns whether one kernel computes states and outputs of a delta rule."""
+    # With a gate per head it takes 0.713 ms instead of 0.712 with two kernels, and with gradients 2.375 instead of
+    # 2.180; with packed sequences 0.763 instead of 1.045 (docs/lab/linear_recurrence_gpu.md).
     wins = record.decay is not None and (by_channel(record) or record.cu_seqlens is not None)
     return wins and block == 64 and fits_fused_scan(record, device)
 
@@ -112,8 +112,8 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
 
 
 def _holds_state(record: LinearRecurrence, device: DeviceInfo, columns: int) -> bool:
-    """Returns whether shared memory holds all key channels of so many columns of a state, and of a chunk of keys."""
+    """Returns whether shared memory holds all key channels of `columns` columns of a state, and of a chunk of keys."""
     chip, size = chip_of(device), record.query.dtype.itemsize
-    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 is multiplied in two parts
+    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 operands are split in two
     rows = parts * columns + (32 if size > 2 else 64)
     return padded(record.query.shape[3], MIN_TILE) * rows * size <= chip.shared_memory

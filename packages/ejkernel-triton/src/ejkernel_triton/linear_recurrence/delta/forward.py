@@ -1,4 +1,4 @@
-"""Forward pass of the delta rule in Triton: its WY form in all chunks, the states between them, then their outputs."""
+"""Forward pass of the delta rule in Triton: the WY form of all chunks, the states between them, then the outputs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ from ejkernel_triton.linear_recurrence.spec import state_dtype
 from ejkernel_triton.sizes import ceil_div
 
 LARGE_DECAY_CHANNELS = 32
-"""Key channels at once where gates are too strong for one product of a chunk's pairs: halvings need the registers."""
+"""Key channels per step where gates decay too much for one product per chunk: `cut_weights` needs registers."""
 
 
 class WYForm(NamedTuple):
-    """The WY form of the delta rule inside of chunks, which needs no state.
+    """The WY form of the delta rule inside of chunks, which does not depend on the state.
 
     Attributes:
-        u: [B, T, H, V], U: what tokens write if the state before their chunk is 0.
+        u: [B, T, H, V], U: the tokens' writes if the state before their chunk is 0.
         w: [B, T, H, K], W: with S the state before its chunk, a token writes U - W S.
-        inverse: [B, H, CHUNKS * CHUNK, CHUNK], the inverse of I plus the strictly lower matrix of keys that see keys;
-            unused unless it is kept.
+        inverse: [B, H, CHUNKS * CHUNK, CHUNK], the inverse of I plus the strictly lower matrix of products of keys;
+            undefined unless it is stored.
     """
 
     u: jax.Array
@@ -50,13 +50,13 @@ class WYForm(NamedTuple):
 
 
 class SegmentStates(NamedTuple):
-    """States at the start of sequences or segments, and what a segment does to the state that it begins with.
+    """States at the start of sequences or segments, and the segments' transitions.
 
     Attributes:
-        starts: [B, SEQUENCES, H, K, V]; None is zeros.
+        starts: [B, SEQUENCES, H, K, V]; None for zeros.
         ends: [B, SEGMENTS, H, K, V + K] float32, N and M: final states of scans from zeros, and transitions. The state
-            after a segment that begins with S is N + M S. None where rows are whole.
-        used: [B, SEGMENTS, H], 0 where no state passes through a segment, and so no gradient. None if it is not known.
+            after a segment with the initial state S is N + M S. None if rows are not split.
+        used: [B, SEGMENTS, H], 0 if no state, and so no gradient, passes through a segment. None if that is not known.
     """
 
     starts: jax.Array | None
@@ -65,14 +65,15 @@ class SegmentStates(NamedTuple):
 
 
 class DeltaResiduals(NamedTuple):
-    """What the backward pass need not make again; None where it has other chunks, or memory is to be spared.
+    """What the forward pass stores for the backward pass; None if that has other chunks, or recomputes it to save
+    memory.
 
     Attributes:
         wy: The WY form.
         arrays: Of the call for state passing: `gates` and, with gates per key channel, `query`, `key` and `scores`.
         segments: States at the start of sequences and segments.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
-        value: [B, T, H, V], what tokens write: U - W S.
+        value: [B, T, H, V], the tokens' writes: U - W S.
     """
 
     wy: WYForm | None = None
@@ -93,12 +94,12 @@ def forward(
         config: Chunks and tiles of both passes.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states in float32; no residuals; what the backward pass is
-        spared.
+        Output [B, T, H, V] in the query's dtype and final states in float32; no public residuals; the private
+        residuals.
     """
     kept = config.keep_states and config.backward_chunk == config.chunk
     wy, call = wy_form(record, config, config.chunk, keep=kept)
-    # What the backward pass needs of a scan it would have to make again, so with gradients two kernels store it: 4.67
+    # The backward pass would recompute what a fused scan does not store, so with gradients two kernels store it: 4.67
     # ms instead of 4.75 with gates per key channel (docs/lab/linear_recurrence_gpu.md).
     stored = kept and is_differentiated()
     begin, states, value = segment_states(record, call, wy, keep=stored), None, None
@@ -108,19 +109,19 @@ def forward(
         output, final = fused_chunk_scan(fused, begin.starts, w=wy.w)
     else:
         states, final, value = chunk_states(record, call, wy, begin)
-        # What tokens write takes the place of their values: after that, outputs are those of a plain recurrence.
+        # With the tokens' writes in place of their values, outputs are those of a plain recurrence.
         output = chunk_outputs(dataclasses.replace(call, value=value), states)
     pocket = DeltaResiduals()
     if kept:
         pocket = DeltaResiduals(wy, arrays_of(call), begin if stored else None, states, value)
     if record.cu_seqlens is None:
         return (output, final[:, -1]), (), pocket
-    # No chunk has the padding tokens, so no program of two kernels writes their outputs.
+    # No chunk contains padding tokens, so the two kernels do not write their outputs.
     return (output if fuse else zero_padding(output, call.chunk_index), final[0]), (), pocket
 
 
 def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
-    """Returns a call with arrays that another had; with decayed queries and keys, one whose kernels are told so."""
+    """Returns a call with the arrays of another one; if they include decayed queries and keys, its spec says so."""
     if "query" in arrays:
         spec = dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
         call = dataclasses.replace(call, spec=spec)
@@ -128,7 +129,7 @@ def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) ->
 
 
 def arrays_of(call: RecurrenceCall) -> dict[str, jax.Array | None]:
-    """Returns the arrays of a call that the WY form's kernels wrote, for `with_arrays`."""
+    """Returns the arrays of a call that the WY form's kernels computed, for `with_arrays`."""
     names = ("gates", "query", "key", "scores") if call.spec.DECAYED else ("gates",)
     return {name: getattr(call, name) for name in names}
 
@@ -139,10 +140,10 @@ def wy_form(record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: 
     Args:
         record: The canonical arguments.
         config: Chunks and tiles of both passes.
-        chunk: Tokens of a chunk, which of the two lengths.
-        keep: Whether the inverse is kept for the backward pass.
+        chunk: Tokens per chunk, of this pass.
+        keep: Whether the inverse is stored for the backward pass.
     """
-    assert record.beta is not None  # `Requires` saw to it
+    assert record.beta is not None  # `Requires` ensures it
     if record.decay is not None and by_channel(record):
         call = make_call(record, config, tokens_of_chunk(record, chunk), cumulative=False)
         return wy_channel_gates(call, record.decay, record.beta, keep=keep)
@@ -151,10 +152,10 @@ def wy_form(record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: 
 
 
 def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
-    """Returns tokens of a chunk of a record with beta, from those of its configuration.
+    """Returns the tokens per chunk of a record with beta, from the configured number.
 
-    With gates per key channel and chunks of 16 tokens Triton 3.6 computes columns of `wy_large_decay_kernel` wrongly
-    on NVIDIA's chips (see `ahead.mixed_lanes`). With 32 tokens no such instruction is in the code.
+    With gates per key channel and chunks of 16 tokens Triton 3.6 miscompiles columns of `wy_large_decay_kernel` on
+    NVIDIA's chips (see `ahead.mixed_lanes`). With 32 tokens the code has no such instruction.
     """
     return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
 
@@ -162,8 +163,8 @@ def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
 def segment_states(record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, *, keep: bool) -> SegmentStates:
     """Computes the states at the start of sequences or segments.
 
-    Each segment of a row is scanned before, at the same time as the others: from zeros, which gives N, and with nothing
-    to write from the identity, which gives M. The state S after a segment is N + M S, with S the one before.
+    The segments of a row are first scanned in parallel: from zeros, which gives N, and from the identity with nothing
+    written, which gives M. The state after a segment is N + M S, with S the state before it.
 
     Args:
         record: The canonical arguments.
@@ -186,7 +187,7 @@ def segment_states(record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, *
 def chunk_states(
     record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, begin: SegmentStates
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """States before the chunks, final ones, and what tokens write."""
+    """Returns the states before the chunks, the final states, and the tokens' writes."""
     return pass_states(
         call,
         call.key,
@@ -203,7 +204,7 @@ def wy_fast(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> WYForm:
     Args:
         call: What the launches of the call share.
         beta: [B, T, H].
-        keep: Whether the inverse is kept for the backward pass.
+        keep: Whether the inverse is stored for the backward pass.
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.wy_fast import wy_fast_kernel
 
@@ -240,7 +241,7 @@ def wy_channel_gates(
         call: What the launches of the call share; its cumulative gates are not read.
         decay: [B|1, T|1, H, K], log gates.
         beta: [B, T, H].
-        keep: Whether the inverse is kept for the backward pass.
+        keep: Whether the inverse is stored for the backward pass.
 
     Returns:
         The WY form, and the call for state passing and outputs: queries and keys with their decay, both
@@ -272,8 +273,8 @@ def wy_channel_gates(
         grid=batch * spec.CHUNKS * spec.H,
         constants={**constants, "BLOCK_K": config.wy_block_k},
     )
-    # Chunks with strong gates once more, in place. The array after them is cumulative gates, which no other kernel
-    # reads.
+    # Recomputes chunks with large decay, in place. The array after them is scratch for cumulative gates, which no other
+    # kernel reads.
     first, group = len(arrays) + 1, max(1, min(16, spec.CHUNKS * spec.H // 128))
     u, w, inverse, scores, query, key, factors, _ = launch(
         wy_large_decay_kernel,
@@ -289,5 +290,5 @@ def wy_channel_gates(
 
 def delta_config(call: RecurrenceCall) -> DeltaPasses:
     """Returns the configuration of a call of the delta rule."""
-    assert isinstance(call.config, DeltaPasses)  # the type that the implementation declares
+    assert isinstance(call.config, DeltaPasses)  # the configuration type of the implementation
     return call.config

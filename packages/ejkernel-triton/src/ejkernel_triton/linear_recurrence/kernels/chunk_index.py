@@ -1,7 +1,7 @@
-"""The index of packed sequences' chunks: all tables of `plan.ChunkIndex` in one launch.
+"""Computes the index of packed sequences' chunks: all tables of `plan.ChunkIndex` in one launch.
 
-XLA makes them with six kernels one after the other, a sort among them. Here each program looks at all sequences, and
-makes the entries of a few chunks: 2 microseconds (docs/lab/linear_recurrence_gpu.md).
+XLA would run six kernels one after the other, among them a sort. Here each program reads all sequences, and computes
+the entries of a few chunks: 2 microseconds (docs/lab/linear_recurrence_gpu.md).
 """
 
 import triton
@@ -29,14 +29,14 @@ def chunk_index_kernel(
     row = program // PROGRAMS
     cu_seqlens += (row // per.CU_SEQLENS) * (SEQUENCES + 1)
     sequence = tl.arange(0, PADDED)
-    # Sequences that there are not begin and end where the last one ends: they have no chunks.
+    # Indices past the last sequence stand for empty sequences at its end: they have no chunks.
     first = tl.load(cu_seqlens + tl.minimum(sequence, SEQUENCES))
     last = tl.load(cu_seqlens + tl.minimum(sequence + 1, SEQUENCES))
     counts = (last - first + (CHUNK - 1)) // CHUNK
     after = tl.cumsum(counts, 0)
     before = after - counts
     entry = (program % PROGRAMS) * ENTRIES + tl.arange(0, ENTRIES)
-    # One sequence has the chunk, or none where it is after the last: the sums are over one number at most.
+    # One sequence has the chunk, or none if it is past the last chunk: the sums have at most one nonzero term.
     its = (before[None, :] <= entry[:, None]) & (entry[:, None] < after[None, :])
     start = tl.sum(tl.where(its, first[None, :] + (entry[:, None] - before[None, :]) * CHUNK, 0), 1)
     end = tl.sum(tl.where(its, last[None, :], 0), 1)
@@ -46,7 +46,7 @@ def chunk_index_kernel(
     tl.store(bounds + row * (SEQUENCES + 2) + entry, at_entry, mask=entry < SEQUENCES + 2)
     earlier = tl.sum(tl.where(sequence[None, :] < entry[:, None], counts[None, :], 0), 1)
     tl.store(first_chunks + row * (SEQUENCES + 1) + entry, earlier, mask=entry < SEQUENCES + 1)
-    # The place of a sequence is the number of longer ones, and of earlier ones of the same length.
+    # The rank of a sequence is the number of longer ones, and of earlier ones of the same length.
     count = (tl.load(cu_seqlens + tl.minimum(entry + 1, SEQUENCES)) - at_entry + (CHUNK - 1)) // CHUNK
     same = (counts[None, :] == count[:, None]) & (sequence[None, :] < entry[:, None])
     longer = (counts[None, :] > count[:, None]) | same

@@ -1,4 +1,4 @@
-"""Device helpers of the linear recurrence kernels: tiles of a chunk, and products whose pairs decay by their gates."""
+"""Device helpers of the linear recurrence kernels: tiles of a chunk, and products of pairs with their decay."""
 
 import triton
 import triton.language as tl
@@ -10,10 +10,10 @@ MIN_LOG2_GATE = tl.constexpr(-58.0)
 
 @triton.jit
 def chunk_span(starts, ends, row, chunk, spec: tl.constexpr, per: tl.constexpr):
-    """Returns first token of a chunk, and the token after the last of its sequence."""
+    """Returns the first token of a chunk, and the end of its sequence."""
     if spec.PER_SEQUENCE == 0:
-        # Packed sequences are cut into chunks one by one, so a chunk has tokens of one sequence alone. A program waits
-        # for these two numbers before anything else, so they are made beforehand for all chunks.
+        # Packed sequences are split into chunks separately, so a chunk has tokens of one sequence only. A program needs
+        # these two indices before anything else, so they are precomputed for all chunks.
         return (
             tl.load(starts + (row // per.STARTS) * spec.CHUNKS + chunk),
             tl.load(ends + (row // per.ENDS) * spec.CHUNKS + chunk),
@@ -24,7 +24,9 @@ def chunk_span(starts, ends, row, chunk, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def scan_span(bounds, first_chunks, row, sequence, spec: tl.constexpr, per: tl.constexpr):
-    """First chunk of a sequence or segment and the one after its last, its first token and the end of its tokens."""
+    """Returns a sequence's or segment's first chunk and the one after its last, its first token and the end of its
+    tokens.
+    """
     if spec.PER_SEQUENCE == 0:
         first_chunks += (row // per.FIRST_CHUNKS) * (spec.SEQUENCES + 1) + sequence
         bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2) + sequence
@@ -45,8 +47,8 @@ def nth_sequence(order, row, n, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def masked_load(at, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns a tile; 0 where a row or column that may be masked is."""
-    # A predicate that is always true still costs: there are four loads, not one with a mask of constants.
+    """Returns a tile; 0 where a row or column is masked."""
+    # A mask costs time even if it is always true, so there are four loads instead of one with constant masks.
     if ROWS:
         if COLUMNS:
             return tl.load(at, mask=rows & columns, other=0.0)
@@ -61,8 +63,8 @@ def masked_load(at, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def chunk_base(base, row, start, head, T: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns where a head's first token of a chunk lies in [rows, T, HEADS, WIDTH]."""
-    # 64 bits for where the tile begins, 32 for where an element is in it: 64-bit offsets of elements take registers.
+    """Returns the address of a head's first token of a chunk in [rows, T, HEADS, WIDTH]."""
+    # The tile's address has 64 bits, offsets within it 32: 64-bit offsets of elements take registers.
     return base + ((tl.cast(row, tl.int64) * T + start) * HEADS + head) * WIDTH
 
 
@@ -78,7 +80,9 @@ def load_rows(
     spec: tl.constexpr,
     BLOCK: tl.constexpr = None,
 ):
-    """[BLOCK, COLUMNS] of a chunk's tokens from `chunk_base` on, all if BLOCK is None; 0 for tokens from `end` on."""
+    """Loads [BLOCK, COLUMNS] of a chunk's tokens from `chunk_base` on, all if BLOCK is None; 0 for tokens from `end`
+    on.
+    """
     ROWS: tl.constexpr = spec.CHUNK if BLOCK is None else BLOCK
     rows = tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
@@ -101,8 +105,8 @@ def load_columns(
     """Returns `load_rows` transposed, [COLUMNS, CHUNK]."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
-    # Addresses are transposed, not the tile in registers. Triton gives lanes the contiguous axis, which is the first
-    # here, so a warp still reads whole rows of memory.
+    # Addresses are transposed, not the tile in registers. Triton assigns lanes along the contiguous axis, which is the
+    # first one here, so a warp still reads whole rows of memory.
     at = base + (rows[None, :] * (HEADS * WIDTH) + columns[:, None])
     valid = (start + rows < end)[None, :]
     return masked_load(at, valid, (columns < WIDTH)[:, None], not spec.FULL_CHUNKS, WIDTH % COLUMNS != 0)
@@ -119,7 +123,7 @@ def store_rows(
     WIDTH: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """Writes a tile where `load_rows` takes one from."""
+    """Stores a tile to the addresses that `load_rows` reads."""
     rows = tl.arange(0, tile.shape[0])
     columns = column + tl.arange(0, tile.shape[1])
     at = base + (rows[:, None] * (HEADS * WIDTH) + columns[None, :])
@@ -129,7 +133,7 @@ def store_rows(
 
 @triton.jit
 def state_base(states, row, head, chunk, spec: tl.constexpr):
-    """Returns where a chunk's state lies in [rows, H, CHUNKS, K, V]."""
+    """Returns the address of a chunk's state in [rows, H, CHUNKS, K, V]."""
     return states + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * (spec.K * spec.V)
 
 
@@ -146,7 +150,7 @@ def load_state(base, k_start, v_start, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 @triton.jit
 def store_state(base, tile, k_start, v_start, spec: tl.constexpr):
-    """Writes a tile of a state."""
+    """Stores a tile of a state."""
     rows = k_start + tl.arange(0, tile.shape[0])
     columns = v_start + tl.arange(0, tile.shape[1])
     at = base + (rows[:, None] * spec.V + columns[None, :])
@@ -155,7 +159,7 @@ def store_state(base, tile, k_start, v_start, spec: tl.constexpr):
 
 @triton.jit
 def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
-    """Returns where a chunk's cumulative gates lie in [rows, H, CHUNKS * CHUNK, WIDTH]; unused without gates."""
+    """Returns the address of a chunk's cumulative gates in [rows, H, CHUNKS * CHUNK, WIDTH]; unused without gates."""
     if spec.WIDTH > 0 and not spec.CONSTANT:
         first = (tl.cast(row // per.GATES, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
         return gates + first * spec.WIDTH
@@ -165,11 +169,11 @@ def gates_base(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def load_once(at, valid, MASKED: tl.constexpr):
-    """Returns a vector with an element per token, which a program reads once.
+    """Loads a vector with one element per token, which a program reads once.
 
-    Triton loads a vector that is shorter than there are threads again in each layout that it is wanted in. After a
-    loop the compiler puts such loads one after the other, each waiting for the one before: as many trips to L2 as there
-    are (docs/lab/linear_recurrence_gpu.md). Two columns of the same numbers are as many as threads.
+    Triton reloads a vector that is shorter than the number of threads for each layout in which it is used. After a loop
+    the compiler orders such loads one after the other, each waiting for the previous one: as many round trips to L2
+    (docs/lab/linear_recurrence_gpu.md). Two columns of the same elements have as many elements as threads.
     """
     same = at[:, None] + tl.arange(0, 2)[None, :] * 0
     if MASKED:
@@ -180,7 +184,7 @@ def load_once(at, valid, MASKED: tl.constexpr):
 
 @triton.jit
 def constant_gate(gates, row, head, spec: tl.constexpr, per: tl.constexpr):
-    """Returns the gate of a head in powers of two, where it is the same for all tokens; else unused."""
+    """Returns the log2 gate of a head, if it is the same for all tokens; else unused."""
     if spec.CONSTANT:
         return powers_of_two(tl.load(gates + (row // per.GATES) * spec.H + head))
     else:
@@ -191,7 +195,7 @@ def constant_gate(gates, row, head, spec: tl.constexpr, per: tl.constexpr):
 def head_gates(base, constant, row, ROWS: tl.constexpr, spec: tl.constexpr):
     """Returns [ROWS] sums of a head's gates from the chunk's first token to those from `row` on, of `gates_base`.
 
-    After the last token its sum is repeated, or falls on where gates are constant: see `decay_until_end`.
+    After the last token its sum is repeated or, if gates are constant, continues: see `decay_until_end`.
     """
     rows = row + tl.arange(0, ROWS)
     if spec.CONSTANT:
@@ -202,7 +206,7 @@ def head_gates(base, constant, row, ROWS: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def last_head_gate(base, constant, tokens, spec: tl.constexpr):
-    """The sum of a head's gates over a chunk with as many tokens, or those that there are after its first one."""
+    """Returns the sum of a head's gates over a chunk with `tokens` tokens, or over those after its first one."""
     if spec.CONSTANT:
         return constant * tl.minimum(tokens, spec.CHUNK).to(tl.float32)
     else:
@@ -214,13 +218,15 @@ def decay_until_end(total, sums, spec: tl.constexpr):
     """Returns the decay from each token to the chunk's end, at most 1: from `last_head_gate` and `head_gates`."""
     exponents = total - sums
     if spec.CONSTANT and not spec.FULL_CHUNKS:
-        exponents = tl.minimum(exponents, 0.0)  # of rows after the end
+        exponents = tl.minimum(exponents, 0.0)  # for rows past the end
     return tl.exp2(exponents)
 
 
 @triton.jit
 def scores_at(scores, row, head, chunk, spec: tl.constexpr):
-    """Returns where a chunk's scores lie in [rows, H, CHUNKS * CHUNK, CHUNK]: pointers [CHUNK, CHUNK] by (i, j)."""
+    """Returns the addresses of a chunk's scores in [rows, H, CHUNKS * CHUNK, CHUNK]: pointers [CHUNK, CHUNK] by (i,
+    j).
+    """
     first = (tl.cast(row, tl.int64) * spec.H + head) * (spec.CHUNKS * spec.CHUNK) + chunk * spec.CHUNK
     rows = tl.arange(0, spec.CHUNK)
     return scores + first * spec.CHUNK + (rows[:, None] * spec.CHUNK + rows[None, :])
@@ -231,7 +237,7 @@ def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Returns [CHUNK, COLUMNS] cumulative gates per key channel."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
-    # No mask on rows: `chunk_local_cumsum_kernel` fills every chunk, and after its last token repeats that token's sum.
+    # No mask on rows: `chunk_local_cumsum_kernel` fills every chunk, and repeats the last token's sum after it.
     at = base + (rows[:, None] * spec.K + columns[None, :])
     return masked_load(at, rows[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
 
@@ -240,28 +246,28 @@ def load_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
 def load_last_gates(base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Returns [COLUMNS] cumulative gates per key channel at the end of a chunk."""
     columns = column + tl.arange(0, COLUMNS)
-    # The last row is the sum up to the last token in a partial chunk too, since the rows after that token repeat it.
+    # The last row is the sum up to the last token in a partial chunk too, since later rows repeat that sum.
     return tl.load(base + (spec.CHUNK - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
 
 
 @triton.jit
 def factors_base(factors, row, head, chunk, spec: tl.constexpr):
-    """Returns where a chunk's factors lie in [rows, H, CHUNKS, 3, K]."""
+    """Returns the address of a chunk's factors in [rows, H, CHUNKS, 3, K]."""
     return factors + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * (3 * spec.K)
 
 
 @triton.jit
 def load_factors(base, which, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns [COLUMNS] of a chunk's factors, in powers of two; see `wy_channel_gates`."""
+    """Returns [COLUMNS] of a chunk's log2 factors; see `wy_channel_gates`."""
     columns = column + tl.arange(0, COLUMNS)
     return tl.load(base + which * spec.K + columns, mask=columns < spec.K, other=0.0)
 
 
 @triton.jit
 def state_factors(factors, row, head, chunk, column, COLUMNS: tl.constexpr, spec: tl.constexpr, per: tl.constexpr):
-    """[COLUMNS] powers of two of the state: before it is read, before and after keys are added; 0 if not DECAYED.
+    """Returns the state's log2 decays [COLUMNS]: before it is read, before and after keys are added; 0 if not DECAYED.
 
-    A chunk that the row does not have gives those of the nearest one.
+    For a chunk past the row's ends it returns those of the nearest one.
     """
     if spec.DECAYED:
         chunk = tl.maximum(0, tl.minimum(chunk, spec.CHUNKS - 1))
@@ -275,7 +281,7 @@ def state_factors(factors, row, head, chunk, column, COLUMNS: tl.constexpr, spec
 
 @triton.jit
 def powers_of_two(gates):
-    """Returns log gates as float32 powers of two, none below 2 ** -58."""
+    """Converts log gates to float32 log2 gates, clamped to at least -58."""
     return tl.maximum(gates.to(tl.float32) * LOG2E, MIN_LOG2_GATE)
 
 
@@ -292,24 +298,25 @@ def load_dt(dt, row, start, end, head, spec: tl.constexpr, BLOCK: tl.constexpr =
 def pair_weights(gates):
     """Returns exp2(G_i - G_j) for j <= i, else 0, of one gate per head: [tokens, tokens] by (i, j)."""
     rows = tl.arange(0, gates.shape[0])
-    # Above the diagonal the exponent is positive and may overflow, and inf times a score of 0 is NaN: so the mask
-    # comes before exp2, as an exponent of -inf.
+    # Above the diagonal the exponent is positive and may overflow, and inf times a score of 0 is NaN: so the mask is
+    # applied before exp2, as an exponent of -inf.
     between = tl.where(rows[:, None] >= rows[None, :], gates[:, None] - gates[None, :], float("-inf"))
     return tl.exp2(between)
 
 
 @triton.jit
 def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns decay between a chunk's tokens i and the cut m of i's block of 2 ** (level + 1) tokens: [CHUNK, COLUMNS].
+    """Returns the decay between a chunk's tokens i and the cut m of i's block of 2 ** (level + 1) tokens: [CHUNK,
+    COLUMNS].
 
     The cut is the last token of the block's first half. For later tokens this is exp2(G_i - G_m), the decay since the
-    cut, for earlier ones exp2(G_m - G_i), the decay up to it: no exponent is above 0 where no gate is.
+    cut, for earlier ones exp2(G_m - G_i), the decay up to it: no exponent is positive if no gate is.
 
     Args:
         gates: [CHUNK, COLUMNS] cumulative gates.
-        base: Where they lie, to read those of the cuts from: the cache has them.
+        base: Address of the gates, to load those of the cuts, which are in the cache.
         column: First column.
-        level: Halvings that are still to come.
+        level: log2 of the tokens in half a block; levels run from the largest block down.
     """
     rows = tl.arange(0, spec.CHUNK)
     cut = ((rows >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
@@ -322,37 +329,38 @@ def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.cons
 
 @triton.jit
 def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns cumulative gates less those of the chunk's middle, and whether powers of two of all of them are numbers.
+    """Returns cumulative gates relative to the chunk's middle, and whether exp2 of all of them and their negatives
+    is safe.
 
     Where all are within +-MAX_EXPONENT, the pairs of the chunk are one product: the factors before and after the
     middle multiply to at most 1 for pairs with j <= i, and to at most 2 ** (2 MAX_EXPONENT) for the others.
     """
     columns = column + tl.arange(0, COLUMNS)
     middle = tl.load(base + (spec.CHUNK // 2 - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
-    # About the middle, not the first token: exponents then reach half as far to either side.
+    # Relative to the middle, not the first token: exponents are then at most half as large.
     relative = gates - middle[None, :]
-    # A maximum of the whole tile: the branch on it is the same for all threads of a program.
+    # A maximum over the whole tile, so that the branch on it is uniform in a program.
     return relative, tl.max(tl.max(tl.abs(relative), 1), 0) < spec.MAX_EXPONENT
 
 
 @triton.jit
 def pairs_of(level, spec: tl.constexpr):
     """Returns which pairs (later token, earlier token) a level's cuts separate: [CHUNK, CHUNK]."""
-    # Counted in halves: the later token's is odd, and the one before it is the earlier token's.
+    # Counted in half blocks: the later token's index is odd, and the earlier token's is the one before it.
     half = tl.arange(0, spec.CHUNK) >> level
     return (half[:, None] == half[None, :] + 1) & ((half & 1) == 1)[:, None]
 
 
 @triton.jit
 def causal(spec: tl.constexpr):
-    """Returns [CHUNK, CHUNK], true for tokens with themselves and those before them."""
+    """Returns [CHUNK, CHUNK], true where token j is not after token i."""
     rows = tl.arange(0, spec.CHUNK)
     return rows[:, None] >= rows[None, :]
 
 
 @triton.jit
 def diagonal(spec: tl.constexpr):
-    """Returns [CHUNK, CHUNK], true for tokens with themselves."""
+    """Returns [CHUNK, CHUNK], true on the diagonal."""
     rows = tl.arange(0, spec.CHUNK)
     return rows[:, None] == rows[None, :]
 
@@ -361,16 +369,16 @@ def diagonal(spec: tl.constexpr):
 def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Returns scores plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels.
 
-    Where gates are weak, as trained models' are, that is one product of factors before and after the chunk's middle.
+    If gates are weak, as in trained models, this is one product with factors relative to the chunk's middle.
 
-    Otherwise the chunk is halved again and again, six times if it has 64 tokens. Every pair is separated by the cut m
-    of exactly one halving, and exp2(G_i - G_m) exp2(G_m - G_j) has a factor of each token alone, neither of which can
-    overflow. So a halving is one product of the whole chunk, of which its own pairs are taken.
+    Otherwise the chunk is halved recursively, six times if it has 64 tokens. The cut m of exactly one halving (level)
+    separates each pair, and exp2(G_i - G_m) exp2(G_m - G_j) has one factor per token, neither of which can overflow. So
+    a level is one product of the whole chunk, of which only the pairs that it separates are used.
 
            j ->
         i  0
         |  1 0             0: a token with itself, no gate
-        v  2 2 0           n: block of n tokens after its cut, with those before
+        v  2 2 0           n: pairs that the cut of a block of 2 n tokens separates
            2 2 1 0
            4 4 4 4 0
            4 4 4 4 1 0
@@ -382,7 +390,7 @@ def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexp
         query: [CHUNK, COLUMNS] of the later tokens.
         key: [CHUNK, COLUMNS] of the earlier tokens.
         gates: [CHUNK, COLUMNS] cumulative gates, in powers of two.
-        base: Where the chunk's gates lie.
+        base: Address of the chunk's gates.
         column: First key channel.
     """
     relative, weak = from_middle(gates, base, column, COLUMNS, spec)
@@ -396,11 +404,11 @@ def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexp
         q, k = query.to(tl.float32), key.to(tl.float32)
         scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
         LEVELS: tl.constexpr = spec.LEVELS
-        # A loop that is not unrolled: unrolled halvings spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
+        # The loop is not unrolled: unrolled levels spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
         for level in tl.range(0, LEVELS, num_stages=1):
             weights = cut_weights(gates, base, column, level, COLUMNS, spec)
-            # A product of the whole chunk, most pairs of which the mask drops: one tile shape for all levels. Pairs of
-            # other levels have factors up to 1 too, so none of them is inf or NaN.
+            # A product of the whole chunk, most of which the mask drops, so that all levels have one tile shape. The
+            # factors of other levels' pairs are at most 1 too, so none of them is inf or NaN.
             products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
             scores += tl.where(pairs_of(level, spec), products, 0.0)
     return scores

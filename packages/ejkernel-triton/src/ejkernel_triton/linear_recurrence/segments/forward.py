@@ -16,16 +16,16 @@ from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
 from ejkernel_triton.sizes import ceil_div, padded
 
 LONGEST_CHUNKS = 128
-"""Chunks after which `effective_lengths` stops to look whether the delta rule leaves something of a state."""
+"""The number of chunks after which `effective_lengths` gives up: the state does not decay to nothing."""
 
 CHUNKS_PER_CHECK = 4
-"""Chunks between two looks."""
+"""Chunks between two checks."""
 
 LENGTH_STAGES = 3
-"""Pipeline stages of a program there, at most."""
+"""The largest number of pipeline stages there."""
 
 LENGTH_COLUMNS = 64
-"""Columns of a program there, at most."""
+"""The largest number of columns per program there."""
 
 
 def pass_states(
@@ -40,18 +40,18 @@ def pass_states(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the states between chunks, or their gradients.
 
-    Forwards, S = exp2(G_T) S + sum_j (exp2(G_T - G_j) dt_j left_j) right_j^T from chunk to chunk. In reverse,
-    S = exp2(G_T) S + scale sum_i (exp2(G_i) left_i) right_i^T, without dt. The state is stored as a program arrives at
-    a chunk: forwards the state before it, in reverse the gradient of the state after it.
+    Forwards, S = exp2(G_T) S + sum_j (exp2(G_T - G_j) dt_j left_j) right_j^T from chunk to chunk. In reverse, S =
+    exp2(G_T) S + scale sum_i (exp2(G_i) left_i) right_i^T, without dt. For each chunk the state is stored before the
+    chunk is added: forwards the state before it, in reverse the gradient of the state after it.
 
     Args:
         call: What the launches of the call share.
         left: [B, T, heads, K] keys, or queries.
         right: [B, T, heads, V] values, or the output's cotangent.
-        initial: [B, SEQUENCES, H, K, V], where each scan begins; None is zeros.
+        initial: [B, SEQUENCES, H, K, V], initial states of the scans; None for zeros.
         dtype: Dtype of the states that are stored.
-        w: [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is
-            stored too. A program then holds all key channels, since S^T w_j is a sum over them.
+        w: [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is stored too. A
+            program then has all key channels, since S^T w_j is a sum over them.
         reverse: Whether to scan from the last chunk to the first.
 
     Returns:
@@ -75,7 +75,7 @@ def launch_chunk_fwd_h(
     *,
     num_warps: int = WARPS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A launch of `chunk_fwd_h_kernel` with the arrays of `pass_states`, and `lengths` of `effective_lengths`."""
+    """Launches `chunk_fwd_h_kernel` with the arrays of `pass_states`, and `lengths` of `effective_lengths`."""
     from ejkernel_triton.linear_recurrence.segments.kernels.chunk_fwd_h import chunk_fwd_h_kernel
 
     spec, config, batch = call.spec, call.config, outputs[1].shape[0]
@@ -114,17 +114,18 @@ def launch_chunk_fwd_h(
 
 
 def effective_lengths(call: RecurrenceCall, w: jax.Array, split: SegmentSplit) -> jax.Array | None:
-    """Computes how many of a segment's last chunks leave something of a state, in reverse of its first ones.
+    """Computes the number of a segment's last chunks that the state at its end depends on; in reverse, of its first
+    ones.
 
     Args:
         call: What the launches of the call share.
         w: [B, T, H, K], of the WY form.
-        split: Which segments, and in which direction.
+        split: The segments, and the direction.
 
     Returns:
-        [B, SEQUENCES, H, tiles of columns] int32, of which the largest counts; more than there are chunks if the state
-        does not vanish in LONGEST_CHUNKS, and 0 for a segment that is not scanned. None if it is not known: without
-        gates, and in float16, which has not the range.
+        [B, SEQUENCES, H, tiles of columns] int32, whose maximum over tiles counts; more than the number of chunks if
+        the state does not vanish within LONGEST_CHUNKS, and 0 for a segment that is not scanned. None if not known:
+        without gates, and in float16, whose range is too small.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.effective_length import effective_length_kernel
 
@@ -170,13 +171,13 @@ def end_states(
         call: What the launches of the call share.
         left: [B, T, heads, K], as for `pass_states`.
         right: [B, T, heads, V], as for `pass_states`.
-        split: Which sub-segments.
+        split: The sub-segments to scan.
         w: [B, T, H, K], as for `pass_states`.
         lengths: Effective lengths, from `effective_lengths`; with `w` only.
 
     Returns:
         [B, sub-segments, H, K, V] float32. With `w` there are V + K columns: the last K are the transition, which is
-        the final state from the identity with nothing written. And, with `lengths`, int32 [B, sub-segments, H]: 0 where
+        the final state from the identity with nothing written. Also, with `lengths`, int32 [B, sub-segments, H]: 0 if
         no state passes through a sub-segment, whose last K columns are undefined.
     """
     batch = left.shape[0]
@@ -206,12 +207,13 @@ def end_states(
 def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
     """Returns the configuration and warps of a call whose scans store final states only."""
     spec = call.spec
-    # More programs a multiprocessor, of which one works while the other waits for its state.
+    # More programs per multiprocessor, so that one computes while the other waits for its state.
     config = dataclasses.replace(call.config, state_stages=min(call.config.state_stages, 2))
     whole = spec.K == spec.V == 128 and call.query.dtype.itemsize == 2
     if spec.CONSTANT and whole and chip_of(current_device()).architecture == "hopper":
-        # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention. Heads that
-        # do not decay scan alone, so no second program hides that they wait: a third stage, 0.455 instead of 0.466.
+        # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention. Heads
+        # without decay are the last to finish, so no second program hides their latency: a third stage gives 0.455
+        # instead of 0.466.
         return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_stages=3), 8
     return config, WARPS
 
@@ -221,21 +223,21 @@ def decayed_initial_states(
 ) -> jax.Array:
     """Returns the states at the start of the segments of a row, [B, SEQUENCES, H, K, V] float32.
 
-    Sub-segments are scanned from zeros first, all at the same time, and store their final states only. With the decay
-    of whole sub-segments, a few additions then give the state at the start of each segment.
+    Sub-segments are first scanned from zeros, in parallel, storing their final states only. With the decay of whole
+    sub-segments, a few additions then give the state at the start of each segment.
 
     Args:
         call: What the launches of the call share.
         left: [B, T, heads, K] keys or queries, as `pass_states` takes them.
         right: [B, T, heads, V] values or the output's cotangent, as `pass_states` takes them.
-        initial: [B, 1, H, K, V], where the first scan begins; None is zeros.
+        initial: [B, 1, H, K, V], the initial state of the row; None for zeros.
         reverse: Whether to scan from the last chunk to the first.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.decayed_initial_states import decayed_initial_states_kernel
 
     spec, batch = call.spec, left.shape[0]
     split = split_segments(spec, reverse=reverse, zero_start=initial is None)
-    # Float32 ends: their rounding would reach every later segment.
+    # Float32 ends: rounding errors would reach every later segment.
     ends, _ = end_states(call, left, right, split)
     block_k, block_v = (min(32, padded(n, MIN_TILE)) for n in (spec.K, spec.V))
     first = None if initial is None else initial[:, 0]
@@ -275,10 +277,10 @@ def delta_initial_states(
         spec: Constants.
         split: The segments.
         ends: [B, segments, H, K, V or V + K], final states of scans from zeros.
-        transitions: [B, segments, H, K, V + K], whose last K columns are what a segment does to the state that it
-            begins with, and by the transposes, from the last segment to the first, to its gradient.
-        first: [B, H, K, V], where the row begins, or in reverse the gradient of where it ends; None is zeros.
-        used: [B, segments, H], 0 where no state passes through a segment; None if that is not known.
+        transitions: [B, segments, H, K, V + K], whose last K columns are the transitions of the segments' initial
+            states, and transposed, from the last segment to the first, of their gradients.
+        first: [B, H, K, V], the row's initial state, or in reverse the gradient of its final state; None for zeros.
+        used: [B, segments, H], 0 if no state passes through a segment; None if that is not known.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.delta_initial_states import delta_initial_states_kernel
 

@@ -1,4 +1,4 @@
-"""How a long row is split into segments that run at the same time."""
+"""Splits a long row into segments that run in parallel."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
 
 
 class SegmentSplit(NamedTuple):
-    """The sub-segments of a row's segments, which are scanned at the same time before the segments are.
+    """The sub-segments of a row's segments, which are scanned in parallel before the segments are.
 
     Attributes:
         sub_segments: Sub-segments of each segment.
@@ -28,7 +28,8 @@ class SegmentSplit(NamedTuple):
 
 
 def split_segments(spec: RecurrenceSpec, *, reverse: bool, zero_start: bool, every: bool = False) -> SegmentSplit:
-    """Which sub-segments to scan for the states at the start of segments: not the last ones, in reverse the first.
+    """Returns the sub-segments to scan for the segments' initial states: not the last ones, in reverse not the
+    first.
 
     Args:
         spec: Constants.
@@ -53,10 +54,10 @@ def split_segments(spec: RecurrenceSpec, *, reverse: bool, zero_start: bool, eve
 
 
 def _sub_segments(spec: RecurrenceSpec) -> int:
-    """Returns sub-segments of a segment: more of them wait for memory at the same time, and more are merged after it.
+    """Returns the sub-segments per segment: more of them hide more latency, but take longer to merge.
 
-    Measured with 4 segments of 65536 tokens (docs/lab/linear_recurrence_gpu.md). To put one of the delta rule to those
-    before it takes products one after the other, 8 microseconds.
+    Measured with 4 segments of 65536 tokens (docs/lab/linear_recurrence_gpu.md). With the delta rule each merge is a
+    sequence of dependent products, 8 microseconds.
     """
     if spec.DELTA:
         return 1

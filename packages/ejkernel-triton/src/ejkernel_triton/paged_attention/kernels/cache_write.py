@@ -1,4 +1,4 @@
-"""Writing new tokens into their pages, in place.
+"""Writes new tokens into their pages, in place.
 
     new keys, values [T, HK, D]  --block table-->  page, slot  -->  pages, aliased input and output
 
@@ -23,10 +23,10 @@ def cache_write_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Writes rows of `keys` or, as the second component, of `values` to the slots that the block tables name.
+    """Writes rows of `keys` or, as the second component, of `values` to their slots according to the block tables.
 
-    `pages` has the memory of `so_far`, and only slots of new tokens are written. A row is as wide as the cache's: lanes
-    and heads that pad the cache become 0, and so do the lanes between the two parts of a latent row.
+    `pages` aliases `so_far`, and only slots of new tokens are written. Rows have the cache's width: its padding lanes
+    and heads become 0, and so do the lanes between the two parts of a latent row.
     """
     W: tl.constexpr = spec.WIDTH
     BQ: tl.constexpr = spec.BLOCK_Q
@@ -42,7 +42,7 @@ def cache_write_kernel(
     entry_at = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS) + entry * FIELDS
     sequence, row, rows = tl.load(entry_at + SEQUENCE), tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
     r = tl.arange(0, BQ)
-    # Slots. Positions after the table, and entries that are no page, are padding and are never written.
+    # Positions past the table, and entries that are no valid page index, are padding and are never written.
     position = tl.load(entry_at + POSITION) + r
     column = position // spec.PAGE_SIZE
     valid = (r < rows) & (position >= 0) & (column < spec.TABLE)
@@ -58,12 +58,12 @@ def cache_write_kernel(
     token = tl.cast(row + r, tl.int64)[:, None] * (spec.HK * spec.D) + (head * spec.D + source)[None, :]
     mask = valid[:, None] & stored[None, :]
     if spec.COMPONENTS == 2:
-        # A combined cache: a program has keys or values, so one of the two loads is masked out whole.
+        # A combined cache: a program writes keys or values, so one of the two loads is fully masked.
         is_key = tl.zeros_like(c)[None, :] + component == 0
         from_values = tl.load(values + token, mask=mask & ~is_key, other=0.0)
         x = tl.where(is_key, tl.load(keys + token, mask=mask & is_key, other=0.0), from_values)
     else:
         x = tl.load(keys + token, mask=mask, other=0.0)
     first = batch * spec.ELEMENTS + head * spec.STRIDES[2] + component * spec.LANES
-    # Columns that pad the row are stored as 0. Each slot belongs to one token, so no two programs write the same one.
+    # Padding columns are stored as 0. Each slot belongs to one token, so no two programs write to the same slot.
     tl.store(pages + first + at[:, None] + c[None, :], x, mask=valid[:, None] & (c < spec.LANES)[None, :])

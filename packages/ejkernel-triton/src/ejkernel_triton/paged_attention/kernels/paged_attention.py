@@ -1,17 +1,17 @@
 """Paged softmax attention by persistent programs with equal shares of all key tiles (stream-K).
 
                  entry 0 (long)              entry 1   entry 2
-    head 0          head 1          ...    h0 h1 ..   h0 h1 ..       key tiles of all entries and KV heads, in a line
+    head 0          head 1          ...    h0 h1 ..   h0 h1 ..       key tiles of all entries and KV heads, in order
     |t t t t t t t|t t t t t t t|  ...  |t t|t t| ... |t|t| ... |
     |-- program 0 --|-- program 1 --|-- program 2 --| ...            equal shares of the line: "stream-K"
 
-A program loops over its share. An item is one KV head of one entry. Where a program has all tiles of an item, it stores
-the output at once. Where other programs have some of them (split-KV), it stores the unnormalised accumulator, the row
-maximum and the denominator in one of its two slots: slot 2p if its share begins with the item, slot 2p + 1 if its share
-ends with it. `split_combine_kernel` merges the slots of an item.
+A program loops over its share. An item is one KV head of one entry. If a program has all tiles of an item, it stores
+the output directly. If other programs have some of them (split-KV), it stores the unnormalised accumulator, the row
+maximum and the denominator in one of its two slots: slot 2p if its share starts with a tile of the item, slot 2p + 1 if
+its share ends with one. `split_combine_kernel` merges the slots of an item.
 
-So the time of a call follows from the sum of the lengths and not from the longest, nothing is recompiled when lengths
-change, and the workspace holds two tiles a program whatever the lengths.
+So the time of a call depends on the sum of the lengths and not on the longest, nothing is recompiled when lengths
+change, and the workspace has two tiles per program for any lengths.
 
 Sources: Milakov & Gimelshein 2018 (online softmax); Kwon et al. 2023, arXiv:2309.06180 (paged attention); Osama et al.
 2023, arXiv:2301.03598 (stream-K); Dao et al. 2023 (Flash-Decoding: merging partial softmaxes).
@@ -68,7 +68,9 @@ def attend_tile(
     PARTIAL: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """One step of the online softmax over a tile of keys and values. PARTIAL tiles mask by window and causal order."""
+    """Performs one step of the online softmax over a tile of keys and values. PARTIAL tiles mask by window and
+    causal order.
+    """
     M: tl.constexpr = spec.M
     m = tl.arange(0, M)
     d = tl.arange(0, spec.BD)
@@ -79,14 +81,14 @@ def attend_tile(
     k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
     # Slots outside of the sequence are never read: they may hold other sequences' tokens, or NaN.
     page, valid = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
-    # Scores. A latent cache takes two products: tiles are powers of two, so 512 + 64 columns in one would be 1024.
+    # Scores. A latent cache takes two products: tiles are powers of two, so 512 + 64 columns at once would be 1024.
     k_tile = load_rows(k_head, page, tile, k, valid, d, d < spec.D - spec.ROTARY, False, spec)
     products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
     if spec.ROTARY > 0:
         r_tile = load_rows(v_head, page, tile, k, valid, r, r < spec.ROTARY, True, spec)
         products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
     scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
-    # `m < M` always holds: it makes the row of keys a tile.
+    # `m < M` is always true; it broadcasts the row of keys to a tile.
     allowed = valid[None, :] & (m < spec.M)[:, None]
     if PARTIAL:
         # Row m is query row m // G, at position + m // G.
@@ -95,14 +97,14 @@ def attend_tile(
         if spec.LEFT is not None:
             allowed = allowed & (k[None, :] >= (position + m // spec.G - spec.LEFT)[:, None])
     scores = tl.where(allowed, scores, float("-inf"))
-    # Online softmax. `finite` is for rows that no key has reached yet: -inf - -inf would be NaN.
+    # Online softmax. `finite` is for rows without any key so far: -inf - -inf would be NaN.
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = finite(new_max)
     p = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(p, 1)
     if spec.LATENT > 0:
-        # One tile in shared memory is the operand of both products: a latent vector is read once from HBM.
+        # The tile in shared memory is the operand of both products: a latent vector is read once from HBM.
         v_tile = value_operand(k_tile, spec)
     else:
         # Masked slots are read as 0: a weight of 0 times NaN would be NaN.
@@ -110,7 +112,7 @@ def attend_tile(
         v_tile = value_operand(v_tile, spec)
     acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
     if spec.TAIL:
-        # Rotary columns that are values have an accumulator of their own: a power of two of columns each.
+        # Rotary columns that are values have a separate accumulator, so that each has a power of two of columns.
         tail = add_dot(tail * alpha[:, None], p.to(v_tile.dtype), value_operand(r_tile, spec), spec)
     return acc, tail, new_max, row_sum
 
@@ -130,11 +132,11 @@ def attend(
     qq_bias,
     spec: tl.constexpr,
 ):
-    """Returns online softmax of an item over `count` of its key tiles, from tile `first` on.
+    """Computes the online softmax of an item over `count` of its key tiles, from tile `first` on.
 
     Returns:
-        acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in powers of two. `tail` accumulates
-        the rotary columns, where those are values too.
+        acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in log2. `tail` accumulates the rotary
+        columns, if those are values too.
     """
     M: tl.constexpr = spec.M
     BV: tl.constexpr = spec.BV
@@ -145,7 +147,7 @@ def attend(
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
     tail = tl.zeros([M, BR], tl.float32)
-    # Tiles of an item are counted from the one that holds its first key.
+    # Tiles of an item are counted from the one that contains its first key.
     first_tile = low // spec.BLOCK_KV + first
     full_start, full_end = first_tile, first_tile
     if spec.FULL_TILES:
@@ -153,7 +155,7 @@ def attend(
         # softmax gives the same result in any order of tiles.
         full_low, full_high = low, high
         if spec.LEFT is not None:
-            # A full tile is one that every row attends: the last row bounds it on the left, the first on the right.
+            # Every row attends to a full tile: the last row bounds it on the left, the first on the right.
             full_low = tl.maximum(low, position + spec.BLOCK_Q - 1 - spec.LEFT)
         if spec.RIGHT is not None:
             full_high = tl.minimum(high, position + spec.RIGHT + 1)
@@ -167,8 +169,7 @@ def attend(
                 low, high, head, tile, slopes, qq_bias,
                 False, spec,
             )  # fmt: skip
-    # Partial tiles of both ends in one loop, which jumps over the full ones: a second copy of its body would double
-    # its code.
+    # The partial tiles of both ends are in one loop, which skips the full ones: a second loop would double the code.
     for step in tl.range(first_tile, first_tile + count - (full_end - full_start)):
         tile = step
         if spec.FULL_TILES:
@@ -200,13 +201,13 @@ def paged_attention_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """A program attends the key tiles of its share; see the diagram at the top.
+    """Processes the key tiles of a program's share; see the diagram at the top.
 
-    `work` holds the entries, `shares` the entry and the tile in which each program begins and, last, the tiles of a
-    share and of all. Slots of `parts` that no item needs are left as they are.
+    `work` has the entries, `shares` the entry and the tile at which each program starts and, last, the tiles per share
+    and in total. Unused slots of `parts` are not written.
     """
     program = tl.program_id(0)
-    # Neighbouring programs have the same keys and other query heads: the keys come from HBM once, then from L2.
+    # Neighbouring programs have the same keys and other query heads: the keys are read from HBM once, then from L2.
     split = program % spec.SPLITS
     batch = tl.cast(program // (spec.SPLITS * spec.PROGRAMS), tl.int64)
     program = program // spec.SPLITS % spec.PROGRAMS
@@ -225,7 +226,7 @@ def paged_attention_kernel(
     PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
     parts, row_maxima, row_sums = parts + slots * PART, row_maxima + slots, row_sums + slots
     m = tl.arange(0, spec.M)
-    # `at` is a place in the line of key tiles, from the program's first tile to the end of its share.
+    # `at` is an index in the order of all key tiles, from the program's first tile to the end of its share.
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
     entry, first_tile = tl.load(shares + program * 2), tl.load(shares + program * 2 + 1)
     end = tl.minimum(first_tile + share, total)
@@ -234,7 +235,7 @@ def paged_attention_kernel(
         entry_at = work + entry * FIELDS
         start, tiles = tl.load(entry_at + START), tl.load(entry_at + TILES)
         row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
-        # Where in the line: an entry's tiles lie head by head. The item ends with its head's tiles or with the share.
+        # An entry's tiles are ordered by head. The item ends with its head's tiles or with the share.
         head = (at - start) // tiles
         first = (at - start) % tiles
         count = tl.minimum(tiles - first, end - at)
@@ -257,12 +258,12 @@ def paged_attention_kernel(
         if count == tiles:
             store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, q_head, sinks, m, spec)
         else:
-            # Split-KV: the item goes on in another program's share. `split_combine_kernel`, the next launch, reads the
-            # slot. Items between a share's first and last are whole, so two slots do.
+            # Split-KV: the item continues in another program's share. `split_combine_kernel`, the next launch, reads
+            # the slot. Items between a share's first and last are complete, so two slots suffice.
             slot = ((program * spec.SPLITS + split) * 2 + tl.where(at == first_tile, 0, 1)).to(tl.int64) * spec.M + m
             tl.store(row_maxima + slot, row_max)
             tl.store(row_sums + slot, row_sum)
             store_partial(parts, slot, acc, tail, spec)
         at += count
-        # The next entry after the last head of this one.
+        # After the last head of this entry comes the next entry.
         entry = tl.where(at == start + tiles * spec.HK, entry + 1, entry)

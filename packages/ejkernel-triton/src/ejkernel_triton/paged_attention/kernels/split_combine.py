@@ -1,12 +1,12 @@
-r"""The combine of split-KV: merges the slots of items whose key tiles several programs had.
+r"""The combine of split-KV: merges the slots of items whose key tiles are split over several programs.
 
     program p - 1             program p             program p + 1
     slot 2p - 1: m, l, acc    slot 2p: m, l, acc    slot 2p + 2: m, l, acc     partial softmaxes of one item
             \____________________|____________________/
                        m' = max m_i,  l = sum exp2(m_i - m') l_i,  output = sum exp2(m_i - m') acc_i / l
 
-A program merges one row of the item that its program p of `paged_attention_kernel` was the second to work on; others
-return.
+A program merges one row of the item that its program p of `paged_attention_kernel` was the second to process; other
+programs return.
 """
 
 import triton
@@ -32,14 +32,14 @@ def split_combine_kernel(
     per: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merges one row of the item in which a program's share begins, if that is the first cut through the item.
+    """Merges one row of the item in which a program's share starts, if that is the first split of the item.
 
-    `output` and `lse` are `output_so_far` and `lse_so_far`: the same memory, of which only shared rows are written.
+    `output` and `lse` alias `output_so_far` and `lse_so_far`; only rows of split items are written.
     """
     BV: tl.constexpr = spec.BV
     BR: tl.constexpr = spec.BR
     row_program = tl.program_id(0)
-    # A grid for the largest case: every row of every program's first item. Which items are split follows from
+    # The grid covers the largest case: every row of every program's first item. Which items are split depends on
     # lengths, which may be traced.
     m = row_program % spec.M
     split = row_program // spec.M % spec.SPLITS
@@ -55,36 +55,37 @@ def split_combine_kernel(
     share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
     entry_at = work + tl.load(shares + program * 2) * FIELDS
     begin = tl.load(shares + program * 2 + 1)
-    # At least one tile: programs without a share name entries that may have none, and divide by it below.
+    # At least one tile: programs without a share refer to entries that may have none, and divide by it below.
     start, tiles = tl.load(entry_at + START), tl.maximum(tl.load(entry_at + TILES), 1)
     row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
     head = (begin - start) // tiles
     item = start + head * tiles
     before = begin - share
-    # One program merges an item: the second to work on it. It begins inside the item, and the one before does not.
+    # Only the second program of an item merges it: its share starts inside the item, and the previous program's does
+    # not.
     if (begin < total) & (begin > item) & (before <= item) & (m < rows * spec.G):
-        # The program before this one has the item's first tiles; it began with the item, or came to it.
+        # The previous program has the item's first tiles.
         row_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BV], tl.float32)
         tail = tl.zeros([1, BR], tl.float32)
         count = 1 + (item + tiles - begin + share - 1) // share
-        # An online softmax over slots, PARTS at a time; in the order of programs, so every run gives the same bits.
+        # An online softmax over slots, PARTS at a time, in the order of programs: results are reproducible bit for bit.
         for part in tl.range(0, count, PARTS):
             number = part + tl.arange(0, PARTS)
             valid = number < count
-            # The first part is in the second slot of its program, unless the program began with the item.
+            # The first part is in the second slot of its program, unless that program's share starts with the item.
             second = tl.where((number == 0) & (before < item), 1, 0)
             slot = ((program - 1 + number) * spec.SPLITS + split) * 2 + second
             at = tl.cast(slot * spec.M + m, tl.int64)
-            # Slots after the last: maximum -inf, so weight 0.
+            # Slots past the last one have maximum -inf, so weight 0.
             maxima = tl.load(row_maxima + at, mask=valid, other=float("-inf"))
             sums = tl.load(row_sums + at, mask=valid, other=0.0)
             dv = tl.arange(0, BV)
             accs = tl.load(parts + at[:, None] * PART + dv[None, :], mask=valid[:, None], other=0.0)
             new_max = tl.maximum(row_max, tl.max(maxima, 0))
             shift = finite(new_max)
-            # Each slot was relative to its own maximum: rescale to that of all.
+            # Each slot is relative to its own maximum: rescale to the common one.
             weights = tl.exp2(maxima - shift)
             alpha = tl.exp2(row_max - shift)
             row_sum = row_sum * alpha + tl.sum(sums * weights, 0)

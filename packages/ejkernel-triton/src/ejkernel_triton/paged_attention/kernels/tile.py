@@ -20,14 +20,14 @@ FIELDS = tl.constexpr(9)
 
 @triton.jit
 def rounded(x, spec: tl.constexpr):
-    """Returns a tile rounded to `compute_dtype`, to the nearest with ties to even; as it is where there is none."""
-    # Bits are rounded by hand, since the interpreter's cast cuts digits off.
+    """Returns a tile rounded to `compute_dtype`, to nearest with ties to even; unchanged without `compute_dtype`."""
+    # Rounds explicitly, since the interpreter's cast truncates.
     if spec.ROUND == "bfloat16":
         x = round_bfloat16(x.to(tl.float32))
     if spec.ROUND == "float16":
         x = x.to(tl.float16)
     if spec.BYTES == 1:
-        # Triton's interpreter converts integers to bfloat16 as the integers that hold its bits.
+        # Triton's interpreter converts integers to the bits of bfloat16.
         x = x.to(tl.float32)
     return x
 
@@ -58,16 +58,16 @@ def value_operand(x, spec: tl.constexpr):
 
 @triton.jit
 def load_queries(query, row, rows, head, spec: tl.constexpr):
-    """Returns queries of an entry's rows and one tile of heads; row m is query row m // G of head m % G.
+    """Loads the queries of an entry's rows and one tile of heads; row m is query row m // G of head m % G.
 
     Returns:
-        [M, BD], all columns or those multiplied with a latent vector, and [M, BR], those of the rotary columns.
+        [M, BD], all columns or those that are multiplied with a latent vector, and [M, BR], the rotary columns.
     """
     m = tl.arange(0, spec.M)
     d = tl.arange(0, spec.BD)
     r = tl.arange(0, spec.BR)
-    # All query heads of a KV head are rows of one tile, so a key tile serves them all with one load. Rows and columns
-    # that pad are 0.
+    # All query heads of a KV head are rows of one tile, so a key tile is loaded once for all of them. Padding rows and
+    # columns are 0.
     at = tl.cast((row + m // spec.G) * spec.H + head * spec.G + m % spec.G, tl.int64)[:, None] * spec.D
     mask = (m < rows * spec.G)[:, None]
     q = tl.load(query + at + d[None, :], mask=mask & (d < spec.D - spec.ROTARY)[None, :], other=0.0)
@@ -77,18 +77,18 @@ def load_queries(query, row, rows, head, spec: tl.constexpr):
 
 @triton.jit
 def pages_of(tables, sequence, tile, k, valid, spec: tl.constexpr):
-    """Page of every key of a tile, or one page for the tile if WHOLE, and the mask of keys that are in the sequence.
+    """Returns the page of every key of a tile, or of the whole tile if WHOLE, and the mask of keys in the sequence.
 
-    A table entry that is no page of the cache is padding.
+    A table entry that is no valid page index is padding.
     """
     if spec.TABLE == 0:
         return sequence, valid & (k < spec.PAGE_SIZE)
     elif spec.WHOLE:
         column = tile * spec.BLOCK_KV // spec.PAGE_SIZE
-        # The last tile may begin after the table's end.
+        # The last tile may start past the table's end.
         page = tl.load(tables + sequence * spec.TABLE + column, mask=column < spec.TABLE, other=-1)
         in_range = (page >= 0) & (page < spec.PAGES)
-        # Triton's interpreter makes integers of a vector of truth values and a single one.
+        # Triton's interpreter converts the & of a boolean vector and a scalar to integers.
         return tl.where(in_range, page, 0), valid & (tl.zeros_like(k) + tl.where(in_range, 1, 0) > 0)
     else:
         column = k // spec.PAGE_SIZE
@@ -110,14 +110,14 @@ def load_rows(
     VALUES: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """Returns columns of a tile's rows of one head's keys or, if VALUES, of its values; 0 where `valid` is false."""
+    """Loads columns of a tile's rows of one head's keys or, if VALUES, of its values; 0 where `valid` is false."""
     per_page: tl.constexpr = spec.VALUE_STRIDES[0] if VALUES else spec.KEY_STRIDES[0]
     per_slot: tl.constexpr = spec.VALUE_STRIDES[1] if VALUES else spec.KEY_STRIDES[1]
     # 64 bits: a cache may have more than 2 ** 31 elements.
     page = tl.cast(page, tl.int64)
     if spec.WHOLE:
-        # Page numbers for each key would take one pipeline stage, and registers for pointers. With one page number a
-        # tile, all stages hold tiles.
+        # Page indices per key would take one pipeline stage, and registers for pointers. With one page index per tile,
+        # all stages hold tiles.
         slot = tile * spec.BLOCK_KV if spec.TABLE == 0 else tile * spec.BLOCK_KV % spec.PAGE_SIZE
         first = head_rows + page * per_page + tl.cast(slot, tl.int64) * per_slot
         rows = first + tl.arange(0, spec.BLOCK_KV) * per_slot
@@ -131,26 +131,26 @@ def load_rows(
 
 @triton.jit
 def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.constexpr):
-    """Returns scores [M, BLOCK_KV] as powers of two, from products of queries and keys."""
+    """Returns scores [M, BLOCK_KV] in base 2, from products of queries and keys."""
     scores = products * spec.FACTOR
     if spec.PLAIN:
         return scores
     else:
         if spec.ALIBI:
-            # The distance is counted from the first new token, as in the family's formula; another origin would move
+            # The distance is counted from the first new token, as in the family's formula; another origin would change
             # lse and the weight of a sink.
             scores += slopes[:, None] * (k - context).to(tl.float32)[None, :]
         if spec.QQ > 0:
             row = position + m // spec.G - context
             column = k - context
-            # Pairs of new tokens alone, such as the mask of a tree of drafts.
+            # The bias applies to pairs of new tokens only, such as the mask of a draft tree.
             in_range = ((row >= 0) & (row < spec.QQ))[:, None] & ((column >= 0) & (column < spec.QQ))[None, :]
             scores += tl.load(qq_bias + row[:, None] * spec.QQ + column[None, :], mask=in_range, other=0.0).to(
                 tl.float32
             )
         if spec.CAP is not None:
             capped = spec.CAP * tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
-            # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+            # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
             scores = tl.where(scores == float("-inf"), scores, capped) if spec.QQ > 0 else capped
         return scores * LOG2E
 
@@ -170,7 +170,7 @@ def slopes_of(slopes, head, spec: tl.constexpr):
 def store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, head, sinks, m, spec: tl.constexpr):
     """The epilogue: adds the sink to the denominator, normalises, and stores rows m of an item's output and lse.
 
-    `tail` holds the value columns after those of `acc`, where there are any.
+    `tail` holds the value columns after those of `acc`, if any.
     """
     mask = m < rows * spec.G
     base = finite(row_max)
@@ -189,7 +189,7 @@ def store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, head, sinks,
     dv = tl.arange(0, spec.BV)
     offsets = at[:, None] * spec.DV + dv[None, :]
     width = spec.LATENT if spec.TAIL else spec.DV
-    # Columns that pad, and the rotary ones of `tail`, are not stored here.
+    # Padding columns, and the rotary ones of `tail`, are not stored here.
     tl.store(output + offsets, (acc * factor).to(output.dtype.element_ty), mask=mask[:, None] & (dv < width)[None, :])
     if spec.TAIL:
         r = tl.arange(0, spec.BR)

@@ -1,14 +1,14 @@
-"""The work list of a call and the programs' shares of it, in one launch.
+"""Computes the work list of a call and the programs' shares of it, in one launch.
 
-`ejkernel.families.paged_attention.work` says what they are; as XLA computes them, they are a dozen launches, which
-together take a quarter of the time of decoding 64 sequences of 2048 tokens.
+`ejkernel.families.paged_attention.work` defines them; computed by XLA, they are a dozen launches, which together take a
+quarter of the time of decoding 64 sequences of 2048 tokens.
 
     sequences   n       0     1  2     3          lengths of queries -> tiles of query rows -> first entry of each
-    entries     w    0  1  2  3     4  5  6       n is put where its first entry is; a running maximum fills the rest
-    programs    p    0     1     2     3          w too, at the first program that begins in one of its key tiles
+    entries     w    0  1  2  3     4  5  6       n is scattered to its first entry; a running maximum fills the rest
+    programs    p    0     1     2     3          w is too, to the first program that starts in one of its key tiles
 
-A scatter and a scan replace the search, so one program does it, whatever the lengths. Barriers separate the scatter,
-the loads and the stores, since threads read what others wrote.
+A scatter and a scan replace the search, so one program suffices for any lengths. Barriers separate the scatter, the
+loads and the stores, since threads read what others wrote.
 """
 
 import triton
@@ -31,13 +31,13 @@ from ejkernel_triton.paged_attention.kernels.tile import (
 
 @triton.jit
 def larger(a, b):
-    """Returns the larger of two numbers."""
+    """Returns the maximum of two values."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def reach(low, position, rows, context_end, spec: tl.constexpr):
-    """Returns first key and one more than the last key of tiles of query rows, as `paged_work` has them."""
+    """Returns the first key and the end of the keys of tiles of query rows, as `paged_work` defines them."""
     high = tl.minimum(context_end, spec.CAPACITY)
     if spec.LEFT is not None:
         low = tl.maximum(low, position - spec.LEFT)
@@ -61,7 +61,7 @@ def work_list_kernel(
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_BLOCK: tl.constexpr,
 ):
-    """Writes the entries and the shares of one batch row."""
+    """Computes the entries and the shares of one batch row."""
     batch = tl.cast(tl.program_id(0), tl.int64)
     kv_lens = at_batch(kv_lens, batch, per.KV_LENS, spec.SEQUENCES)
     work = work + batch * spec.ENTRIES * FIELDS
@@ -75,12 +75,12 @@ def work_list_kernel(
         query_start = at_batch(query_start, batch, per.QUERY_START, spec.SEQUENCES + 1)
         valid = n < spec.SEQUENCES
         if spec.COUNTED:
-            # Sequences after the live ones have no rows: what their lengths say is not read.
+            # Sequences past the live ones have no rows: their lengths are ignored.
             valid = valid & (n < tl.load(at_batch(num_seqs, batch, per.NUM_SEQS, 1)))
         first_row = tl.load(query_start + n, mask=valid, other=0)
         rows_of = tl.maximum(tl.load(query_start + n + 1, mask=valid, other=0) - first_row, 0)
         tiles_of = (rows_of + spec.BLOCK_Q - 1) // spec.BLOCK_Q
-        # Entries: sequence n has those from ends - tiles_of to ends. Its number goes to the first; others stay 0.
+        # Entries: sequence n has those from ends - tiles_of to ends. The first one gets n; others stay 0.
         ends = tl.cumsum(tiles_of, 0)
         entries = tl.sum(tiles_of, 0)
         tl.store(entry_at + SEQUENCE, tl.zeros_like(w), mask=is_entry)
@@ -92,15 +92,16 @@ def work_list_kernel(
         first_sequence = tl.load(entry_at + SEQUENCE, mask=is_entry, other=0)
         # Barrier: stores below overwrite the marks, which other threads may not have read yet.
         tl.debug_barrier()
-        # Numbers grow with entries, so a running maximum continues each to the next mark. Marks are n + 1; 0 is none.
+        # Indices increase with entries, so a running maximum continues each to the next mark. Marks are n + 1; 0 is
+        # none.
         sequence = tl.maximum(tl.associative_scan(first_sequence, 0, larger) - 1, 0)
-        # The same scan finds the first entry of the sequence, which says how many of its tiles come before.
+        # The same scan gives the first entry of the sequence, and so the number of its earlier tiles.
         earlier_rows = (w - tl.associative_scan(tl.where(first_sequence > 0, w, 0), 0, larger)) * spec.BLOCK_Q
         row = tl.load(query_start + sequence, mask=is_entry, other=0)
         length = tl.load(query_start + sequence + 1, mask=is_entry, other=0) - row
         rows = tl.where(w < entries, tl.minimum(length - earlier_rows, spec.BLOCK_Q), 0)
     else:
-        # Decoding: sequence, entry and query row are the same number.
+        # Decoding: sequence, entry and query row have the same index.
         sequence, earlier_rows, row, length = w, tl.zeros_like(w), w, tl.zeros_like(w) + 1
         rows = tl.where(is_entry, 1, 0)
     kv_len = tl.load(kv_lens + sequence, mask=is_entry, other=0)
@@ -125,14 +126,14 @@ def work_list_kernel(
     tl.store(entry_at + HIGH, high, mask=is_entry)
     tl.store(entry_at + START, start, mask=is_entry)
     tl.store(entry_at + TILES, tiles, mask=is_entry)
-    # Shares: the line of key tiles, cut into equal parts. At least one tile each, since it divides below.
+    # Shares: all key tiles, split equally. At least one tile each, since it is a divisor below.
     total = tl.sum(tiles * spec.HK, 0)
     share = tl.maximum((total + spec.PROGRAMS - 1) // spec.PROGRAMS, 1)
     is_program = p < spec.PROGRAMS
     tl.store(shares + p * 2, tl.zeros_like(p), mask=is_program)
     # Barrier: as above, zeros before marks.
     tl.debug_barrier()
-    # The first program whose share starts in the entry, if one does.
+    # The first program whose share starts in the entry, if any.
     first_program = (start + share - 1) // share
     tl.store(shares + first_program * 2, w, mask=is_entry & (tiles > 0) & (first_program * share < after))
     # Barrier: as above, marks before reads.

@@ -1,4 +1,4 @@
-"""`mla_decode` on the paged kernels: a dense cache of latent vectors is a cache with one page a sequence."""
+"""`mla_decode` on the paged kernels: a dense cache of latent vectors is a paged cache with one page per sequence."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ HANDLES = frozenset(
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """Yields why a record of `mla_decode` is refused, where `Requires` cannot say it."""
+    """Yields the reasons to refuse a record of `mla_decode` that `Requires` cannot express."""
     if not (record.query.size and record.key.size):
         yield "an array is empty"
         return
@@ -28,7 +28,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns decoding with a dense latent cache; for the CPU too where Triton's interpreter is switched on."""
+    """Returns decoding with a dense latent cache, which also serves CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "tiled_attention",

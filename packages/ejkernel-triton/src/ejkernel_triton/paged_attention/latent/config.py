@@ -1,4 +1,4 @@
-"""Tile sizes of the paged kernels for a dense cache of latent vectors, which they read as one page a sequence."""
+"""Tile sizes of the paged kernels for a dense cache of latent vectors, which has one page per sequence."""
 
 import jax
 

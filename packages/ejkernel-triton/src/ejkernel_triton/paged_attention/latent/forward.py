@@ -1,7 +1,7 @@
-"""`mla_decode` on the paged kernels: a dense cache of latent vectors is a cache with one page a sequence.
+"""`mla_decode` on the paged kernels: a dense cache of latent vectors is a paged cache with one page per sequence.
 
-The operation lowers to tiled attention, whose gradients it has; this forward pass leaves the residuals of that family,
-so that any backward pass of it serves.
+The operation lowers to tiled attention, whose gradients it has; this forward pass returns that family's residuals, so
+that any of its backward passes can follow.
 """
 
 import jax
@@ -13,7 +13,7 @@ from ejkernel_triton.paged_attention.forward import attend_pages
 
 
 def forward(record: TiledAttention, config: PagedForward) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Returns output [B, 1, H, Dv] and residuals of a record that `mla_decode` made."""
+    """Returns output [B, 1, H, Dv] and residuals of a record of `mla_decode`."""
     pages, rotary = as_pages(record)
     output, lse = attend_pages(pages, config, rotary)
     return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])

@@ -10,12 +10,12 @@ from ejkernel_triton.blocks import round_bfloat16
 def decode_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr):
     """Converts a float of few bits, sign on top, to float32: shifts its bits and replaces the exponent's bias.
 
-    The value of a subnormal is what its mantissa adds to the smallest power of two. Float32 subnormals would take
-    fewer instructions, but devices may flush them to zero.
+    A subnormal is its mantissa times the smallest power of two. Float32 subnormals would take fewer instructions, but
+    devices may flush them to zero.
     """
-    # The code's exponent and mantissa, where float32 has the low end of its exponent and the top of its mantissa.
+    # Moves the code's exponent and mantissa to the low end of float32's exponent and the top of its mantissa.
     shifted = (bits & (SIGN - 1)) << (23 - MANTISSA)
-    # A subnormal has no implicit 1: read with the least normal exponent, that 1 is subtracted again.
+    # A subnormal has no implicit 1: it is read with the smallest normal exponent, and the 1 is subtracted again.
     normal = (shifted + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     subnormal = (shifted + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
     value = tl.where(shifted < (1 << 23), subnormal, normal)
@@ -24,15 +24,15 @@ def decode_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.cons
 
 @triton.jit
 def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
-    """Returns what is stored of the scales of a tile of words, and of the zeros of affine codes: one number a group.
+    """Loads the stored scales of a tile of words, and the zeros of affine codes: one per group.
 
-    They are loaded one tile before their use. A load outside of the pipeline that every step waits for took the whole
-    time of a step.
+    They are loaded one tile before their use. A load outside of the pipeline that every step waited for would take the
+    whole time of a step.
     """
-    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words of a group
+    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words per group
     COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
     groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
-    # Past the ends words and scales are 0, since code 0 may stand for another number than 0. An e8m0 of 0 is not 0, but
+    # Out of bounds words and scales are 0, since code 0 may stand for a value other than 0. An e8m0 of 0 is not 0, but
     # code 0 of its formats is.
     mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
     at = rows[:, None] * spec.GROUPS + groups[None, :]
@@ -45,7 +45,7 @@ def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
 
 @triton.jit
 def spread_over_words(x, spec: tl.constexpr):
-    """Broadcasts values of groups [BLOCK_R, groups] to their words [BLOCK_R, BLOCK_W]."""
+    """Broadcasts values of groups [BLOCK_R, groups] to the groups' words [BLOCK_R, BLOCK_W]."""
     WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER
     R: tl.constexpr = spec.BLOCK_R
     W: tl.constexpr = spec.BLOCK_W
@@ -57,9 +57,11 @@ def spread_over_words(x, spec: tl.constexpr):
 
 @triton.jit
 def factors(stored, zeros, spec: tl.constexpr):
-    """Scales of every word, float32 [BLOCK_R, BLOCK_W]; of affine codes f and o of `f * (1 + q / 2 ** BITS) - o`."""
+    """Returns scales of every word, float32 [BLOCK_R, BLOCK_W]; for affine codes f and o of `f * (1 + q / 2 ** BITS)
+    - o`.
+    """
     if spec.EXPONENT:
-        # e8m0: the byte is the exponent field of a float32, but for 2 ** -127, which is subnormal, and 255 for NaN.
+        # e8m0: the byte is the exponent field of a float32, except for 2 ** -127, which is subnormal, and 255 for NaN.
         exponent = stored.to(tl.int32)
         bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
         scale = bits.to(tl.float32, bitcast=True)
@@ -81,18 +83,18 @@ def factors(stored, zeros, spec: tl.constexpr):
 
 @triton.jit
 def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr):
-    """Dequantises code number CODE of every word, to the dtype of the product's operands."""
+    """Dequantises code CODE of every word, to the dtype of the product's operands."""
     if spec.AFFINE:
         # The code becomes the top of the mantissa of 1: f = 1 + q / 2 ** BITS, and one multiply-add dequantises it.
         # Conversions of integers to floats run at a quarter of the rate of multiply-adds.
         SHIFT: tl.constexpr = 23 - (CODE + 1) * spec.BITS
         MASK: tl.constexpr = ((1 << spec.BITS) - 1) << (23 - spec.BITS)
-        # SHIFT moves the code's top bit to bit 22. A shift to the right drags the sign in; MASK takes it off.
+        # SHIFT moves the code's top bit to bit 22. A right shift extends the sign; MASK clears it.
         shifted = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
         value = ((shifted & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
     elif spec.TABLE:
         bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
-        # A gather from 16 numbers, which stay in L1.
+        # A gather from a table of 16 values, which stays in L1.
         value = tl.load(table + bits) * scale
     elif spec.BITS == 4:
         value = decode_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
@@ -101,7 +103,7 @@ def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.conste
     if spec.OPERAND == "float32":
         return value
     elif spec.OPERAND == "bfloat16":
-        if spec.WIDEN:  # the interpreter's cast cuts digits off
+        if spec.WIDEN:  # the interpreter's cast truncates
             value = round_bfloat16(value)
         return value.to(tl.bfloat16)
     else:
@@ -117,9 +119,9 @@ def store_partial(parts, acc, code, m, columns, WIDTH: tl.constexpr, spec: tl.co
 
 @triton.jit
 def program_of(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
-    """Returns batch row, split, tile of columns and tile of rows of a program.
+    """Returns the batch row, split, tile of columns and tile of rows of a program.
 
-    Programs that share words run next to each other, and find them in L2.
+    Consecutive programs share words, which they read from L2.
     """
     ROW_TILES: tl.constexpr = (spec.M + spec.BLOCK_M - 1) // spec.BLOCK_M
     row = program % ROW_TILES

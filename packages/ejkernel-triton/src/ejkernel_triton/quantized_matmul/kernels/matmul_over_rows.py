@@ -1,17 +1,17 @@
-"""Products with a packed matrix [R, C], C codes in W words of PER codes: codes are dequantised in registers.
+"""Multiplies with a packed matrix [R, C], C codes in W words of PER codes: codes are dequantised in registers.
 
-    word j of a row:   | code 8j+7 | ... | code 8j+1 | code 8j |       4 bits a code, PER = 8
+    word j of a row:   | code 8j+7 | ... | code 8j+1 | code 8j |       4 bits per code, PER = 8
 
 No kernel restores the order of codes, which would move every element between threads. Code n of all words of a tile is
-a tile [BLOCK_R, BLOCK_W] by itself, one shift away from the words:
+itself a tile [BLOCK_R, BLOCK_W], obtained from the words by one shift:
 
     over rows    out[:, 8j + n] += x[:, rows] tile_n            PER accumulators, one for each n
-    over words   out[:, rows]   += x[:, 8j + n] tile_n^T        one accumulator, PER products; x arrives by n
+    over words   out[:, rows]   += x[:, 8j + n] tile_n^T        one accumulator, PER products; x is permuted by n
 
     pipeline: packed words, x (num_stages copies in flight) -> shift, mask, scale in registers -> MMA -> accumulators
               scales, zeros (loaded one tile before their use)
 
-Both kernels are split-K: each program contracts a part of the axis and stores float32 sums, which XLA adds in a fixed
+Both kernels are split-K: each program contracts a range of the axis and stores float32 sums, which XLA adds in a fixed
 order, so results are reproducible bit for bit.
 """
 
@@ -30,11 +30,11 @@ from ejkernel_triton.quantized_matmul.kernels.dequantize import (
 
 @triton.jit
 def matmul_over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr, per: tl.constexpr):
-    """x [M, R] times the packed matrix: parts [SPLITS, PER, M, W]."""
+    """Multiplies x [M, R] by the packed matrix: partial sums [SPLITS, PER, M, W]."""
     COLUMN_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     SHARE: tl.constexpr = (TILES + spec.SPLITS - 1) // spec.SPLITS
-    # SHARE tiles of the contracted axis a split; the last splits may have fewer or none, and store zeros.
+    # SHARE tiles of the contracted axis per split; the last splits may have fewer or none, and store zeros.
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_W
     batch, part, column, row = program_of(tl.program_id(0), COLUMN_TILES, spec)
@@ -46,12 +46,11 @@ def matmul_over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.con
     parts += (batch * spec.SPLITS + part) * (spec.PER * spec.M * spec.W)
     m = row * M + tl.arange(0, M)
     words = column * N + tl.arange(0, N)
-    # A name for each accumulator, which the loop carries. With words of 4 codes the last four are dropped by the
-    # compiler.
+    # One variable per accumulator, which the loop carries. With words of 4 codes the compiler drops the last four.
     acc0 = tl.zeros([M, N], tl.float32)
     acc1, acc2, acc3, acc4, acc5, acc6, acc7 = acc0, acc0, acc0, acc0, acc0, acc0, acc0
     row_in_tile = tl.arange(0, spec.BLOCK_R)
-    # Prologue: the scales of the first tile.
+    # Prologue: loads the scales of the first tile.
     stored, stored_zeros = load_scales(scales, zeros, part * SHARE * spec.BLOCK_R + row_in_tile, column, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
         r = tile * spec.BLOCK_R + row_in_tile
@@ -63,10 +62,10 @@ def matmul_over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.con
             tl.int32, bitcast=True
         )
         scale, offset = factors(stored, stored_zeros, spec)
-        # The scales of the next tile arrive while this tile's products run. Loaded in the step that needs them, and
-        # one for every word, they made the kernel take 86.8 us instead of 29.4 (docs/lab/quantized_matmul_gpu.md).
+        # The scales of the next tile are loaded during this tile's products. Loaded in the step that uses them, and one
+        # for every word, they made the kernel take 86.8 us instead of 29.4 (docs/lab/quantized_matmul_gpu.md).
         stored, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
-        # One tile of x and one of words serve all products of the step.
+        # One tile of x and one of words are the operands of all products of the step.
         acc0 = add_dot(acc0, left, dequantize(words_tile, scale, offset, table, 0, spec), spec)
         acc1 = add_dot(acc1, left, dequantize(words_tile, scale, offset, table, 1, spec), spec)
         acc2 = add_dot(acc2, left, dequantize(words_tile, scale, offset, table, 2, spec), spec)

@@ -1,4 +1,4 @@
-"""The product with the packed matrix transposed; see `matmul_over_rows`."""
+"""Multiplies with the transposed packed matrix; see `matmul_over_rows`."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ from ejkernel_triton.quantized_matmul.kernels.dequantize import (
 
 @triton.jit
 def matmul_over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr, per: tl.constexpr):
-    """x, code by code [PER, M, W], times the transposed packed matrix: parts [SPLITS, 1, M, R]."""
+    """Multiplies x, permuted by code [PER, M, W], by the transposed packed matrix: partial sums [SPLITS, 1, M, R]."""
     COLUMN_TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     SHARE: tl.constexpr = (TILES + spec.SPLITS - 1) // spec.SPLITS
@@ -32,7 +32,7 @@ def matmul_over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.co
     m = row * M + tl.arange(0, M)
     r = column * N + tl.arange(0, N)
     acc = tl.zeros([M, N], tl.float32)
-    # Prologue: the scales of the first tile.
+    # Prologue: loads the scales of the first tile.
     stored, stored_zeros = load_scales(scales, zeros, r, part * SHARE, spec)
     for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
         words = tile * spec.BLOCK_W + tl.arange(0, spec.BLOCK_W)
@@ -44,7 +44,7 @@ def matmul_over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.co
         # The scales of the next tile, as in the other kernel.
         stored, stored_zeros = load_scales(scales, zeros, r, tile + 1, spec)
         for code in tl.static_range(PER):
-            # x comes code by code, so column j of this tile belongs to code `code` of word j.
+            # x is permuted by code, so column j of this tile belongs to code `code` of word j.
             at = x + (code * spec.M + m)[:, None] * spec.W + words[None, :]
             left = tl.load(at, mask=(m < spec.M)[:, None] & (words < spec.W)[None, :], other=0.0)
             # The contracted axis is that of words, so the weights are the transposed right operand.

@@ -1,4 +1,4 @@
-"""Gradients of tokens: each gets a share of its pool's cotangent."""
+"""Computes the gradients of tokens: each gets a share of its pool's cotangent."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,9 @@ from ejkernel_triton.segment_pooling.kernels.tile import count_up_to, span_of, t
 
 @triton.jit
 def pool_bwd_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, per: tl.constexpr):
-    """The gradients of BLOCK_T tokens: their pools' cotangents by the pools' lengths; 0 for tokens of no pool."""
+    """Computes the gradients of BLOCK_T tokens: the pool's cotangent divided by its length; 0 for tokens without a
+    pool.
+    """
     STEPS: tl.constexpr = spec.STEPS
     program = tl.program_id(0)
     group = program % spec.GROUPS
@@ -19,22 +21,22 @@ def pool_bwd_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, pe
     tokens = tokens_of(lengths, row, spec, per)
     if spec.RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
-        pool = count_up_to(ranges + 1, token, spec)  # pools that end at or before a token
+        pool = count_up_to(ranges + 1, token, spec)  # number of pools that end at or before a token
     else:
         pool = token // spec.CHUNK
     first, end = span_of(ranges, pool, tokens, pool < spec.M, spec)
     in_pool = (pool < spec.M) & (first <= token) & (token < end)
     length = tl.cast(tl.maximum(end - first, 1), tl.float32)
-    # 64 bits for a pool's row: tokens of one tile may read pools far from each other.
+    # 64 bits for a pool's address: tokens of one tile may read pools far from each other.
     source = at_batch(cotangent, row, per.COTANGENT, spec.M * spec.C) + tl.cast(pool, tl.int64) * spec.C
     target = gradient + (row * spec.T + token) * spec.C
     for step in tl.static_range(STEPS):
         channels = (group * STEPS + step) * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
         channel_mask = (channels < spec.C)[None, :]
-        # Tokens of a pool read the same row of cotangents: after the first, from a cache.
+        # Tokens of a pool read the same row of cotangents, after the first time from a cache.
         dpool = tl.load(source[:, None] + channels[None, :], mask=in_pool[:, None] & channel_mask, other=0.0).to(
             tl.float32
         )
-        # 0 for tokens of no pool: the load was masked, and the length is at least 1.
+        # 0 for tokens without a pool: the load was masked, and the length is at least 1.
         share = (dpool / length[:, None]).to(gradient.dtype.element_ty)
         tl.store(target[:, None] + channels[None, :], share, mask=(token < spec.T)[:, None] & channel_mask)

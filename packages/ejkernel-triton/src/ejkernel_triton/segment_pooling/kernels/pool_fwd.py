@@ -1,4 +1,4 @@
-"""Segment pooling: every token of a pool is read once, and its gradient written once; both are bound by memory.
+"""Segment pooling: each token is read once, and its gradient is written once; both passes are memory-bound.
 
     tokens     |------ block 0 ------|------ block 1 ------|------ block 2 ------|
     pools      [ a ][    b    ][          c                                ][ d ]
@@ -6,11 +6,12 @@
                    tail of c                                                          tile of channels
     split_combine  c = (tail + head + head) / length                                  a program per pool and tile
 
-Blocks have equally many tokens, however long pools are, so programs have equal work. What lies in one block is finished
-there. A pool that crosses blocks leaves a float32 sum in each: the tail of the block in which it begins, the heads of
-those that it goes on in. The second kernel adds them in order: no atomics, so results are reproducible bit for bit.
+Blocks have equal numbers of tokens, for any pool lengths, so programs have equal work. Pools within a block are
+completed there. A pool that crosses blocks leaves a float32 partial sum in each: the tail of the block in which it
+starts, the heads of later ones. The second kernel adds them in order: without atomics, results are reproducible bit for
+bit.
 
-Pools are disjoint and in order, so the pools of a block are found by two searches, and that of a token by one.
+Pools are disjoint and in order, so two searches give the pools of a block, and one search the pool of a token.
 """
 
 import triton
@@ -22,14 +23,14 @@ from ejkernel_triton.segment_pooling.kernels.tile import load_rows, pools_betwee
 
 @triton.jit
 def sum_rows(values, first, end, channels, spec: tl.constexpr):
-    """Returns [BLOCK_C] float32, the sum of tokens from `first` up to `end`."""
+    """Returns [BLOCK_C] float32, the sum of the tokens from `first` up to `end`."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_C: tl.constexpr = spec.BLOCK_C
     # BLOCK_T rows of partial sums: their loads are independent, and one reduction follows the loop.
     acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     if spec.PREFETCH:
-        # Carried through the loop: the next tile is under way while this one is added, so that a program always has
-        # loads in flight. After the last tile every row is masked.
+        # Carried through the loop: the next tile is loaded while this one is added, so that a program always has loads
+        # in flight. After the last tile every row is masked.
         tile = load_rows(values, first, end, channels, spec)
         for token in tl.range(first, end, spec.BLOCK_T):
             next_tile = load_rows(values, token + BLOCK_T, end, channels, spec)
@@ -43,7 +44,9 @@ def sum_rows(values, first, end, channels, spec: tl.constexpr):
 
 @triton.jit
 def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, per: tl.constexpr):
-    """The pools of one block of tokens: means of those that lie in it, sums [BLOCKS, 2, C] of those that cross it."""
+    """Computes the pools of one block of tokens: means of those within it, sums [BLOCKS, 2, C] of those that cross
+    it.
+    """
     program = tl.program_id(0)
     tile = program % spec.TILES
     block = program // spec.TILES % spec.BLOCKS
@@ -56,17 +59,17 @@ def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, p
     tokens = tokens_of(lengths, row, spec, per)
     if spec.RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
-        # From the first pool that ends after the block's first token to the last that begins before its end.
+        # From the first pool that ends after the block's first token to the last that starts before its end.
         pool, last = pools_between(ranges, start, behind - 1, spec)
     else:
-        # Chunks that go on from the block before, or into the next one, are among them.
+        # Including chunks that continue from the previous block, or into the next one.
         pool, last = start // spec.CHUNK, tl.minimum((behind + spec.CHUNK - 1) // spec.CHUNK, spec.M)
     for m in tl.range(pool, last):
         first, end = span_of(ranges, m, tokens, m >= 0, spec)
-        # Clipped to the block: no token is read by two programs of one tile of channels.
+        # Clipped to the block, so that each token is read by one program per tile of channels.
         acc = sum_rows(values, tl.maximum(first, start), tl.minimum(end, behind), channels, spec)
         channel_mask = channels < spec.C
-        # Pools without tokens are whole: their mean is 0 over a length of at least 1.
+        # Pools without tokens are complete: their mean is 0 over a length of at least 1.
         whole = (end <= first) | ((first >= start) & (end <= behind))
         if whole:
             mean = acc / tl.cast(tl.maximum(end - first, 1), tl.float32)
@@ -74,5 +77,5 @@ def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, p
                 output + tl.cast(m, tl.int64) * spec.C + channels, mean.to(output.dtype.element_ty), mask=channel_mask
             )
         else:
-            # A block has at most one pool that goes on from the one before, and one that goes on into the next.
+            # A block has at most one pool that continues from the previous block, and one that continues into the next.
             tl.store(sums + tl.where(first >= start, spec.C, 0) + channels, acc, mask=channel_mask)

@@ -9,9 +9,9 @@ from ejkernel_triton.segment_pooling.kernels.tile import span_of, tokens_of
 
 @triton.jit
 def split_combine_kernel(sums, lengths, ranges, so_far, output, spec: tl.constexpr, per: tl.constexpr):
-    """The means of pools that cross blocks, from their sums in the order of the blocks; 0 for pools without tokens.
+    """Computes the means of pools that cross blocks, from their sums in block order; 0 for pools without tokens.
 
-    `output` is `so_far`: the same memory, whose other pools are as the first kernel left them.
+    `output` aliases `so_far`, whose other pools are final.
     """
     program = tl.program_id(0)
     tile = program % spec.WIDE_TILES
@@ -21,7 +21,7 @@ def split_combine_kernel(sums, lengths, ranges, so_far, output, spec: tl.constex
     if spec.RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
     first, end = span_of(ranges, pool, tokens_of(lengths, row, spec, per), pool >= 0, spec)
-    # Every program looks at its pool, and most find that it crosses no block and write nothing.
+    # Most programs have a pool that crosses no block, and write nothing.
     begins, ends = first // spec.SPAN, (end - 1) // spec.SPAN
     crosses = (end > first) & (ends > begins)
     sums = at_batch(sums, row, per.SUMS, spec.BLOCKS * 2 * spec.C)
@@ -30,11 +30,12 @@ def split_combine_kernel(sums, lengths, ranges, so_far, output, spec: tl.constex
     blocks = tl.arange(0, AT_ONCE)
     acc = tl.zeros([AT_ONCE, WIDE], tl.float32)
     for block in tl.range(begins, tl.where(crosses, ends + 1, begins), spec.AT_ONCE):
-        # Two sums a block: slot 1 is the tail of the block in which the pool begins, slot 0 the head of each later one.
+        # Two sums per block: slot 1 is the tail of the block in which the pool starts, slot 0 the head of each later
+        # one.
         part = 2 * (block + blocks) + tl.where(block + blocks == begins, 1, 0)
         mask = (block + blocks <= ends)[:, None] & (channels < spec.C)[None, :]
         acc += tl.load(sums + (tl.cast(part, tl.int64)[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0)
-    # Empty pools too: the first kernel reaches none that lies at a block's first token.
+    # Empty pools too: the first kernel misses one at a block's first token.
     if crosses | (end <= first):
         mean = tl.sum(acc, axis=0) / tl.cast(tl.maximum(end - first, 1), tl.float32)
         at = output + (row * spec.M + pool) * spec.C + channels

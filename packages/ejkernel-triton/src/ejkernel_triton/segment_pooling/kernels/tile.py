@@ -1,4 +1,4 @@
-"""Device helpers of the segment pooling kernels: searches of pools, and rows of tokens."""
+"""Device helpers of the segment pooling kernels: searches for pools, and loads of rows of tokens."""
 
 import triton
 import triton.language as tl
@@ -6,15 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def count_up_to(column, bound, spec: tl.constexpr):
-    """How many pools have a number up to `bound` in a column of `ranges`; of a vector of bounds, each."""
+    """Returns the number of pools whose entry in a column of `ranges` is at most `bound`; elementwise for a vector
+    of bounds.
+    """
     LEVELS: tl.constexpr = spec.LEVELS
     found = bound * 0
-    # A binary search without branches, so that a vector of bounds can take every step together. Loads depend on each
-    # other, one a bit of the number of pools.
+    # A binary search without branches, so that a vector of bounds can take every step together. Each step depends on
+    # the load of the last one, and there are log2(M) steps.
     for level in tl.static_range(LEVELS):
         step = spec.STEP >> level
         in_range = found + step <= spec.M
-        # Ranges are pairs, so a column's numbers are 2 apart. After the last pool nothing is loaded.
+        # Ranges are pairs, so entries of a column are 2 apart. Nothing is loaded past the last pool.
         last = tl.load(column + 2 * (found + step - 1), mask=in_range, other=0)
         found = tl.where(in_range & (last <= bound), found + step, found)
     return found
@@ -22,13 +24,15 @@ def count_up_to(column, bound, spec: tl.constexpr):
 
 @triton.jit
 def pools_between(ranges, start, last, spec: tl.constexpr):
-    """How many pools end at or before the token `start`, and how many begin at or before the token `last`."""
+    """Returns the number of pools that end at or before the token `start`, and of those that start at or before
+    `last`.
+    """
     WAYS: tl.constexpr = spec.WAYS
     WIDE_LEVELS: tl.constexpr = spec.WIDE_LEVELS
     ways = tl.arange(0, WAYS) + 1
     ended, begun = tl.cast(start * 0, tl.int32), tl.cast(start * 0, tl.int32)
-    # A step of the search looks at WAYS pools at once: a program waits for memory once for up to WAYS pools, twice for
-    # WAYS * WAYS, where a binary search would wait once a bit, and for both columns together.
+    # Each step compares WAYS pools at once, for both columns: a program waits for memory once for up to WAYS pools,
+    # twice for WAYS * WAYS, where a binary search would wait log2(M) times.
     for level in tl.static_range(WIDE_LEVELS):
         stride = WAYS ** (WIDE_LEVELS - 1 - level)
         end_at, begin_at = ended + ways * stride - 1, begun + ways * stride - 1
@@ -41,7 +45,7 @@ def pools_between(ranges, start, last, spec: tl.constexpr):
 
 @triton.jit
 def tokens_of(lengths, row, spec: tl.constexpr, per: tl.constexpr):
-    """How many tokens of a row count."""
+    """Returns the valid tokens of a row."""
     if spec.LENGTHS:
         return tl.load(lengths + row // per.LENGTHS)
     else:
@@ -50,7 +54,7 @@ def tokens_of(lengths, row, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
-    """Returns first token of a pool, or of each of a vector of them, and the token after its last."""
+    """Returns the first token of a pool, or of each of a vector of pools, and the token after its last."""
     if spec.RANGES:
         first = tl.load(ranges + 2 * pool, mask=in_range, other=0)
         return first, tl.load(ranges + 2 * pool + 1, mask=in_range, other=0)
@@ -62,7 +66,7 @@ def span_of(ranges, pool, tokens, in_range, spec: tl.constexpr):
 def load_rows(values, token, end, channels, spec: tl.constexpr):
     """Returns [BLOCK_T, BLOCK_C] of the tokens from `token` on; 0 from `end` on."""
     rows = tl.arange(0, spec.BLOCK_T)
-    # 64 bits for where the rows begin, 32 for where an element is in them.
+    # The rows' address has 64 bits, offsets within them 32.
     start = values + tl.cast(token, tl.int64) * spec.C
     mask = (token + rows < end)[:, None] & (channels < spec.C)[None, :]
     return tl.load(start + (rows[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0)

@@ -1,12 +1,12 @@
-"""The selection kernel: weights of blocks, summed over the heads of a KV head, and the largest of each query.
+"""Selects blocks: sums the weights of blocks over the heads of a KV head, and takes the largest of each query.
 
     q [ROWS, BD]      per tile of blocks:  s = q K_c^T --> p = exp2(s - lse) --> sum over heads --> scratch [queries, M]
-    (queries x heads)                                                            (one region a program, overwritten by
+    (queries x heads)                                                            (one region per program, reused for
                                                                                   its next tile: it stays in L2)
-    then, a few queries at a time:  scratch [few, M] --> N - 1 times: the largest, the later of equals; taken out
+    then, a few queries at a time:  scratch [few, M] --> N - 1 times: take the largest, the later one if equal
 
-The log-sum-exp is that of the compressed branch, which ran before. No array of queries by blocks is in memory: a
-program has one scratch row for each query of a tile, and there are as many programs as run at once.
+The log-sum-exp is that of the compressed branch, which ran before. No array of queries by blocks is stored: a program
+has one scratch row for each query of a tile, and there are as many programs as are resident.
 """
 
 import triton
@@ -35,10 +35,10 @@ def block_topk_kernel(
     BM: tl.constexpr,
     TOPK_QUERIES: tl.constexpr,
 ):
-    """Persistent programs: PROGRAMS of a batch row loop over its tiles of QUERIES queries of every KV head.
+    """Persistent kernel: PROGRAMS programs per batch row loop over its tiles of QUERIES queries of every KV head.
 
     HEADS is the group size padded to a power of two, BLOCKS the blocks of a tile of scores, BM all blocks padded to a
-    power of two that is no less, TOPK_QUERIES the queries whose largest weights are looked for at once.
+    power of two that is no less, TOPK_QUERIES the queries whose largest weights are selected at once.
     """
     program = tl.program_id(0) % PROGRAMS
     batch = tl.program_id(0) // PROGRAMS
@@ -58,12 +58,12 @@ def block_topk_kernel(
         start = (item % TILES) * QUERIES
         token = start + tl.arange(0, QUERIES)
         current = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
-        # No query of the tile selects a block from `last` on: those are not computed.
+        # No query of the tile can select a block from `last` on: those are not computed.
         last = tl.max(current, 0)
         ids = (q_ids, block_ids)
         _block_weights(query, keys, shift, ids, scratch, head, start, current, last, spec, QUERIES, HEADS, BLOCKS, BM)
-        # Barrier: other threads read the scratch rows than wrote them. A second one follows, before the next tile
-        # overwrites them.
+        # Barrier: threads read scratch rows that others wrote. A second one follows, before the next tile overwrites
+        # them.
         tl.debug_barrier()
         for first in tl.range(0, QUERIES, TOPK_QUERIES):
             _store_largest(
@@ -113,11 +113,11 @@ def _block_weights(
         selectable = block[None, :] < current[:, None]
         if spec.SEGMENTS:
             q_id = tl.load(q_ids + tokens, mask=tokens < spec.T, other=-1)
-            # Ids that are not there differ: -1 of queries, -2 of blocks.
+            # Padding ids differ: -1 for queries, -2 for blocks.
             block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
             selectable = selectable & (q_id[:, None] == block_id[None, :])
         offset = tl.arange(0, QUERIES)[:, None] * BM + block[None, :]
-        # -1 is below every sum of weights: such a block is never the largest while another is left.
+        # -1 is below every sum of weights: such a block is never selected while another is left.
         tl.store(scratch + offset, tl.where(selectable, summed, -1.0), mask=(block < BM)[None, :])
 
 
@@ -142,14 +142,14 @@ def _store_largest(
     at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.SLOTS
     tl.store(at, current, mask=valid)
     block = tl.arange(0, BM)
-    # Columns after hold weights of an earlier tile of queries, or nothing yet; they count as -1.
+    # Later columns hold weights of an earlier tile of queries, or are uninitialised; they count as -1.
     written = (block < (last + BLOCKS - 1) // BLOCKS * BLOCKS)[None, :]
     rows = scratch + (first + tl.arange(0, TOPK_QUERIES))[:, None] * BM + block[None, :]
     weights = tl.load(rows, mask=written, other=-1.0)
-    # Slot by slot the largest: a few rounds over weights in registers instead of a sort. What was found becomes -1.
+    # Takes the largest for each slot: a few reductions over registers instead of a sort. Selected weights become -1.
     for slot in tl.range(1, spec.SLOTS):
         largest = tl.max(weights, 1)
-        # The later of equal weights, as the family's reference selects.
+        # The later one of equal weights, as the family's reference selects.
         found = tl.max(tl.where(weights == largest[:, None], block[None, :], -1), 1)
         tl.store(at + slot, tl.where((largest >= 0.0) & (current >= 0), found, -1), mask=valid)
         weights = tl.where(block[None, :] == found[:, None], -1.0, weights)

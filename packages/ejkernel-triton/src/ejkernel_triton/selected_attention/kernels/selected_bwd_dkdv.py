@@ -1,4 +1,4 @@
-"""The backward kernels, by recomputation of the scores: one for queries, one for keys and values, one that merges.
+"""The backward kernels, which recompute the scores: one for queries, one for keys and values, one that merges.
 
     selected_bwd_dq: q, do, lse, delta in registers          selected_bwd_dkdv: K, V of one block in registers
     per key tile of every listed block:                      per tile of queries in the block's list, gathered:
@@ -8,8 +8,8 @@
                                                                            dk += (p^T dp^T) q
 
 Every query may list the first block, so long lists are split: a program of `selected_bwd_dkdv_kernel` loops over one
-split of one list. Where a list has several splits, each stores its float32 accumulators in a slot, and
-`split_combine_kernel` adds the slots up in their order. No atomic additions, so results are reproducible bit for bit.
+split of one list. If a list has several splits, each stores its float32 accumulators in a slot, and
+`split_combine_kernel` adds the slots up in order. There are no atomics, so results are reproducible bit for bit.
 """
 
 import triton
@@ -18,7 +18,7 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.selected_attention.kernels.tile import at_batch, block_start, load_keys
 
-# Fields of a part of a list.
+# Fields of a split of a list.
 BLOCK = tl.constexpr(0)
 FIRST_ENTRY = tl.constexpr(1)
 END_ENTRY = tl.constexpr(2)
@@ -28,9 +28,9 @@ SPLIT_FIELDS = tl.constexpr(4)
 
 @triton.jit
 def _gather(base, token, group_head, head, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns [ROWS, COLUMNS], each row that of a token and a head of the group; 0 where `valid` is false."""
+    """Loads [ROWS, COLUMNS], each row of one token and one head of the group; 0 where `valid` is false."""
     d = tl.arange(0, COLUMNS)
-    # 64-bit offsets for every row: the tokens of a tile come from a list and may lie anywhere in the array.
+    # 64-bit offsets for every row: the tokens of a tile come from a list and may be far apart.
     row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64) * WIDTH
     return tl.load(base + row[:, None] + d[None, :], mask=valid[:, None] & (d < WIDTH)[None, :], other=0.0)
 
@@ -62,21 +62,23 @@ def selected_bwd_dkdv_kernel(
     PARTS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Gradients of BLOCK_KV keys and values of one block and KV head, over one part of the list of the block's queries.
+    """Computes gradients of BLOCK_KV keys and values of one block and KV head, over one split of the block's list of
+    queries.
 
-    A tile has ROWS rows: BLOCK_Q queries times the heads of the group, and what pads. There are PARTS parts, and SUMS
+    A tile has ROWS rows: BLOCK_Q queries times the heads of the group, and padding. There are PARTS splits, and SUMS
+    slots for sums, per KV head.
     slots for sums, of every KV head.
     """
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
     program = tl.program_id(0)
-    # Programs of one part and other keys of its block run next to each other: they gather the same queries from L2.
+    # Consecutive programs have the same split and other keys of its block: they gather the same queries from L2.
     tile = program % TILES
     part = (program // TILES) % PARTS
     head = (program // (TILES * PARTS)) % spec.HK
     batch = program // (TILES * PARTS * spec.HK)
     parts = at_batch(parts, batch, per.PARTS, spec.HK * PARTS * SPLIT_FIELDS) + (head * PARTS + part) * SPLIT_FIELDS
     block = tl.load(parts + BLOCK)
-    if block >= 0:  # there may be fewer parts than there is room for
+    if block >= 0:  # there may be fewer splits than programs
         first_entry, end, slot = tl.load(parts + FIRST_ENTRY), tl.load(parts + END_ENTRY), tl.load(parts + SLOT)
         query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
         key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
@@ -104,12 +106,12 @@ def selected_bwd_dkdv_kernel(
         dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         row = tl.arange(0, ROWS)
-        # A row is a query and a head, without gaps between queries: only the tile's end pads.
+        # A row is a query and a head, without gaps between queries: only the tile's end is padding.
         group_head = row % spec.G
         for at in tl.range(first_entry, end, BLOCK_Q):
             entry = at + row // spec.G
             listed = (row < BLOCK_Q * spec.G) & (entry < end)
-            # Queries of a list lie anywhere, so q, do, lse and delta are gathered row by row; rows that pad read 0.
+            # Queries of a list may be anywhere, so q, do, lse and delta are gathered row by row; padding rows are 0.
             token = tl.load(readers + entry, mask=listed, other=0)
             q = _gather(query, token, group_head, head, listed, spec.D, BD, spec)
             do = _gather(cotangent, token, group_head, head, listed, spec.DV, BV, spec)
@@ -119,13 +121,12 @@ def selected_bwd_dkdv_kernel(
             last = token
             if spec.POSITIONS:
                 last = tl.load(q_positions + token, mask=listed, other=-1)
-            # The list says that the query reads the block; within its own block it still attends only up to its
-            # position.
+            # The list says that the query reads the block; within its own block it attends only up to its position.
             attends = valid[:, None] & listed[None, :] & ((start + index)[:, None] <= last[None, :])
             if spec.SEGMENTS:
                 attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=listed, other=-1)[None, :])
             scores = dot(k, tl.trans(q), spec) * spec.FACTOR
-            # Transposed, [keys, queries]: p^T and ds^T are left operands in their memory layout in registers.
+            # Transposed, [keys, queries]: p^T and ds^T are left operands with their layout in registers.
             weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
             dv = add_dot(dv, weights.to(do.dtype), do, spec)
             dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])
@@ -133,8 +134,8 @@ def selected_bwd_dkdv_kernel(
                 dscores = tl.where(attends, dscores, 0.0)
             dk = add_dot(dk, dscores.to(q.dtype), q, spec)
         dk = dk * spec.SCALE
-        # The whole list: this is the gradient. Where sequences are packed, a block may reach into the next sequence,
-        # whose own block stores those keys.
+        # With a single split this is the gradient. With packed sequences, a block may extend into the next sequence,
+        # whose first block stores those keys.
         if slot < 0:
             dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
             dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV
@@ -142,8 +143,8 @@ def selected_bwd_dkdv_kernel(
             _store_keys(dkey, start, index, last_key, dk, spec.D, BD, spec)
             _store_keys(dvalue, start, index, last_key, dv, spec.DV, BV, spec)
         else:
-            # One part of several: float32 accumulators, whole tiles without masks, for `split_combine_kernel`, the next
-            # launch.
+            # With several splits: stores float32 accumulators, whole tiles without masks, for `split_combine_kernel`,
+            # the next launch.
             sums = (tl.cast(batch * spec.HK + head, tl.int64) * SUMS + slot) * TILES + tile
             _store_sums(key_sums, sums, dk, BLOCK_KV, BD)
             _store_sums(value_sums, sums, dv, BLOCK_KV, BV)
@@ -151,7 +152,7 @@ def selected_bwd_dkdv_kernel(
 
 @triton.jit
 def _store_keys(base, start, index, end, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Writes [keys, COLUMNS] to keys `start + index` before `end` of an array [S, HK, WIDTH]."""
+    """Stores [keys, COLUMNS] to keys `start + index` before `end` of an array [S, HK, WIDTH]."""
     d = tl.arange(0, COLUMNS)
     at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])
     attends = (start + index < end)[:, None] & (d < WIDTH)[None, :]
@@ -160,6 +161,6 @@ def _store_keys(base, start, index, end, tile, WIDTH: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _store_sums(base, q_row, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Writes [ROWS, COLUMNS] as number `q_row` of an array of such tiles."""
+    """Stores [ROWS, COLUMNS] as tile `q_row` of an array of such tiles."""
     at = base + q_row * (ROWS * COLUMNS)
     tl.store(at + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile)

@@ -1,4 +1,4 @@
-"""The gradient of queries, by recomputation of the scores; see `selected_bwd_dkdv`."""
+"""Computes the gradient of queries, recomputing the scores; see `selected_bwd_dkdv`."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def selected_bwd_dq_kernel(
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """The gradient of one query, for all query heads of one KV head."""
+    """Computes the gradient of one query, for all query heads of one KV head."""
     program = tl.program_id(0)
     token = program % spec.T
     head = (program // spec.T) % spec.HK
@@ -57,7 +57,7 @@ def selected_bwd_dq_kernel(
     if spec.SEGMENTS:
         k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
-        # Padding attends to nothing: the loop has no steps, and the gradient stored is 0.
+        # Padding attends to nothing: the loop has no steps, and the stored gradient is 0.
         count = tl.where(q_id >= 0, count, 0)
     q_position = query_position(q_positions, token, spec)
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
@@ -79,12 +79,12 @@ def selected_bwd_dq_kernel(
         v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
         attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
         scores = dot(q, tl.trans(k), spec) * spec.FACTOR
-        # Masked weights are replaced after exp2, which may be inf for keys that lse does not count.
+        # Masked weights are replaced after exp2, which may be inf for keys that lse does not include.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
         dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
         if spec.SEGMENTS:  # products of other segments' rows may be inf, and 0 x inf is NaN
             dscores = tl.where(attends[None, :], dscores, 0.0)
-        # K is an operand of two products, of scores and of dq, with one load.
+        # K is loaded once for two products, of scores and of dq.
         acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
     store_heads(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)

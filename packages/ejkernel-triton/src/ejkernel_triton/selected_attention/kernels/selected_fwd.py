@@ -1,4 +1,4 @@
-"""The forward kernel: online softmax of one query, with all heads of a KV head, over the blocks that it lists.
+"""The forward kernel: online softmax of one query, with all heads of a KV head, over its listed blocks.
 
                        +------------------------ per key tile of every listed block -------------------------+
     q  (registers) --->|  K tile --> s = q K^T, masked --> m' = max(m, s) --> p = exp2(s - m')                 |
@@ -7,9 +7,9 @@
                        +--------------------------------------------------------------------------------------+
     epilogue: output = acc / l, lse = m + log l
 
-Neighbouring queries list different blocks, so a tile of scores has only the heads that share a KV head: 16 rows, one
-matrix instruction of a warp. With a warp a program nothing passes between warps, and as many programs as shared memory
-holds keep their copies in flight; what bounds them is how fast L2 delivers keys and values.
+Neighbouring queries list different blocks, so a tile of scores has only the heads of one KV head: 16 rows, one MMA of a
+warp. With one warp per program warps exchange nothing, and as many programs as fit shared memory keep their copies in
+flight; the bottleneck is L2 bandwidth for keys and values.
 
 Source: native sparse attention, Yuan et al. 2025, arXiv:2502.11089, section 3.4.
 """
@@ -46,7 +46,7 @@ def selected_fwd_kernel(
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """A program has one query and one KV head. Programs of a KV head run next to each other: they share keys in L2."""
+    """Computes the output of one query and KV head. Programs of a KV head are consecutive, and share keys in L2."""
     program = tl.program_id(0)
     token = program % spec.T
     head = (program // spec.T) % spec.HK
@@ -60,7 +60,7 @@ def selected_fwd_kernel(
         starts = at_batch(starts, batch, per.STARTS, spec.M)
     if spec.POSITIONS:
         q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
-    # Slots after the last named block cost nothing; an empty slot before it is a tile without keys.
+    # Slots after the last listed block cost nothing; an empty slot before it is a tile without keys.
     count = slots_in_use(listed, spec)
     q_id = 0
     if spec.SEGMENTS:
@@ -76,13 +76,13 @@ def selected_fwd_kernel(
     row_max = tl.full([BG], float("-inf"), tl.float32)
     row_sum = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, BV], tl.float32)
-    # One loop over the tiles of all listed blocks: the pipeline of copies drains where a loop ends, so not one a
-    # block.
+    # One loop over the tiles of all listed blocks: the pipeline drains at the end of each loop, so a loop per block
+    # would be slower.
     for i in tl.range(0, count * TILES):
         block = tl.load(listed + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
         start = block_start(starts, block, spec)
-        # Keys that are not there are read as 0: their weights are 0, and 0 x NaN would be NaN.
+        # Keys out of bounds are read as 0: their weights are 0, and 0 x NaN would be NaN.
         valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
@@ -101,17 +101,17 @@ def selected_fwd_kernel(
 
 @triton.jit
 def softmax_step(q, k, v, attends, row_max, row_sum, acc, spec: tl.constexpr):
-    """Returns one step of the online softmax, over a tile of keys.
+    """Performs one step of the online softmax, over a tile of keys.
 
     q [BG, BD], k [K, BD], v [K, BV], attends [K], row_max and row_sum [BG], acc [BG, BV].
     """
-    # One query: all rows of the tile, its heads, have the same mask.
+    # All rows of the tile are heads of one query, so they have the same mask.
     scores = tl.where(attends[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    shift = finite(new_max)  # a tile may have nothing that attends
+    shift = finite(new_max)  # a tile may have no key that attends
     weights = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(weights, 1)
-    # Weights take the values' dtype for the matrix unit; the accumulator stays float32.
+    # Weights are converted to the values' dtype for the matrix unit; the accumulator stays float32.
     acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
     return new_max, row_sum, acc

@@ -1,4 +1,4 @@
-"""Adds up the gradients of keys and values of lists that several programs had; see `selected_bwd_dkdv`."""
+"""Adds up the gradients of keys and values of lists that were split over programs; see `selected_bwd_dkdv`."""
 
 import triton
 import triton.language as tl
@@ -23,9 +23,9 @@ def split_combine_kernel(
     BLOCK_KV: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Adds up the slots of one block whose list has several parts; `merges` has its first slot and how many there are.
+    """Adds up the slots of one block whose list is split; `merges` has its first slot and their number.
 
-    `dkey` and `dvalue` are `dkey_so_far` and `dvalue_so_far`: the same memory, of which only such blocks are written.
+    `dkey` and `dvalue` alias `dkey_so_far` and `dvalue_so_far`; only such blocks are written.
     """
     TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
     program = tl.program_id(0)
@@ -35,7 +35,7 @@ def split_combine_kernel(
     batch = program // (TILES * spec.M * spec.HK)
     merges = at_batch(merges, batch, per.MERGES, spec.HK * spec.M * 2) + (head * spec.M + block) * 2
     first, count = tl.load(merges), tl.load(merges + 1)
-    # Blocks with one part are complete in `dkey` and `dvalue` already.
+    # Blocks with one split are complete in `dkey` and `dvalue` already.
     if count > 0:
         BD: tl.constexpr = spec.BD
         BV: tl.constexpr = spec.BV
@@ -48,7 +48,7 @@ def split_combine_kernel(
         dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         row = tl.cast(batch // per.KEY_SUMS, tl.int64) * (spec.HK * SUMS) + head * SUMS + first
-        # Slots in the order of the list's parts, so results are reproducible bit for bit.
+        # Slots are added in the order of the splits, so results are reproducible bit for bit.
         for slot in tl.range(0, count):
             q_row = (row + slot) * TILES + tile
             dk += tl.load(key_sums + q_row * (BLOCK_KV * BD) + k_at)

@@ -1,6 +1,6 @@
-"""Tiles of selected attention: the heads of one query, the keys of a listed block, and the mask between them.
+"""Device helpers of selected attention: the heads of one query, the keys of a listed block, and the mask between them.
 
-Arrays of a batch row are found by `at_batch`; `per` says how many rows share one.
+`at_batch` returns the address of a batch row; `per` has the number of batch rows that share an entry.
 """
 
 import triton
@@ -9,17 +9,19 @@ import triton.language as tl
 
 @triton.jit
 def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
-    """Returns where a batch row's part of an array begins; PER rows share one. 64 bits: arrays may be large."""
+    """Returns the address of a batch row in an array in which PER rows share one entry, in 64 bits: arrays may be
+    large.
+    """
     return array + tl.cast(batch // PER, tl.int64) * ELEMENTS
 
 
 @triton.jit
 def load_heads(base, token, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """[BG, COLUMNS]: the rows of one token, of all query heads of a KV head; 0 in heads and columns that pad."""
+    """Loads [BG, COLUMNS]: the rows of one token, of all query heads of a KV head; 0 in padding heads and columns."""
     g = tl.arange(0, spec.BG)
     d = tl.arange(0, COLUMNS)
     at = base + tl.cast(token * spec.H + head * spec.G, tl.int64) * WIDTH + (g[:, None] * WIDTH + d[None, :])
-    # Without what pads there is no mask: a predicate that is always true still costs.
+    # Without padding there is no mask: a mask costs time even if it is always true.
     if spec.BG != spec.G or COLUMNS != WIDTH:
         return tl.load(at, mask=(g < spec.G)[:, None] & (d < WIDTH)[None, :], other=0.0)
     else:
@@ -28,7 +30,7 @@ def load_heads(base, token, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sp
 
 @triton.jit
 def store_heads(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Writes [BG, COLUMNS] to where `load_heads` reads."""
+    """Stores [BG, COLUMNS] to the addresses that `load_heads` reads."""
     g = tl.arange(0, spec.BG)
     d = tl.arange(0, COLUMNS)
     at = base + tl.cast(token * spec.H + head * spec.G, tl.int64) * WIDTH + (g[:, None] * WIDTH + d[None, :])
@@ -37,16 +39,16 @@ def store_heads(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def load_numbers(base, token, head, spec: tl.constexpr):
-    """Returns [BG] of an array [T, H]: one number for every query head of a KV head."""
+    """Loads [BG] of an array [T, H]: one element per query head of a KV head."""
     g = tl.arange(0, spec.BG)
     return tl.load(base + tl.cast(token * spec.H + head * spec.G, tl.int64) + g, mask=g < spec.G, other=0.0)
 
 
 @triton.jit
 def slots_in_use(listed, spec: tl.constexpr):
-    """Returns one more than the last slot of a query's list that names a block."""
+    """Returns the index after the last used slot of a query's list."""
     slots = tl.arange(0, spec.BS)
-    # The list in one load; empty slots may lie between others.
+    # One load for the list; empty slots may be between others.
     blocks = tl.load(listed + slots, mask=slots < spec.SLOTS, other=-1)
     return tl.max(tl.where(blocks >= 0, slots + 1, 0), 0)
 
@@ -54,7 +56,7 @@ def slots_in_use(listed, spec: tl.constexpr):
 @triton.jit
 def block_start(starts, block, spec: tl.constexpr):
     """Returns the first key of a block; that of the first block for -1."""
-    # An empty slot is -1: the load of `starts` has no mask and must not begin before the array.
+    # An empty slot is -1: the load of `starts` has no mask and must not start before the array.
     block = tl.maximum(block, 0)
     if spec.STARTS:
         return tl.load(starts + block)
@@ -66,7 +68,7 @@ def block_start(starts, block, spec: tl.constexpr):
 def load_keys(base, start, index, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Returns [keys, COLUMNS] at keys `start + index` of an array [S, HK, WIDTH]; 0 where `valid` is false."""
     d = tl.arange(0, COLUMNS)
-    # 64 bits for where the tile begins, 32 for where an element is in it: 64-bit offsets of elements take registers.
+    # The tile's address has 64 bits, offsets within it 32: 64-bit offsets of elements take registers.
     at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])
     if COLUMNS != WIDTH:
         return tl.load(at, mask=valid[:, None] & (d < WIDTH)[None, :], other=0.0)

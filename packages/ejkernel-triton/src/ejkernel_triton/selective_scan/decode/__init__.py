@@ -11,17 +11,19 @@ from ejkernel_triton.selective_scan.decode import config
 DTYPES = ("float16", "bfloat16", "float32")
 
 STEP = 8
-"""Most tokens a sequence of the decode step; of packed sequences, on average."""
+"""The largest number of tokens per sequence of the decode step; for packed sequences, on average."""
 
 LONGEST = 256
-"""Most tokens of packed sequences beyond one each: one of them may have all, and they are worked on in order."""
+"""The largest number of tokens of packed sequences beyond one each: a single sequence may have them all, one after
+another.
+"""
 
 WIDEST = 256
-"""Most numbers of a channel's state that the decode step takes."""
+"""The largest state dimension of the decode step."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """Yields why the decode step refuses a record, where `Requires` cannot say it."""
+    """Yields the reasons why the decode step refuses a record that `Requires` cannot express."""
     tokens = record.x.shape[1]
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     if tokens > STEP * sequences:
@@ -33,7 +35,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def scan_reasons(record: Any) -> Iterable[str]:
-    """Yields what neither the scan nor its decode step takes, and `Requires` cannot say."""
+    """Yields the reasons why neither the scan nor its decode step can serve a record that `Requires` cannot express."""
     arrays = (record.x, record.decay, record.initial_state)
     if not all(array.size for array in arrays if array is not None):
         yield "an array is empty"
@@ -59,7 +61,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
-            # Before the scans of both packages, whose blocks of tokens would be masked but for one token.
+            # Above the scans of all packages, which would mask all but one token of a block.
             priority=30,
             cases="ejkernel_triton.selective_scan.decode.cases:cases",
         ),

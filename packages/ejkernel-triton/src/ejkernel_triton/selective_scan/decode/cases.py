@@ -1,4 +1,4 @@
-"""Conformance cases of the selective scan's decode step: its others have more tokens than a step."""
+"""Conformance cases of the selective scan's decode step, with few enough tokens."""
 
 import jax.numpy as jnp
 
@@ -14,5 +14,5 @@ _ROWS = (
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """Returns the cases of the decode step, by operation."""
+    """Returns the conformance cases of each operation, by its name."""
     return {"state_space_v1": state_space_v1.make_cases(StateSpaceV1Arguments, _ROWS)}

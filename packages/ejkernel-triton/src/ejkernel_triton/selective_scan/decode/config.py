@@ -10,7 +10,7 @@ from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import ceil_div, padded
 
 HELD = 16
-"""Numbers of a state that a thread holds, and of A as many."""
+"""State elements per thread, and as many of A."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class StepTile:
     """Configuration of the decode step.
 
     Attributes:
-        block_e: Channels of a program; a power of two.
+        block_e: Channels per program; a power of two.
         num_warps: Warps per program.
     """
 
@@ -35,18 +35,18 @@ FACES = {"block_d": "block_e", "num_warps": "num_warps"}
 
 
 def sequences(record: SelectiveScan) -> int:
-    """Returns rows, or packed sequences."""
+    """Returns the number of rows, or of packed sequences."""
     return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> StepTile:
-    """Returns the tile for a record on a device, not measured."""
+    """Returns the default tile for a record on a device, not measured."""
     if interpreting():
         return StepTile(block_e=16, num_warps=1)
     lanes, numbers = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
     block, programs = max(1, 4 * HELD * lanes // numbers), sequences(record)
     block = min(block, padded(record.x.shape[2]))
-    # Few states are cut finer, to reach every multiprocessor.
+    # Few states are split more finely, to reach every multiprocessor.
     while (
         block * numbers > 16 * lanes and programs * ceil_div(record.x.shape[2], block) < chip_of(device).multiprocessors
     ):

@@ -1,4 +1,4 @@
-"""The decode step of the selective scan in Triton: one to eight tokens a sequence, the states updated in place."""
+"""The decode step of the selective scan in Triton: one to eight tokens per sequence, the states updated in place."""
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ from ejkernel_triton.selective_scan.decode.spec import make_spec
 def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns output and final states of a record.
 
-    States in float32, and slots of any dtype, are updated in their own memory: XLA copies them before only if they are
-    used elsewhere, as those of a call that does not donate them are.
+    States in float32, and slots of any dtype, are updated in place: XLA copies them first only if they are used
+    elsewhere, for example by a caller that does not donate them.
 
     Args:
         record: The canonical arguments.
         config: The tile.
 
     Returns:
-        Output [B, T, I] in x's dtype, final states in float32 or the slots, and what a backward pass needs.
+        Output [B, T, I] in x's dtype, final states in float32 or the slots, and the residuals of the backward pass.
     """
     from ejkernel_triton.selective_scan.decode.kernels.selective_state_update import selective_state_update_kernel
 
@@ -37,7 +37,7 @@ def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, j
         selective_state_update_kernel,
         inputs,
         (
-            # The number of an input says that the output is written to its memory.
+            # The index of an input means that the output is written to its memory.
             len(inputs) - 1 if spec.IN_PLACE else Shape((rows, *states), jnp.float32),
             Shape(record.x.shape, record.x.dtype),
         ),
@@ -47,5 +47,5 @@ def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, j
         num_stages=1,
         constants={"spec": spec},
     )
-    # XLA makes the residuals of calls that have a backward pass, and drops those of the others.
+    # XLA computes the residuals of calls with a backward pass, and drops those of the others.
     return (output, final[0] if spec.PACKED else final), selective_scan.reference(record)[1]

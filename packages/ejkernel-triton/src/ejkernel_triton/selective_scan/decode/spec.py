@@ -1,4 +1,4 @@
-"""What the decode step's kernel is compiled for."""
+"""The compile-time constants of the decode step's kernel."""
 
 import dataclasses
 
@@ -14,17 +14,17 @@ class StepSpec:
     """Constants of the kernel.
 
     Attributes:
-        T: Tokens of a row.
-        SEQUENCES: Packed sequences of a row; 1 without packing.
+        T: Tokens per row.
+        SEQUENCES: Packed sequences per row; 1 without packing.
         E: Channels.
-        N: Numbers of a channel's state.
-        BLOCK_E: Channels of a program.
+        N: State dimension.
+        BLOCK_E: Channels per program.
         BLOCK_N: N, padded to a power of two.
-        TILES: Programs of a sequence.
+        TILES: Programs per sequence.
         PACKED: Whether sequences are packed.
-        STATE: Whether there are states to begin with.
-        SLOTS: How many slots hold them; 0 where they are in no slots.
-        IN_PLACE: Whether the final states have the memory of those to begin with, and are read from there.
+        STATE: Whether there are initial states.
+        SLOTS: Number of slots that hold them; 0 without slots.
+        IN_PLACE: Whether the final states alias the initial ones, and are read from there.
     """
 
     T: int

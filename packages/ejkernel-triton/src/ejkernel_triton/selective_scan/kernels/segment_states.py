@@ -1,4 +1,4 @@
-"""Final states of the segments of a sequence, each from zeros; see `selective_scan_fwd`."""
+"""Computes final states of the segments of a sequence, each from zeros; see `selective_scan_fwd`."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 
 @triton.jit
 def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
-    """Returns the column of the token that is the ith of a block in the direction of the scan."""
+    """Returns the column of the ith token of a block in the direction of the scan."""
     if REVERSE:
         return load_column(column, token + (spec.BLOCK_T - 1 - i), spec.T, spec)
     else:
@@ -36,10 +36,10 @@ def segment_states_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """The final state of every segment from zeros, [B, SPLITS, N, E], and the segment's sum of dt, [B, SPLITS, E].
+    """Computes every segment's final state from zeros, [B, SPLITS, N, E], and its sum of dt, [B, SPLITS, E].
 
-    Forward, `column` is B and what is added to states is dt x B, with `values` x. In REVERSE it is C,
-    what is added to the cotangents of the states is dy C, before they decay, and `values` is dy.
+    Forward, `column` is B and `values` x, and dt x B is added to the states. In REVERSE, `column` is C and `values` dy,
+    and dy C is added to the cotangents of the states before they decay.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     row, part, tile = program_of(tl.program_id(0), spec)
@@ -70,12 +70,12 @@ def segment_states_kernel(
                 tl.debug_barrier()
             if REVERSE:
                 dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), token_values[BLOCK_T - 1 - i].to(tl.float32)
-                # The cotangent gets its token's share before it decays: it is handed to the token before.
+                # The cotangent gets its token's share before it decays, since it is passed to the previous token.
                 state = tl.exp2(rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
             else:
                 dt, value = steps[i].to(tl.float32), token_values[i].to(tl.float32)
                 state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
-            # exp(A dt) over all tokens is exp(A * sum of dt): [E] numbers a segment instead of [N, E].
+            # exp(A dt) over all tokens is exp(A * sum of dt): [E] elements per segment instead of [N, E].
             total += dt
         token_values, steps, token = next_added, next_steps, next_token
     at = row * spec.SPLITS + part

@@ -1,19 +1,19 @@
-"""The backward selective scan: recomputes states forwards, and passes their cotangents backwards.
+"""The backward selective scan: recomputes states forwards, and propagates their cotangents backwards.
 
     interval, from its state in memory:
-        1. forwards over its tokens; the states before every block go to the program's scratch, which stays in L2
+        1. forwards over its tokens; the states before every block are stored in scratch, which stays in L2
         2. for every block, the last first:
              forwards:  h before each of its BLOCK_T tokens, in registers
-             backwards: G = a g, the cotangent for the token before, and all gradients
+             backwards: G = a g, the cotangent for the previous token, and all gradients
 
     g_t = G_{t+1} + C_t dy_t        dx = dt sum_n g B + D dy     dB = sum over channels of g dt x
     G_t = a_t g_t                   ddt = x sum_n g B            dC = sum over channels of dy h_t
     a_t = exp(dt A)                       + sum_n A G h_{t-1}    dA = sum over tokens of dt G h_{t-1}
 
-Dividing by a_t instead of recomputing states would save an exponential, and lose all digits where a_t is small.
+Recovering h_{t-1} by a division by a_t would save an exponential, but lose all digits where a_t is small.
 
 Sums over a program's channels exchange halves between lanes (`sum_lanes`). Programs store their sums, and XLA adds them
-up in a fixed order: no atomic additions, so results are reproducible bit for bit.
+up in a fixed order: without atomics, results are reproducible bit for bit.
 
 Source: Gu & Dao 2023, arXiv:2312.00752.
 """
@@ -40,20 +40,21 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 
 @triton.jit
 def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
-    """Adds pairs of lanes of low and of high, [..., LANES]: a lane keeps the one of the two that its bit SPAN names.
+    """Adds pairs of lanes of low and of high, [..., LANES]; each lane keeps one of the two sums, by bit SPAN of its
+    index.
 
-    The other goes to the lane whose bit differs, which keeps that one.
+    The lane whose index differs in that bit keeps the other one.
     """
     lane = tl.arange(0, LANES)[None, None, :]
     upper = (lane & SPAN) != 0
-    # Each lane keeps half and sends half, so a shuffle carries two sums at once.
+    # Each lane keeps half and sends half, so a shuffle transfers terms of two sums.
     kept, sent = tl.where(upper, high, low), tl.where(upper, low, high)
     return kept + tl.gather(sent, tl.broadcast_to(lane ^ SPAN, sent.shape), 2)
 
 
 @triton.jit
 def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Sums of every ROWS lanes of each row of [G, ROWS, LANES]: [G, 1, LANES], where lane % ROWS is the row.
+    """Sums every ROWS lanes of each row of [G, ROWS, LANES]: [G, 1, LANES], where lane l has row l % ROWS.
 
     Each level exchanges half of the remaining rows, so all levels take ROWS - 1 shuffles instead of ROWS log2(ROWS).
     """
@@ -65,7 +66,7 @@ def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
-    """Returns [G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
+    """Reduces [G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
     parts = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
     low, high = tl.split(tl.permute(parts, (0, 2, 3, 1)))
     return exchange(low, high, SPAN, LANES)
@@ -73,22 +74,22 @@ def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def sum_channels(b_terms, c_terms, spec: tl.constexpr):
-    """Sums over the program's channels of [BN, BLOCK_E] each, dB and dC of a token.
+    """Sums [BN, BLOCK_E] terms of dB and of dC of a token over the program's channels.
 
     Returns:
-        [1, 1, BLOCK_E], where lane % (2 BN) counts dB and then dC; or, of more numbers than lanes, a pair of
-        [BN / BLOCK_E, 1, BLOCK_E].
+        [1, 1, BLOCK_E], where lane % (2 BN) counts dB and then dC; or, if there are more sums than lanes, a pair of [BN
+        / BLOCK_E, 1, BLOCK_E].
     """
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
     if 2 * BN <= LANES:
-        # dB and dC fill one half of the lanes each, so that both are summed by the same shuffles: 31 a token with 32
+        # dB and dC fill one half of the lanes each, so that both are summed by the same shuffles: 31 per token with 32
         # channels and N 16, instead of the 160 of a reduction (docs/lab/selective_scan_gpu.md).
         sums = exchange(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
         sums = sum_lanes(sums, BN, LANES)
         lane = tl.arange(0, LANES)
         for level in tl.static_range(7):
-            if (2 * BN) << level < LANES:  # lanes that are 2 BN apart hold parts of the same sum
+            if (2 * BN) << level < LANES:  # lanes that are 2 BN apart hold terms of the same sum
                 sums += tl.gather(sums, tl.broadcast_to((lane ^ ((2 * BN) << level))[None, None, :], sums.shape), 2)
         return sums
     else:
@@ -105,7 +106,7 @@ def store_sums(partial, token, end, sums, spec: tl.constexpr):
     LANES: tl.constexpr = spec.BLOCK_E
     at = partial + tl.cast(token, tl.int64) * (2 * BN)
     lane = tl.arange(0, LANES)
-    # A program writes a part of its own, [T, 2 BN]; XLA adds up the programs in a fixed order.
+    # Each program writes its own [T, 2 BN]; XLA adds up the programs in a fixed order.
     mask = token + 0 * lane < end
     if 2 * BN <= LANES:
         tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
@@ -130,7 +131,7 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, count, 
         after = token + BLOCK_T  # prefetched during the computation of this block
         next_xs, next_steps = load_tokens(x, after, end, channels, spec), load_tokens(step, after, end, channels, spec)
         if spec.PREFETCHED_COLUMNS:
-            # B of the next block too, carried through the loop; the last block loads its own once more, unmasked.
+            # B of the next block too, carried through the loop; the last block reloads its own, unmasked.
             next_columns = load_block(write, first_token + tl.minimum(block + 1, count - 1) * BLOCK_T, end, spec)
         else:
             columns = load_block(write, token, end, spec)
@@ -202,11 +203,11 @@ def selective_scan_bwd_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """All gradients of a segment of the sequence, for the channels of a program; see the top.
+    """Computes all gradients of a segment of the sequence, for the channels of a program; see the top.
 
     `starts` [B, SPLITS, N, E] are the cotangents of the states after every segment. `partial` [B, TILES, T, 2 BN] are
-    dB and dC of the program's channels, `ddecay` [B, SPLITS, N, E] and `dskip` [B, SPLITS, E] of its tokens, `dfirst`
-    [B, N, E] the cotangents of the states before the first token. Packed sequences are segments, as in
+    dB and dC summed over the program's channels, `ddecay` [B, SPLITS, N, E] and `dskip` [B, SPLITS, E] sums over its
+    tokens, `dfirst` [B, N, E] the cotangents of the initial states. Packed sequences are segments, as in
     `selective_scan_fwd_kernel`.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
@@ -220,11 +221,11 @@ def selective_scan_bwd_kernel(
     states = states + (row // per.STATES) * (spec.CHUNKS * spec.N * spec.E)
     partial = partial + (row * spec.TILES + tile) * (spec.T * 2 * spec.BN)
     scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
-    scratch -= tile * spec.BLOCK_E  # channels count from the program's first
+    scratch -= tile * spec.BLOCK_E  # the scratch is indexed by the program's channels
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
-    # The cotangent of the states after the tokens that are left; it lives in registers through all intervals.
+    # The cotangent of the states after the remaining tokens, which stays in registers through all intervals.
     carry = starting_state(starts, part, channels, True, spec)
     ddecay_acc = zero_state(spec)
     dskip_acc = zero_channels(spec)
@@ -239,10 +240,10 @@ def selective_scan_bwd_kernel(
         interval = chunks - 1 - reverse_index
         first_token = begin + interval * spec.INTERVAL
         count = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
-        # The forward pass stored this state: the one before the interval's first token.
+        # The state that the forward pass stored: before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
         recompute_states(x, step, rates, write, state, scratch, first_token, count, end, channels, spec)
-        tl.debug_barrier()  # other threads may read a scratch element than wrote it
+        tl.debug_barrier()  # threads read scratch elements that others wrote
         # The first block's operands; without PREFETCH nothing reads them, and the compiler drops the loads.
         tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, end, channels, spec)
         state = load_scratch(scratch, count - 1, channels, spec)
@@ -250,7 +251,7 @@ def selective_scan_bwd_kernel(
             block = count - 1 - reverse_block
             token = first_token + block * spec.BLOCK_T
             block_state = state if spec.PREFETCH_STATES else load_scratch(scratch, block, channels, spec)
-            # The next block's states, under this block's arithmetic; the first block loads its own once more.
+            # The next block's states, loaded during this block's arithmetic; the first block reloads its own.
             if spec.PREFETCH_STATES:
                 state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
             if spec.PREFETCH:
@@ -271,20 +272,21 @@ def selective_scan_bwd_kernel(
             for j in tl.static_range(BLOCK_T):
                 now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
                 dy, at = dys[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
-                # B is loaded a second time, from L1: held since the forward loop it would take registers.
+                # B is reloaded from L1: kept since the forward loop it would take registers.
                 b, c = load_column(write, at, end, spec)[:, None], load_column(read, at, end, spec)[:, None]
                 g = carry + c * dy[None, :]
                 carry = tl.exp2(rates * dt[None, :]) * g
-                # a g h_{t-1}: the gradient of the exponent dt A, for dA with dt and for ddt with A.
+                # a g h_{t-1}: the gradient of the exponent dt A; times dt it is dA's term, times A ddt's.
                 decayed_g = carry * block_states[BLOCK_T - 1 - j]
                 ddecay_acc += decayed_g * dt[None, :]
                 dx_terms = tl.sum(g * b, 0)
                 dxs += (dx_terms * dt + skip_weights * dy,)
-                # `rates` is A log2(e), so LN2 takes the factor out again.
+                # `rates` is A log2(e), so the gradient is multiplied by LN2.
                 dsteps += (dx_terms * now + tl.sum(decayed_g * rates, 0) * LN2,)
                 dskip_acc += dy * now
                 sums += (sum_channels(g * (dt * now)[None, :], block_states[BLOCK_T - j] * dy[None, :], spec),)
-            # After the loop: tokens from `end` on are masked here, and their dy and dt of 0 let `carry` pass unchanged.
+            # After the loop: tokens from `end` on are masked here, and with dy and dt of 0 `carry` passes through
+            # unchanged.
             for j in tl.static_range(BLOCK_T):
                 store_sums(partial, token + (BLOCK_T - 1 - j), end, sums[j], spec)
             store_tokens(dx, token, end, channels, dxs, True, spec)

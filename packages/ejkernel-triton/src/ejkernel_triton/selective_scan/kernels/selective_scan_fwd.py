@@ -1,18 +1,18 @@
-"""The forward selective scan, in one pass, or over segments of the sequence at the same time.
+"""The forward selective scan, in one pass, or over segments of the sequence in parallel.
 
     tokens    |--- interval ---|--- interval ---|--- interval ---| ...
     states    s0               s1               s2                       stored: the backward pass starts from them
     tiles      [BLOCK_E]  x, dt  ->  h in registers  ->  y               read and written once
 
 A program scans the tokens of one segment for BLOCK_E channels of one batch row. A thread holds the states of its
-channels; B and C are the same for all of them. The exponentials bound the kernel, one for every element of every state
-and token: the special function units compute 16 a clock and multiprocessor.
+channels; B and C are shared by all of them. The bottleneck is the exponentials, one per state element and token: the
+special function units compute 16 per clock and multiprocessor.
 
-With one segment there is one pass. Where channels are too few to fill the chip, there are three:
+With one segment there is one pass. If there are too few channels to fill the chip, there are three:
 
     segment_states        each segment from zeros: its final state, and its sum of dt; one exponential per element
     XLA                   state passing between segments: a product with exp(A * sum of dt), and a sum
-    selective_scan_fwd    all segments at once, each from its true first state
+    selective_scan_fwd    all segments in parallel, each from its initial state
 
 Source: Gu & Dao 2023, arXiv:2312.00752.
 """
@@ -37,8 +37,8 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 
 @triton.jit
 def store_boundary(states, offset, channels, state, spec: tl.constexpr):
-    """Stores the states before a token that begins an interval, by its offset in its segment, at the segment's."""
-    # INTERVAL is a multiple of BLOCK_T, so only the first token of a block can begin an interval.
+    """Stores the state before a token that starts an interval; `offset` is the token's offset in its segment."""
+    # INTERVAL is a multiple of BLOCK_T, so only the first token of a block can start an interval.
     if offset % spec.INTERVAL == 0:
         store_state(states + tl.cast(offset // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
 
@@ -48,8 +48,8 @@ def scan_token(state, x, dt, rates, columns, skip_weights):
     """Returns the states after a token, and its output."""
     b, c = columns
     now, dt = x.to(tl.float32), dt.to(tl.float32)
-    # `rates` has log2(e) in it, which saves a product in every exponential. Rows after N and tokens after T have b,
-    # dt and x of 0, and leave the states as they are.
+    # `rates` includes log2(e), which saves a product per exponential. Padding rows of the state, and tokens after T,
+    # have b, dt and x of 0, and leave the states unchanged.
     state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
     # A sum over a thread's registers: no shuffle.
     return state, tl.sum(state * c[:, None], 0) + skip_weights * now
@@ -59,7 +59,9 @@ def scan_token(state, x, dt, rates, columns, skip_weights):
 def scan_segment(
     x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
 ):
-    """Scans the tokens of a segment, and returns the states after it. B and C are loaded two tokens ahead."""
+    """Scans the tokens of a segment, and returns the states after it. B and C are loaded two tokens before their
+    use.
+    """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
     for token in tl.range(first_token, end, BLOCK_T):
@@ -72,7 +74,7 @@ def scan_segment(
         )
         columns = (load_columns(write, read, token, end, spec), load_columns(write, read, token + 1, end, spec))
         tl.debug_barrier()
-        # Stored once per block: no store stands between the loads of a token and the arithmetic of the next.
+        # Stored once per block, so that no store is between the loads of a token and the arithmetic of the next.
         outputs = ()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
@@ -89,15 +91,15 @@ def scan_segment(
 def scan_prefetched(
     x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
 ):
-    """Returns `scan_segment` with B and C loaded PREFETCH tokens before their use, and carried through the loop.
+    """Like `scan_segment`, with B and C loaded PREFETCH tokens before their use, and carried through the loop.
 
-    A token's columns are loaded into the registers of those that were used last; with PREFETCH = 2:
+    A token's columns are loaded into the registers of those that were last used; with PREFETCH = 2:
 
         token      t          t+1        t+2        t+3     ...
         use        slot 0     slot 1     slot 0     slot 1
         load            slot 0     slot 1     slot 0     slot 1
 
-    So a load has the arithmetic of PREFETCH tokens before its use, where the compiler may not move it to.
+    So a load is issued PREFETCH tokens before its use, and the compiler cannot sink it.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     PREFETCH: tl.constexpr = spec.PREFETCHED_COLUMNS
@@ -110,7 +112,7 @@ def scan_prefetched(
         next_token = token + BLOCK_T
         next_xs = load_tokens(x, next_token, end, channels, spec)
         next_steps = load_tokens(step, next_token, end, channels, spec)
-        # After the last block, columns of this one are loaded once more: the loads may have no mask.
+        # In the last block its own columns are reloaded, so that the loads need no mask.
         next_block = tl.where(next_token < end, next_token, token)
         slots, outputs = columns, ()
         for i in tl.static_range(BLOCK_T):
@@ -147,10 +149,10 @@ def selective_scan_fwd_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Output, states before every interval and final states; `decay` is A^T * log2(e), [N, E].
+    """Computes output, states before every interval and final states; `decay` is A^T * log2(e), [N, E].
 
-    `starts` [B, SPLITS, N, E] are the states before every segment, if GIVEN. Packed sequences are segments, too: they
-    have the tokens between their `bounds`, their first stored states are those of `intervals`, and they share nothing.
+    `starts` [B, SPLITS, N, E] are the initial states of every segment, if GIVEN. Packed sequences are segments, too,
+    with the tokens between their `bounds` and their first stored state at `intervals`; they are independent.
     """
     row, part, tile = program_of(tl.program_id(0), spec)
     channels = channels_of(tile, spec)
@@ -158,7 +160,7 @@ def selective_scan_fwd_kernel(
     output = output + row * (spec.T * spec.E)
     write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
     states = states + row * (spec.CHUNKS * spec.N * spec.E)
-    # A^T and D are held in registers for the whole segment: they do not depend on the token.
+    # A^T and D stay in registers for the whole segment.
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     if GIVEN:
@@ -181,6 +183,6 @@ def selective_scan_fwd_kernel(
     if spec.PACKED:
         store_state(final + (row * spec.SPLITS + part) * (spec.N * spec.E), channels, state, spec)
         zero_outputs(output, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
-    # The last segment ends with the row; the others' final states are no output of the scan.
+    # Only the last segment's final state is an output of the scan.
     elif part == spec.SPLITS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)

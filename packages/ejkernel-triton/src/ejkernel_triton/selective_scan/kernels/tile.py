@@ -1,7 +1,7 @@
 """Device helpers of the selective scan.
 
-A tile of states is [BN, BLOCK_E], state elements before channels: Triton gives the lanes of a warp to the last axis, so
-a thread holds all elements of its channels' states and sums over them without a shuffle.
+A tile of states is [BN, BLOCK_E], state elements before channels: Triton spreads the last axis over the lanes of a
+warp, so a thread has all elements of its channels' states and sums over them without shuffles.
 
 `spec` is the kernels' `ScanSpec`.
 """
@@ -14,7 +14,7 @@ from ejkernel_triton.blocks import tokens_of
 
 @triton.jit
 def program_of(program, spec: tl.constexpr):
-    """(row of the batch, segment of the sequence, tile of channels) of a program; the tile is the fastest index."""
+    """Returns (batch row, segment of the sequence, tile of channels) of a program; the tile is the fastest index."""
     tile = program % spec.TILES
     part = (program // spec.TILES) % spec.SPLITS
     return tl.cast(program // (spec.TILES * spec.SPLITS), tl.int64), part, tile
@@ -23,7 +23,7 @@ def program_of(program, spec: tl.constexpr):
 @triton.jit
 def segment_of(part, spec: tl.constexpr):
     """Returns (first token, end, first interval) of a segment of the row."""
-    # Segments are whole intervals, so each begins where a state is stored.
+    # Segments are whole intervals, so each starts at a stored state.
     first = part * (spec.PART * spec.INTERVAL)
     return first, tl.minimum(first + spec.PART * spec.INTERVAL, spec.T), part * spec.PART
 
@@ -39,8 +39,8 @@ def sequence_of(bounds, intervals, part):
 def channels_of(tile, spec: tl.constexpr):
     """Returns the channels of a tile.
 
-    The opaque zero hides that the tile begins at a multiple of its size. Without it Triton gives a thread several
-    channels, to vectorise loads, and spreads a state's elements over lanes: the sums over elements then need shuffles.
+    The opaque zero hides that the tile starts at a multiple of its size. Otherwise Triton gives a thread several
+    channels, to vectorise loads, and spreads a state's elements over lanes: sums over elements then need shuffles.
     """
     zero = tile >> 31
     return tile * spec.BLOCK_E + zero + tl.arange(0, spec.BLOCK_E)
@@ -48,7 +48,7 @@ def channels_of(tile, spec: tl.constexpr):
 
 @triton.jit
 def load_tokens(base, token, end, channels, spec: tl.constexpr):
-    """Returns BLOCK_T vectors [BLOCK_E] of a [T, E] array from a token on; 0 before the first and from token `end` on.
+    """Loads BLOCK_T vectors [BLOCK_E] of a [T, E] array from `token` on; 0 before the first and from token `end` on.
 
     All loads are issued before the first value is used, so a block waits for memory once.
     """
@@ -56,14 +56,16 @@ def load_tokens(base, token, end, channels, spec: tl.constexpr):
     start = base + tl.cast(token, tl.int64) * spec.E
     rows = ()
     for i in tl.static_range(BLOCK_T):
-        # A tuple of vectors and not a tile: every token is a register of its own, which no loop has to index.
+        # A tuple of vectors instead of a tile: every token is a register that no loop has to index.
         rows += (tl.load(start + (i * spec.E + channels), mask=_in_array(token + i, end, channels, spec), other=0.0),)
     return rows
 
 
 @triton.jit
 def store_tokens(base, token, end, channels, rows, REVERSED: tl.constexpr, spec: tl.constexpr):
-    """Writes BLOCK_T vectors [BLOCK_E], the last first if REVERSED, to a [T, E] array from a token on, up to `end`."""
+    """Stores BLOCK_T vectors [BLOCK_E], in reverse order if REVERSED, to a [T, E] array from `token` on, up to
+    `end`.
+    """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     start = base + tl.cast(token, tl.int64) * spec.E
     for i in tl.static_range(BLOCK_T):
@@ -81,10 +83,10 @@ def _in_array(token, end, channels, spec: tl.constexpr):
 
 @triton.jit
 def load_column(base, token, end, spec: tl.constexpr):
-    """[BN] of a [T, N] array at a token, one value for all channels; 0 before the first and from token `end` on."""
+    """Loads [BN] of a [T, N] array at a token, shared by all channels; 0 before the first and from token `end` on."""
     n = tl.arange(0, spec.BN)
     at = base + token * spec.N + n
-    # All lanes read the same addresses, 16 bytes a load: without a mask nothing keeps Triton from that width.
+    # All lanes read the same addresses, 16 bytes per load, which Triton does only without a mask.
     if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0 and not spec.PACKED:
         return tl.load(at)
     else:
@@ -114,14 +116,14 @@ def load_state(base, channels, spec: tl.constexpr):
 
 @triton.jit
 def store_state(base, channels, state, spec: tl.constexpr):
-    """Writes [BN, BLOCK_E] to an [N, E] array."""
+    """Stores [BN, BLOCK_E] to an [N, E] array."""
     at, mask = state_offsets(channels, spec)
     tl.store(base + at, state, mask=mask)
 
 
 @triton.jit
 def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
-    """Returns the states at one end of a segment, from [SPLITS, N, E]; zeros if none are given."""
+    """Returns the states at one end of a segment, from [SPLITS, N, E]; zeros if `starts` is not passed."""
     if GIVEN:
         return load_state(starts + part * (spec.N * spec.E), channels, spec)
     else:

@@ -1,9 +1,9 @@
-"""What the backward kernels share: one tile pair's weights and the gradient of its scores.
+"""Device helpers that the backward kernels share: a tile pair's weights and the gradient of its scores.
 
 load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_gradient`)
 scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `transform`
 weights  p = exp2(s - lse), masked to 0            no running maximum: lse is known
-products dp = do V^T - delta                       -delta is where the accumulator starts
+products dp = do V^T - delta                       the accumulator starts with -delta
 gradient ds = p dp, times the slope of the cap
 """
 
@@ -24,15 +24,17 @@ from ejkernel_triton.tiled_attention.kernels.tile import (
 
 @triton.jit
 def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """A query tile: queries [Q, BD] and cotangents [Q, BV] as RowTiles; shift of scores, delta and argmax by row."""
+    """Loads a query tile: queries [Q, BD] and cotangents [Q, BV] as RowTiles; shift of scores, delta and argmax by
+    row.
+    """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q_base, do_base, shift, delta, argmax = bases
     index, valid, _, _, _ = described
     q = load_tile(q_base, start, valid, spec.H * spec.D, spec.D, BLOCK, BD, MASKED)
     do = load_tile(do_base, start, valid, spec.H * spec.DV, spec.DV, BLOCK, BV, MASKED)
-    # Rows that are not there get shift and delta 0, so that what is computed of them is finite before masks make it
-    # 0. Full blocks load without a predicate: one that is always true still costs.
+    # Rows out of bounds get shift and delta 0, so that their results are finite before masks make them 0. Full blocks
+    # load without a mask, which costs time even if it is always true.
     if MASKED:
         row_shift = tl.load(shift + index, mask=valid, other=0.0)
         row_delta = tl.load(delta + index, mask=valid, other=0.0)
@@ -51,7 +53,7 @@ def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.constexpr, per: tl.constexpr):
-    """Returns where a head's queries begin in each of the arrays that `load_queries` reads."""
+    """Returns the addresses of a head's queries in each of the arrays that `load_queries` reads."""
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
     do_base = cotangent + (tl.cast(batch // per.COTANGENT, tl.int64) * spec.T * spec.H + head) * spec.DV
     shift += (tl.cast(batch // per.SHIFT, tl.int64) * spec.H + head) * spec.T
@@ -77,31 +79,32 @@ def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, 
 
 @triton.jit
 def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr):
-    """Returns gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped weights.
+    """Returns the gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped
+    weights.
 
-    It is 0 for pairs that do not attend: their weights are, and so is delta in rows that attend to nothing.
+    It is 0 for pairs that do not attend: their weights are 0, and so is delta in rows that attend to nothing.
     """
     if spec.DROPOUT:
-        # Delta is not dropped, so it cannot be where the accumulator starts.
+        # Dropout does not apply to delta, so the accumulator cannot start with it.
         dweights = drop(dot_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
         if spec.NORMALIZE:
             dweights -= delta
-    elif spec.NORMALIZE:  # the accumulator starts as -delta, so delta is in no registers of its own
+    elif spec.NORMALIZE:  # the accumulator starts with -delta, which then takes no other registers
         dweights = add_dot_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
         dweights = dot_rows(a, b, spec.DV, spec)
-    # What may be NaN in memory was read as 0.
+    # Elements that may be NaN in memory were read as 0.
     gradient = weights * dweights
     if spec.NORMALIZE:
         pass
     else:
-        # Delta is here the gradient of the row maximum, which goes to the one key that has it.
+        # Here delta is the gradient of the row maximum, which goes to the key that has it.
         k, _, _, _, _ = keys
         gradient -= tl.where(k == argmax, delta, 0.0)
     if spec.CAP is not None:
         gradient = gradient * slope
     if MASKED and spec.SEGMENTS:
-        # Products of other segments' rows may be larger than float32 holds, and 0 x inf is NaN.
+        # Products of other segments' rows may overflow float32, and 0 x inf is NaN.
         gradient = tl.where(weights == 0.0, 0.0, gradient)
     return gradient
 

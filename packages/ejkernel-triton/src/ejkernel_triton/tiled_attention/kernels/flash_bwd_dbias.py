@@ -1,4 +1,4 @@
-"""The gradient of the bias: every program owns a tile of it and sums over all that the bias broadcasts over.
+"""Computes the gradient of the bias: every program accumulates a tile of it over all that the bias broadcasts over.
 
 for batch rows, heads, query tiles, key tiles that share the tile of the bias:
     ds = p * (do V^T - delta), through the soft cap          as in `flash_bwd_dq`
@@ -49,11 +49,11 @@ def flash_bwd_dbias_kernel(
     LISTS: tl.constexpr,
     per: tl.constexpr,
 ):
-    """SIZES are the sizes of a row of the bias over head, query and key: 1 where it broadcasts.
+    """Computes a tile of the gradient. SIZES are the bias's sizes over head, query and key: 1 where it broadcasts.
 
-    The grid has as many programs along an axis as the bias has tiles of it; where it broadcasts, one, which loops.
-    With a pattern `plan` is the block map itself, [heads, query tiles, key tiles]: the id of a tile's mask, or
-    -1 for an empty block. LISTS is then (heads, key tiles).
+    The grid has as many programs along an axis as the bias has tiles; where it broadcasts, one, which loops. With a
+    pattern `block_lists` is the block map itself, [heads, query tiles, key tiles]: the id of a tile's mask, or -1 for
+    an empty block. LISTS is then (heads, key tiles).
     """
     GRID_K: tl.constexpr = K_TILES if SIZES[2] > 1 else 1
     GRID_Q: tl.constexpr = Q_TILES if SIZES[1] > 1 else 1
@@ -63,8 +63,8 @@ def flash_bwd_dbias_kernel(
     bias_head = (program // (GRID_K * GRID_Q)) % SIZES[0]
     bias_row = program // (GRID_K * GRID_Q * SIZES[0])
     acc = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
-    # Loops over what the bias broadcasts over; each takes one step along an axis that the bias has. One program adds
-    # in one order, so results are reproducible bit for bit.
+    # Loops over what the bias broadcasts over; each takes one step along an axis that the bias has. One program adds in
+    # a fixed order, so results are reproducible bit for bit.
     for b in range(per.DBIAS):
         batch = bias_row * per.DBIAS + b
         for h in range(spec.H // SIZES[0]):
@@ -87,7 +87,7 @@ def flash_bwd_dbias_kernel(
                         map_row = map_row * LISTS[0] + head
                     ids = block_lists + (tl.cast(map_row, tl.int64) * Q_TILES + tile) * K_TILES
                     for n in tl.range(k_tile, k_tile + K_TILES // GRID_K):
-                        # Empty blocks of the pattern cost this load alone.
+                        # Empty blocks of the pattern cost only this load.
                         id = tl.load(ids + n)
                         if id >= 0:
                             here = (mask_at, tile_mask_base(tile_masks, id, start, n * K_BLOCK, spec))
@@ -95,7 +95,7 @@ def flash_bwd_dbias_kernel(
                             acc += gradient
                 else:
                     first, _full_start, _full_end, last = block_run(block_lists, batch, tile, per, Q_TILES)
-                    # The blocks of the query tile, cut to the key tiles that this program accumulates for.
+                    # The blocks of the query tile, clipped to the key tiles that this program accumulates for.
                     lowest = tl.maximum(first, k_tile)
                     highest = tl.minimum(last, k_tile + K_TILES // GRID_K)
                     for n in tl.range(lowest, highest):
@@ -107,10 +107,10 @@ def flash_bwd_dbias_kernel(
 
 @triton.jit
 def _store(base, acc, q_start, k_start, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, SIZES: tl.constexpr):
-    """Sums [Q, K] over the axes that broadcast, and writes what is left."""
+    """Sums [Q, K] over the axes that broadcast, and stores the result."""
     q = q_start + tl.arange(0, Q_BLOCK)
     k = k_start + tl.arange(0, K_BLOCK)
-    # Rows and columns past the ends were masked to 0, so sums take whole tiles.
+    # Rows and columns out of bounds were masked to 0, so sums include whole tiles.
     if SIZES[1] == 1:
         if SIZES[2] == 1:
             tl.store(base, tl.sum(tl.sum(acc, 1), 0).to(base.dtype.element_ty))

@@ -1,16 +1,16 @@
-"""The backward kernels, by recomputation of the scores (Dao et al. 2022): one for keys and values, one for queries.
+"""The backward kernels, which recompute the scores (Dao et al. 2022): one for keys and values, one for queries.
 
-    flash_bwd_dkdv: owns K, V (registers)        flash_bwd_dq: owns q, do, lse, delta (registers)
+    flash_bwd_dkdv: K, V stay in registers       flash_bwd_dq: q, do, lse, delta stay in registers
     per query head of the KV head, per           per key tile:
     query tile, partial blocks first:              K tile --> s = q K^T --> p = exp2(s - lse), masked*
       q tile  --> s^T = K q^T --> p^T masked*      V tile --> dp = do V^T - delta
       do tile --> dv += p^T do                                ds = p * dp
                   dp^T = V do^T - delta                       dq += ds K
-                  dk += (p^T * dp^T) q           * partial blocks alone
+                  dk += (p^T * dp^T) q           * partial blocks only
 
-Tiles of `flash_bwd_dkdv` are transposed, [keys, queries], so that both of its sums take the weights as left operand.
-Each program owns the gradient that it writes, so nothing is added atomically and two runs agree to the bit. The price
-is that scores are recomputed twice.
+Tiles of `flash_bwd_dkdv` are transposed, [keys, queries], so that the weights are the left operand of both of its sums.
+Each program writes its gradient alone, so there are no atomics, and results are reproducible bit for bit. The price is
+that scores are recomputed twice.
 """
 
 import triton
@@ -65,9 +65,9 @@ def flash_bwd_dkdv_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """A program owns K_BLOCK keys of one KV head and sums over its query heads; tiles are [keys, queries].
+    """Accumulates for K_BLOCK keys of one KV head, over its query heads; tiles are [keys, queries].
 
-    It computes the gradient of the keys if DK and that of the values if DV: both, where registers hold both.
+    It computes the gradient of the keys if DK and that of the values if DV: both, if registers suffice.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
@@ -82,7 +82,7 @@ def flash_bwd_dkdv_kernel(
     # Padding and keys past the end are read as 0. Masks make their weights 0, so their gradients are 0 or not stored.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
     v = k
-    if DK:  # values matter to the gradient of the keys alone
+    if DK:  # only the keys' gradient needs the values
         v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
     keys = (k, k_base, start, valid, spec.HK * spec.D), (v, v_base, start, valid, spec.HK * spec.DV), described
     dk = tl.zeros([K_BLOCK, BD], tl.float32)
@@ -97,7 +97,7 @@ def flash_bwd_dkdv_kernel(
         bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
         about = (q_ids, q_positions, dropout_rows, bias_at)
         masks = (mask_at, tile_masks)
-        # Partial blocks come first: the compiler keeps all of the loops' values in registers then.
+        # Partial blocks come first: the compiler then keeps the values of all loops in registers.
         if LISTS is not None:
             full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
             for i in tl.range(full, count):
@@ -121,7 +121,7 @@ def flash_bwd_dkdv_kernel(
                 dk, dv = _query_block_step(
                     n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
                 )
-    # The scale of scores and that of dropout are applied once, not in every step.
+    # The factors of scores and of dropout are applied once, not in every step.
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
         store_tile(dkey + row * spec.D, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, K_BLOCK, BD)
@@ -147,20 +147,20 @@ def _query_block_step(
     DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds what query tile n contributes to dk [K, BD] and dv [K, BV]."""
+    """Adds the contribution of query tile n to dk [K, BD] and dv [K, BV]."""
     k, v, described_keys = keys
     q_ids, q_positions, dropout_keys, bias = about
     start = n * Q_BLOCK
     described = describe_queries(start, batch, head, q_ids, q_positions, dropout_keys, spec, per, Q_BLOCK, MASKED)
     queries, rows = as_columns(described), as_rows(described_keys)
     q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
-    # Scores are recomputed. Transposed, P^T and ds^T are left operands of their products as they lie in registers; a
-    # right operand would go through shared memory.
+    # Scores are recomputed. Transposed, P^T and ds^T are left operands with their layout in registers; a right operand
+    # would go through shared memory.
     products = dot_rows(k, q, spec.D, spec)
     weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do
-    # Dropout acts on the weights of values only; `score_gradient` takes those before it.
+    # Dropout acts on the weights of values only; `score_gradient` uses the weights before dropout.
     if DV:
         dv = add_dot(dv, drop(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
     if DK:

@@ -1,4 +1,4 @@
-"""The gradient of queries, by recomputation of the scores; see `flash_bwd_dkdv`."""
+"""Computes the gradient of queries, recomputing the scores; see `flash_bwd_dkdv`."""
 
 import triton
 import triton.language as tl
@@ -46,11 +46,11 @@ def flash_bwd_dq_kernel(
     per: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
-    """A program owns Q_BLOCK queries of one head; tiles are [queries, keys]."""
+    """Accumulates for Q_BLOCK queries of one head; tiles are [queries, keys]."""
     BD: tl.constexpr = spec.BD
     program = tl.program_id(0)
     tile = program % TILES
-    if REVERSED:  # later queries see more keys: the longest programs start first, so the tail wave is short
+    if REVERSED:  # later queries have more keys: the longest programs start first, so that the tail wave is short
         tile = TILES - 1 - tile
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
@@ -82,7 +82,7 @@ def flash_bwd_dq_kernel(
             dq = _key_block_step(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=True)
         for n in tl.range(full_start, full_end):
             dq = _key_block_step(n, rows, described, keys, masks, batch, dq, spec, per, K_BLOCK, MASKED=False)
-    # The scale of scores is applied once, not in every step.
+    # The factor of scores is applied once, not in every step.
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
     store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, Q_BLOCK, BD)
 
@@ -101,6 +101,6 @@ def _key_block_step(
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds what key tile n contributes to dq [Q, BD]."""
+    """Adds the contribution of key tile n to dq [Q, BD]."""
     k, gradient = tile_gradient(n, rows, queries, keys, masks, batch, spec, per, K_BLOCK, MASKED)
     return add_dot(dq, gradient.to(k.dtype), k, spec)

@@ -6,7 +6,7 @@
                        |  V tile ------------------------------------------> acc = alpha acc + p V                  |
                        |                                                     l   = alpha l   + sum(p)               |
                        +--------------------------------------------------------------------------------------------+
-    epilogue: sink joins l, output = acc / l, lse = m + log l             * partial blocks alone
+    epilogue: sink joins l, output = acc / l, lse = m + log l             * partial blocks only
 
 Triton's software pipeliner copies the K and V tiles of the next `num_stages - 1` blocks into shared memory meanwhile.
 
@@ -36,7 +36,7 @@ from ejkernel_triton.tiled_attention.kernels.tile import (
     transform,
 )
 
-LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32
+LEAST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
 
 
 @triton.jit
@@ -67,22 +67,22 @@ def flash_fwd_kernel(
     per: tl.constexpr,
     REVERSED: tl.constexpr,
 ):
-    """A program owns Q_BLOCK queries of one head; consecutive programs share keys and values in L2.
+    """Computes the output of Q_BLOCK queries of one head; consecutive programs share keys and values in L2.
 
-    `max_out` and `argmax_out` are None for normalised outputs. LISTS is (heads, row length) of `plan` with a
+    `max_out` and `argmax_out` are None for normalised outputs. LISTS is (heads, row length) of `block_lists` with a
     pattern, None without.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     program = tl.program_id(0)
     tile = program % TILES
-    if REVERSED:  # later queries see more keys: the longest programs start first, so the tail wave is short
+    if REVERSED:  # later queries have more keys: the longest programs start first, so that the tail wave is short
         tile = TILES - 1 - tile
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
-    # Prologue: the query tile stays in registers for the whole loop. Rows past the end are read as 0, computed like
-    # the others and not stored.
+    # Prologue: the query tile stays in registers for the whole loop. Rows past the end are read as 0, computed like the
+    # others and not stored.
     described = describe_queries(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
     index, _, _, _, _ = described
     queries = as_rows(described)
@@ -93,14 +93,13 @@ def flash_fwd_kernel(
     bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
     keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
     masks = (mask_at, tile_masks)
-    # State of the online softmax: maxima in powers of two; sums and accumulator are not normalised before the
-    # epilogue.
+    # State of the online softmax: maxima in log2; sums and accumulator are not normalised before the epilogue.
     row_max = tl.full([Q_BLOCK], float("-inf"), tl.float32)
     row_argmax = tl.zeros([Q_BLOCK], tl.int32)
     row_sum = tl.zeros([Q_BLOCK], tl.float32)
     acc = tl.zeros([Q_BLOCK, BV], tl.float32)
     if LISTS is not None:
-        # Two loops over one body, in which MASKED is a constant: full blocks compile without comparisons and bounds
+        # Two loops with one body, in which MASKED is a constant: full blocks compile without comparisons and bounds
         # checks.
         full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
         for i in tl.range(0, full):
@@ -115,13 +114,14 @@ def flash_fwd_kernel(
                 n, q_rows, queries, keys, here, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
             )
     else:
-        # Without a pattern the blocks are neighbours, so a tile reads four numbers and no list.
+        # Without a pattern the blocks are consecutive, so a tile reads four integers and no list.
         first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
         for n in tl.range(full_start, full_end):
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
             )
-        # Partial blocks before and after the full ones in one loop: two would double its code and its registers.
+        # The partial blocks before and after the full ones are in one loop: two would double its code and its
+        # registers.
         before = full_start - first
         for i in tl.range(0, before + last - full_end):
             n = tl.where(i < before, first + i, full_end + i - before)
@@ -130,7 +130,7 @@ def flash_fwd_kernel(
             )
     row = tl.cast(batch, tl.int64)
     rows = (row * spec.H + head) * spec.T + index
-    # Bound without sinks too, since `_finish` has the parameter; it is read with sinks only.
+    # Assigned without sinks too, since `_finish` has the parameter; it is read only with sinks.
     sink = sinks
     if spec.SINKS:
         sink = sinks + (batch // per.SINKS) * spec.H + head
@@ -155,7 +155,7 @@ def _key_block_step(
     K_BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes key tile n into the running softmax.
+    """Updates the running softmax with key tile n.
 
     Tile of q_rows [Q, BD]; row_max, row_argmax, row_sum [Q]; acc [Q, BV]; scores and weights [Q, K].
     """
@@ -169,7 +169,7 @@ def _key_block_step(
     columns = as_columns(described)
     # Scores. Partial blocks read 0 for keys past the end and for padding: memory may hold NaN there.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
-    # Beyond 128 columns float32 rows may come in pieces (`spec.PIECE`), since registers do not hold them whole.
+    # Beyond 128 columns float32 rows may be multiplied in pieces (`spec.PIECE`), since whole rows do not fit registers.
     if BD > 128:
         k_rows = (k, k_base, start, valid, spec.HK * spec.D)
         products = dot_rows(q_rows, k_rows, spec.D, spec)
@@ -179,8 +179,8 @@ def _key_block_step(
     if MASKED:
         # Masked scores are replaced, not added to: a product with a padded query may be NaN.
         scores = tl.where(allowed(queries, columns, masks, spec), scores, float("-inf"))
-    # FACTOR is positive, so the maximum is found among unscaled scores and scaled once per row. In the exponents below
-    # the factor is part of a multiply-add.
+    # FACTOR is positive, so the maximum is taken of unscaled scores and scaled once per row. In the exponents below the
+    # factor is part of a multiply-add.
     largest = tl.max(scores, 1)
     new_max = tl.maximum(row_max, in_log2(largest, spec))
     if spec.NORMALIZE:
@@ -192,16 +192,16 @@ def _key_block_step(
         tile_max = in_log2(largest, spec)
         row_argmax = tl.where(tile_max > row_max, here, tl.where(tile_max < row_max, row_argmax, tied))
     shift = new_max
-    if MASKED or spec.BIAS is not None:  # a row may have seen nothing yet: -inf - -inf would be NaN
+    if MASKED or spec.BIAS is not None:  # a row may have no key so far: -inf - -inf would be NaN
         shift = finite(new_max)
     weights = tl.exp2(in_log2(scores, spec) - shift[:, None])
-    # Softmax of what came before, relative to the new maximum: 0 at a row's first key, whose old maximum is -inf.
+    # Rescales the previous sums to the new maximum: 0 at a row's first key, whose old maximum is -inf.
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(weights, 1)
-    weights = drop(weights, queries, columns, spec)  # after the sum: dropout is no part of the softmax
+    weights = drop(weights, queries, columns, spec)  # after the sum: dropout does not change the softmax
     # Products. Values past the end are read as 0 too: their weight of 0 times NaN would be NaN.
     v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
-    # Weights take the values' dtype for the matrix unit; the accumulator and `row_sum` stay float32.
+    # Weights are converted to the values' dtype for the matrix unit; the accumulator and `row_sum` stay float32.
     acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
     return new_max, row_argmax, row_sum, acc
 
@@ -221,7 +221,7 @@ def _finish(
     spec: tl.constexpr,
     Q_BLOCK: tl.constexpr,
 ):
-    """Divides, takes the sink into the denominator, and stores. `rows` are offsets in [B, H, T]."""
+    """Adds the sink to the denominator, normalises, and stores. `rows` are offsets in [B, H, T]."""
     output, lse, max_out, argmax_out = outputs
     valid = start + tl.arange(0, Q_BLOCK) < spec.T
     # Without a sink, a row that attends to nothing has base 0 and denominator 0: output 0, lse -inf.
@@ -238,11 +238,11 @@ def _finish(
     logs = tl.where(row_sum > 0.0, _natural(tl.log2(some) + base, base, spec), float("-inf"))
     tl.store(lse + rows, logs, mask=valid)
     if spec.NORMALIZE:
-        # One factor a row: rescale of the sink, scale of dropout and denominator.
+        # One factor per row: rescaling by the sink, dropout's scale and the denominator.
         acc = acc * (factor * spec.KEPT / some)[:, None]
     else:
-        # Not normalised: the output is relative to the maximum, which the caller gets. Its gradient goes to the key
-        # at argmax.
+        # Not normalised: the output is relative to the maximum, which is returned too. Its gradient goes to the key at
+        # argmax.
         acc = acc * spec.KEPT
         tl.store(max_out + rows, _natural(finite(row_max), row_max, spec), mask=valid)
         tl.store(argmax_out + rows, row_argmax, mask=valid)
@@ -253,7 +253,7 @@ def _finish(
 
 @triton.jit
 def _natural(power, base, spec: tl.constexpr):
-    """Returns a power of two as one of e; the least number there is where a bias hides all that its row has."""
+    """Converts log2 to log; the lowest finite float32 if a bias masks all of its row."""
     if spec.BIASED:
         return tl.where(base == LOWEST, LEAST, power * LN2)
     else:

@@ -1,14 +1,14 @@
-"""One tile of scores: which queries and keys it has, its scores, what the masks allow, and dropout.
+"""Device helpers for one tile of scores: its queries and keys, its scores, its masks, and dropout.
 
-Queries and keys of a tile are each described by a tuple of vectors, the tile's *rows* or *columns*:
+The queries and keys of a tile are each described by a tuple of vectors, the tile's *rows* or *columns*:
 
-    (index, valid, segment id, position, dropout key)      valid: there, and no padding
+    (index, valid, segment id, position, dropout key)      valid: in bounds, and not padding
 
 Everything elementwise broadcasts, so that a tile may have queries along either axis: `as_rows` and `as_columns` turn a
 description into vectors [n, 1] and [1, n].
 
-Which tiles a program computes is in `plan` (see `tiled_attention.block_lists`). Full blocks take a loop without
-masks, partial blocks one with them.
+`block_lists` says which tiles a program computes (see `plan`). Full blocks use a loop without masks, partial blocks one
+with masks.
 """
 
 import triton
@@ -33,10 +33,10 @@ def describe_queries(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Describes the queries `start` to `start + BLOCK`; all are there unless MASKED."""
+    """Describes the queries `start` to `start + BLOCK`; all are in bounds unless MASKED."""
     index = start + tl.arange(0, BLOCK)
     valid = within(index, spec.T, BLOCK)
-    # Stand-ins: the index is the position unless the call has others; ids and dropout keys that it lacks are not read.
+    # Placeholders: the index is the position unless the call has positions; absent ids and dropout keys are not read.
     id = index
     position = index
     dropout_key = index
@@ -48,7 +48,7 @@ def describe_queries(
     if spec.SEGMENTS:
         id = tl.load(ids + tl.cast(batch // per.Q_IDS, tl.int64) * spec.T + index, mask=valid, other=-1)
         valid = valid & (id >= 0)
-        # Padding is -1 here and -2 among keys, so equal ids alone say that both are there.
+        # Padding is -1 here and -2 among keys, so equal ids imply that neither is padding.
         id = tl.where(valid, id, -1)
     return index, valid, id, position, dropout_key
 
@@ -65,7 +65,7 @@ def describe_keys(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Describes the keys `start` to `start + BLOCK`; all are there unless MASKED."""
+    """Describes the keys `start` to `start + BLOCK`; all are in bounds unless MASKED."""
     index = start + tl.arange(0, BLOCK)
     valid = within(index, spec.S, BLOCK)
     id = index
@@ -78,7 +78,7 @@ def describe_keys(
     if spec.SEGMENTS:
         id = tl.load(ids + tl.cast(batch // per.K_IDS, tl.int64) * spec.S + index, mask=valid, other=-1)
         valid = valid & (id >= 0)
-        id = tl.where(valid, id, -2)  # equals no query's, padding or not
+        id = tl.where(valid, id, -2)  # differs from every query's id, padding included
     return index, valid, id, position, dropout_key
 
 
@@ -98,23 +98,25 @@ def as_columns(described):
 
 @triton.jit
 def allowed(queries, keys, masks, spec: tl.constexpr):
-    """Which pairs attend; `masks` is where the mask of this batch row and head and the mask of this tile begin."""
+    """Returns which pairs attend; `masks` has the addresses of the mask of this batch row and head, and of this
+    tile's mask.
+    """
     q, q_valid, q_id, q_position, _ = queries
     k, k_valid, k_id, k_position, _ = keys
     mask, tile_mask = masks
     pairs = q_valid & k_valid
-    if spec.SEGMENTS:  # which differ for what is not there
+    if spec.SEGMENTS:  # ids of padding differ
         pairs = q_id == k_id
-    # The band compares positions, which are indices where the call has none.
+    # The band compares positions, which are indices if the call has none.
     if spec.LEFT is not None:
         pairs = pairs & (k_position >= q_position - spec.LEFT)
     if spec.RIGHT is not None:
         pairs = pairs & (k_position <= q_position + spec.RIGHT)
     if spec.PATTERN is not None:
-        # No bounds: a tile mask is as large as a tile, past the ends of queries and keys too.
+        # No bounds checks: a tile mask is as large as a tile, also past the ends of queries and keys.
         pairs = pairs & (tl.load(tile_mask + (q * spec.PATTERN[1] + k)) != 0)
     if spec.MASK is not None:
-        # Pairs that are masked by now are not read: fewer bytes, and nothing past the ends.
+        # Pairs that are already masked are not read: fewer bytes, and nothing out of bounds.
         at = mask + offset_of_pair(q, k, spec.MASK[2], spec.MASK[3], spec)
         pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
     return pairs
@@ -122,7 +124,7 @@ def allowed(queries, keys, masks, spec: tl.constexpr):
 
 @triton.jit
 def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: tl.constexpr):
-    """Returns where a pair is in a head's bias or mask; in 64 bits, which take registers, only if it must."""
+    """Returns the offset of a pair in a head's bias or mask; in 64 bits, which take registers, only if necessary."""
     if spec.T * spec.S < 2**31:
         return q * Q_STRIDE + k * K_STRIDE
     else:
@@ -131,7 +133,9 @@ def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: t
 
 @triton.jit
 def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
-    """Returns where a head of a batch row begins in the bias and in the mask; the pointers themselves without them."""
+    """Returns the addresses of a head and batch row in the bias and in the mask; the pointers themselves without
+    them.
+    """
     if spec.BIAS is not None:
         bias = bias + tl.cast(batch // per.BIAS, tl.int64) * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
     if spec.MASK is not None:
@@ -141,7 +145,7 @@ def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
-    """Returns where a KV head of a batch row begins in the keys and in the values."""
+    """Returns the addresses of a KV head and batch row in the keys and in the values."""
     k = key + (tl.cast(batch // per.KEY, tl.int64) * spec.S * spec.HK + head) * spec.D
     v = value + (tl.cast(batch // per.VALUE, tl.int64) * spec.S * spec.HK + head) * spec.DV
     return k, v
@@ -156,7 +160,7 @@ def block_run(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def block_list(block_lists, batch, head, tile, LISTS: tl.constexpr, per: tl.constexpr, TILES: tl.constexpr):
-    """The blocks of a tile with a pattern: how many are full, how many there are, and where `block_at` finds them."""
+    """Returns the blocks of a tile with a pattern: the number of full ones, of all, and the list for `block_at`."""
     HEADS: tl.constexpr = LISTS[0]
     row = batch // per.BLOCK_LISTS
     if HEADS > 1:
@@ -179,9 +183,10 @@ def tile_mask_id(blocks, i):
 
 @triton.jit
 def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
-    """Where a tile's mask would begin if it had a row for every query and a column for every key before the tile.
+    """Returns the address of a tile's mask, shifted so that `allowed` can index it by the pair's indices in the whole
+    call.
 
-    So `allowed` finds a pair by its indices in the whole call, which are in registers anyway.
+    Those indices are in registers anyway.
     """
     SIZE: tl.constexpr = spec.PATTERN[0] * spec.PATTERN[1]
     return tile_masks + (tl.cast(id, tl.int64) * SIZE - q_start * spec.PATTERN[1] - k_start)
@@ -189,7 +194,9 @@ def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
 
 @triton.jit
 def transform(scores, queries, keys, bias, spec: tl.constexpr):
-    """From products of queries and keys to what is times FACTOR a power of two; and the derivative of the soft cap."""
+    """Converts products of queries and keys to scores, which times FACTOR are in log2; also returns the soft cap's
+    derivative.
+    """
     slope = 1.0
     if spec.PLAIN:
         return scores, slope
@@ -203,10 +210,10 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
             scores += tl.load(at, mask=q_valid & k_valid, other=0.0).to(tl.float32)
         if spec.CAP is not None:
             bounded = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
-            # The derivative of the cap, which the backward pass needs, from the tanh that is there.
+            # The derivative of the cap, which the backward pass needs, from the same tanh.
             slope = 1.0 - bounded * bounded
             capped = bounded * spec.CAP
-            # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+            # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
             scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS is not None else capped
         if spec.ROUND == "bfloat16":
             scores = round_bfloat16(scores)
@@ -217,9 +224,9 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
 
 @triton.jit
 def in_log2(scores, spec: tl.constexpr):
-    """Returns scores times log2(e), for exp2, which is the instruction that there is; -inf stays what it is."""
+    """Returns scores times log2(e), for exp2, for which GPUs have an instruction; -inf is kept."""
     if spec.BIASED:
-        # A bias may be the least float32, which times log2(e) is -inf and would count as masked.
+        # A bias may be the lowest finite float32, which times log2(e) is -inf and would count as masked.
         return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST))
     else:
         return scores * spec.FACTOR
@@ -227,11 +234,12 @@ def in_log2(scores, spec: tl.constexpr):
 
 @triton.jit
 def drop(weights, queries, keys, spec: tl.constexpr):
-    """Returns weights with those that are dropped at 0; the others are not scaled up."""
+    """Returns the weights with dropped ones set to 0; the others are not scaled up."""
     if spec.DROPOUT:
         _, _, _, _, row = queries
         _, _, _, _, column = keys
-        # Products of uint32 wrap. One multiplication decides a pair, the same in every tiling and in both passes.
+        # Products of uint32 wrap. One multiplication decides a pair, in the same way in every tiling and in both
+        # passes.
         return tl.where(row * column >= spec.THRESHOLD, weights, 0.0)
     else:
         return weights

@@ -108,20 +108,20 @@ def chunk_fwd_o_kernel(
         constant = constant_gate(gates, row, head, spec, per)
         g = head_gates(g_base, constant, block * BLOCK_T, BLOCK_T, spec)
         acc *= tl.exp2(g)[:, None]
-        # Masks too: the weights are 0 above the diagonal.
+        # Also masks: the weights are 0 above the diagonal.
         pairs *= pair_weights(g)
     if spec.WIDTH == 0:
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     if spec.DT:
         pairs = pairs.to(tl.float32) * load_dt(dt, row // per.DT, start, end, head, spec, BLOCK_T)[None, :]
-    # Tokens after the end have keys and values of 0, so they add nothing; their outputs are not stored.
+    # Tokens past the end have keys and values of 0, so they add nothing; their outputs are not stored.
     v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec, BLOCK_T)
     acc = add_dot(acc, pairs.to(v.dtype), v, spec)
     if BLOCKS > 1:
-        # Blocks of 64 tokens in chunks of 128: half as many states are moved, 0.356 ms instead of 0.382
+        # Blocks of 64 tokens in chunks of 128 move half as many states, 0.356 ms instead of 0.382
         # (docs/lab/linear_recurrence_gpu.md), while a tile has the rows of one warpgroup.
         for earlier_block in tl.range(0, block):
-            # All pairs count. q is loaded again, out of L1 or L2: held through the loop it would take registers.
+            # All pairs count here. q is reloaded from L1 or L2: kept through the loop it would take registers.
             distance = (block - earlier_block) * BLOCK_T
             k_earlier = k_base - distance * (spec.HK * spec.K)
             pairs = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
@@ -130,7 +130,7 @@ def chunk_fwd_o_kernel(
                 k = load_rows(k_earlier, start - distance, end, k_start, spec.HK, spec.K, BLOCK_K, spec, BLOCK_T)
                 pairs = add_dot(pairs, q, tl.trans(k), spec)
             if spec.WIDTH == 1:
-                # No mask before exp2: sums of earlier tokens are higher, so every exponent is at most 0.
+                # No mask before exp2: sums of earlier tokens are larger, so every exponent is at most 0.
                 earlier = head_gates(g_base, constant, earlier_block * BLOCK_T, BLOCK_T, spec)
                 pairs *= tl.exp2(g[:, None] - earlier[None, :])
             if spec.DT:
@@ -147,7 +147,7 @@ def chunk_fwd_o_kernel(
                 BLOCK_T,
             )
             acc = add_dot(acc, pairs.to(v_earlier.dtype), v_earlier, spec)
-    # The scale is on what the state and the tokens answer; the skip is not scaled.
+    # The output is scaled; the skip is not.
     acc *= spec.SCALE
     if spec.SKIP:
         acc += v.to(tl.float32) * tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)

@@ -1,16 +1,16 @@
-"""States and outputs in one scan: a program makes the outputs of each chunk and adds the chunk to its state.
+"""Computes states and outputs in one scan: a program computes the outputs of each chunk, then adds it to its state.
 
     tokens     |  chunk 0  |  chunk 1  | ...
     state      S0          S1          S2 ...             [K, BLOCK_V] float32 in registers, never in memory
     outputs    q S0, pairs q S1, pairs ...
 
-What `chunk_fwd_h_kernel` and `chunk_fwd_o_kernel` pass through memory is much of what they move: 0.54 of 1.34 GB with
-B4 S8192 H16 and K, V of 128 in bfloat16. In return chunks wait for each other, so this needs about as many scans as
-there are multiprocessors.
+What `chunk_fwd_h_kernel` and `chunk_fwd_o_kernel` pass through memory is a large part of their traffic: 0.54 of 1.34 GB
+with B4 S8192 H16 and K, V of 128 in bfloat16. In return the chunks of a scan are sequential, so this needs about as
+many scans as there are multiprocessors.
 
-With the delta rule, `value` is U and a token writes U - W S (see `wy_fast`), so each chunk has one more product in
-the chain from state to state. With gates of channels queries, keys and W have their decay already, and scores are made
-(see `wy_channel_gates`); without the delta rule such gates keep the two kernels.
+With the delta rule, `value` is U and a token writes U - W S (see `wy_fast`), so each chunk has one more product in the
+chain from state to state. With gates per key channel queries, keys and W have their decay already, and scores are
+precomputed (see `wy_channel_gates`); without the delta rule such gates use the two kernels.
 """
 
 import triton
@@ -42,7 +42,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 def store_padding_zeros(
     output, bounds, row, head, v_start, BLOCK_V: tl.constexpr, spec: tl.constexpr, per: tl.constexpr
 ):
-    """Writes zeros before the first token of a packed row's sequences and after the last one."""
+    """Writes zeros to the outputs of padding tokens before and after a packed row's sequences."""
     bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2)
     C: tl.constexpr = spec.CHUNK
     zeros = tl.zeros([C, BLOCK_V], tl.float32)
@@ -80,17 +80,19 @@ def fused_chunk_scan_kernel(
     INITIAL: tl.constexpr,
     HAS_W: tl.constexpr,
 ):
-    """Outputs and final state of one head and sequence, BLOCK_V value channels; see `forward.fused_chunk_scan`."""
+    """Computes outputs and final state of one head and sequence, BLOCK_V value channels; see
+    `forward.fused_chunk_scan`.
+    """
     V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
-    # Tiles of values are the fastest index: programs that run together read the same queries and keys out of L2.
+    # Tiles of values are the fastest index: programs that run together read the same queries and keys from L2.
     v_start = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
     head = program % spec.H
     program = program // spec.H
-    # The first programs of a packed row write zeros where no sequence is: a kernel of its own would take as long as to
-    # launch it, a hundredth of the call.
+    # The first programs of a packed row write zeros for padding tokens: a separate kernel would only cost its launch, a
+    # hundredth of the call.
     PACKED: tl.constexpr = spec.PER_SEQUENCE == 0
     row = program // (spec.SEQUENCES + PACKED)
     n = program % (spec.SEQUENCES + PACKED) - PACKED
@@ -114,9 +116,9 @@ def fused_chunk_scan_kernel(
         chunk = first + step
         start = sequence_start + step * C
         before, between, after = next_factors
-        # Loaded a chunk ahead: see `chunk_fwd_h_kernel`.
+        # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
         next_factors = state_factors(gates, row, head, chunk + 1, 0, BLOCK_K, spec, per)
-        # No address depends on `acc`, so the pipeliner copies the next chunks' tiles under this chunk's products.
+        # No address depends on `acc`, so the pipeliner copies the next chunks' tiles during this chunk's products.
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
         k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
         v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
@@ -125,21 +127,21 @@ def fused_chunk_scan_kernel(
         v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec)
         if spec.DECAYED:
             acc *= tl.exp2(before)[:, None]
-        # The state before the chunk answers, and takes in the chunk, before pairs are made: pairs and the state's
-        # update at the same time take more registers than there are.
+        # The state is read, and updated with the chunk, before the chunk's scores are computed: doing both at the same
+        # time takes too many registers.
         state = acc.to(q.dtype)
         out = dot(q, state, spec)
         if HAS_W:
             w_base = chunk_base(w, row // per.W, start, head, spec.T, spec.H, spec.K)
             w_tile = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
-            # What the chunk writes, U - W S: rounded once, so that state, outputs and gradients see the same.
+            # The chunk's writes, U - W S: rounded once, so that state, outputs and gradients use the same values.
             v = (-add_dot(-v.to(tl.float32), w_tile, state, spec)).to(v.dtype)
         read, writes = v, v
         if spec.WIDTH == 1:
             g_base = gates_base(gates, row, head, chunk, spec, per)
             g = head_gates(g_base, constant, 0, C, spec)
             total = last_head_gate(g_base, constant, end - start, spec)
-            # Decay from each token to the chunk's end, on values: a program has fewer of them than keys.
+            # The decay from each token to the chunk's end is applied to values, of which a program has fewer than keys.
             weights = decay_until_end(total, g, spec)
         if spec.DT:
             factors = load_dt(dt, row // per.DT, start, end, head, spec)
@@ -152,23 +154,23 @@ def fused_chunk_scan_kernel(
             acc *= tl.exp2(total)
         if spec.DECAYED:
             acc *= tl.exp2(between)[:, None]
-        # Tokens after the end have keys and values of 0, so they add nothing; their outputs are not stored.
+        # Tokens past the end have keys and values of 0, so they add nothing; their outputs are not stored.
         acc = add_dot(acc, tl.trans(k), writes, spec)
         if spec.DECAYED:
             acc *= tl.exp2(after)[:, None]
         if spec.WIDTH > 1:
-            # As they are in memory, masked already: an operand that no thread has to touch.
+            # The scores are stored masked and in the operands' dtype, so no thread has to convert them.
             out = add_dot(out, tl.load(scores_at(scores, row, head, chunk, spec)), read, spec)
         else:
             pairs = dot(q, tl.trans(k), spec)
             if spec.WIDTH == 1:
-                # Masks too: the weights are 0 above the diagonal. Gates are loaded again, `step >> 30` being a 0 that
-                # the compiler cannot fold: held through the products above they would spill.
+                # Also masks: the weights are 0 above the diagonal. Gates are reloaded; `step >> 30` is a 0 that the
+                # compiler cannot fold. Kept through the products above they would spill.
                 pairs *= pair_weights(head_gates(g_base + (step >> 30), constant, 0, C, spec))
             else:
                 pairs = tl.where(causal(spec), pairs, 0.0)
             out = add_dot(out, pairs.to(v.dtype), read, spec)
-        # The scale is on what the state and the tokens answer; the skip is not scaled.
+        # The output is scaled; the skip is not.
         out *= spec.SCALE
         if spec.SKIP:
             out += v.to(tl.float32) * factor

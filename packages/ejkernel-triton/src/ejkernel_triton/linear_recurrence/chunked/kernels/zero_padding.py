@@ -1,7 +1,7 @@
-"""Zeros for padding tokens of packed sequences, which no chunk has.
+"""Writes zeros for padding tokens of packed sequences, which no chunk contains.
 
-In place, and only there: to mask a whole array takes as long as to read and write it, a fifth of a packed call
-(docs/lab/linear_recurrence_gpu.md).
+It writes in place, and only to padding tokens: masking a whole array reads and writes all of it, a fifth of the time of
+a packed call (docs/lab/linear_recurrence_gpu.md).
 """
 
 import triton
@@ -20,9 +20,10 @@ def zero_padding_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Zeros in [rows, T, WIDTH] before the first token of the first sequence and after the last of the last one.
+    """Writes zeros to [rows, T, WIDTH] before the first sequence's first token and after the last sequence's last
+    one.
 
-    `old` is the array before, whose memory `array` has.
+    `old` aliases `array`.
     """
     program = tl.program_id(0)
     BLOCKS: tl.constexpr = (T + ROWS - 1) // ROWS
@@ -30,7 +31,7 @@ def zero_padding_kernel(
     start = (program % BLOCKS) * ROWS
     bounds += (row // per.BOUNDS) * (SEQUENCES + 2)
     first, last = tl.load(bounds), tl.load(bounds + SEQUENCES)
-    # Most programs have nothing to do but to look.
+    # Most programs have no padding tokens, and end here.
     if (start < first) | (start + ROWS > last):
         tokens = start + tl.arange(0, ROWS)
         outside = ((tokens < first) | (tokens >= last)) & (tokens < T)

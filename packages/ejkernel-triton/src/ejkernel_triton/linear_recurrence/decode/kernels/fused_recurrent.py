@@ -1,17 +1,17 @@
-"""The decode step: a few tokens against a state in memory, which is read once and written once.
+"""The decode step: updates a state in memory with a few tokens; the state is read once and written once.
 
-    state in HBM    [K, BLOCK_V] ---- load ---> registers ---------------------------> store, in place where donated
+    state in HBM    [K, BLOCK_V] ---- load ---> registers ---------------------------> store, in place if donated
     tokens                            load 0  | load 1           | load 2  ...
                                               | decay, write,    | decay, write,
                                               | read, store 0    | read, store 1
 
-A program has all key channels of one tile of value channels of one head's state, so no program needs another's sums.
-A row of the tile is BLOCK_V numbers side by side, which 16 bytes per thread load; of a transposed state [V, K] a column
-is. Where states are in slots, a program looks up that of its sequence, and leaves the others alone. What the next token
-brings is loaded while the one before is worked on: a step waits for memory once, not once per token.
+A program has all key channels of one tile of value channels of one head's state, so programs share no sums. A row of
+the tile is BLOCK_V contiguous elements, loaded by 16 bytes per thread; of a transposed state [V, K] a column is. If
+states are in slots, a program looks up its sequence's slot and touches no other. The next token is loaded while the
+current one is computed, so that a step waits for memory once, not once per token.
 
-Tokens that are none (padding, or the one after the last) are loaded as zeros: they decay by exp(0), write nothing
-and read zero.
+Missing tokens (padding, or the one after the last) are loaded as zeros: they decay by exp(0), write nothing and read
+zero.
 """
 
 import triton
@@ -22,14 +22,14 @@ from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_out
 
 @triton.jit
 def load_row(at, token, channels, there, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Returns a token's channels in float32; 0 beyond WIDTH and where there is no token."""
+    """Returns a token's channels in float32; 0 beyond WIDTH and for a missing token."""
     mask = (channels < WIDTH) & (there + 0 * channels > 0)  # the interpreter has no & of a vector and a scalar
     return tl.load(at + token * STRIDE + channels, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_number(at, token, there, STRIDE: tl.constexpr):
-    """Returns a token's number in float32."""
+    """Returns a token's scalar in float32."""
     return tl.load(at + token * STRIDE, mask=there > 0, other=0.0).to(tl.float32)
 
 
@@ -37,8 +37,8 @@ def load_number(at, token, there, STRIDE: tl.constexpr):
 def load_token(
     query, key, value, decay, value_decay, beta, dt, roles, token, end, channels, columns, spec: tl.constexpr
 ):
-    """What a token brings: its row of every field, 0 of those that there are not, and its role in its segment."""
-    # The load of the token after the last is issued too, and masked: the loop has no branch for it.
+    """Loads a token: its row of every field, 0 for absent fields, and its role in its segment."""
+    # The load after the last token is issued too, and masked, so that the loop has no branch.
     there = tl.cast(token < end, tl.int32)
     role = there
     if spec.SEGMENTS:
@@ -47,7 +47,7 @@ def load_token(
     q = load_row(query, token, channels, there, spec.K, spec.HQ * spec.K)
     k = load_row(key, token, channels, there, spec.K, spec.HK * spec.K)
     v = load_row(value, token, columns, there, spec.V, spec.HV * spec.V)
-    # A field that is not there is one number that nothing reads: a loop carries the same values every time.
+    # An absent field is a scalar that nothing reads: the loop must carry the same variables in every iteration.
     g = tl.cast(end * 0, tl.float32)
     w = g
     b = g
@@ -68,7 +68,7 @@ def load_token(
 def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
     """Returns the state [K, V] after a token: restart, decay, write."""
     if spec.SEGMENTS:
-        # where and not a product: inf or NaN of the segment before must not reach this one.
+        # `where` instead of a product: inf or NaN of the previous segment must not reach this one.
         state = tl.where(role > 1, 0.0, state)
     if spec.DECAY == 1:
         state *= tl.exp2(g * LOG2E)
@@ -80,8 +80,8 @@ def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
     if spec.DT:
         u = b * v
     if spec.BETA:
-        # The sum crosses the program's warps through shared memory; a program of one warp needs none.
-        # Products of a single token are matrix times vector: no tensor cores, and memory bounds them anyway.
+        # The sum crosses the program's warps through shared memory; a program of one warp needs none. For a single
+        # token the products are matrix times vector: tensor cores would not help, since they are memory-bound.
         u = b * (v - tl.sum(state * k[:, None], axis=0))
     if spec.SEGMENTS:
         # Padding has k = 0, but inf of the state times 0 is NaN in the sum above: u must be 0 too.
@@ -108,9 +108,9 @@ def fused_recurrent_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """One head's tile of one state, through all tokens of its sequence.
+    """Processes all tokens of a sequence for one tile of one head's state.
 
-    In place, `final` has the initial states: a program reads its tile before it writes it, and no other has that tile.
+    In place, `final` has the initial states: a program reads its tile before it writes it, and no other program has it.
     """
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     BLOCK_V: tl.constexpr = spec.BLOCK_V
@@ -126,7 +126,7 @@ def fused_recurrent_kernel(
     else:
         at += channels[:, None] * spec.V + columns[None, :]
     mask = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
-    # 64 bits: a token's index times its stride may have more than 31.
+    # 64 bits: a token's index times its stride may need more than 31.
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
     if spec.PACKED:
@@ -139,7 +139,7 @@ def fused_recurrent_kernel(
         place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
         mask = mask & (channels * 0 + used > 0)[:, None]  # the interpreter has no & of a tile and a scalar
     target = final + row * STATES + place * (spec.H * spec.K * spec.V) + at
-    # The state comes first, for it is what memory is busy with.
+    # The state is loaded first, since it is most of the traffic.
     if spec.IN_PLACE:
         state = tl.load(target, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
     elif spec.STATE:
@@ -167,7 +167,7 @@ def fused_recurrent_kernel(
         query, key, value, decay, value_decay, beta, dt, roles, first, end, channels, columns, spec
     )
     for token in tl.range(first, end):
-        # Issued before this token's arithmetic, which hides it.
+        # Issued before this token's arithmetic, which hides the latency.
         next_q, next_k, next_v, next_g, next_w, next_b, next_role = load_token(
             query, key, value, decay, value_decay, beta, dt, roles, token + 1, end, channels, columns, spec
         )
@@ -181,7 +181,7 @@ def fused_recurrent_kernel(
         at_token = output + token * (spec.H * spec.V) + columns
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
         q, k, v, g, w, b, role = next_q, next_k, next_v, next_g, next_w, next_b, next_role
-    # In place, the tile was read at the top by this program alone.
+    # In place, only this program read the tile, at the top.
     tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
     if spec.PACKED:
         zero_outputs(output, bounds, sequence, columns, spec.SEQUENCES, spec.T, spec.H * spec.V, spec.V)

@@ -1,23 +1,23 @@
-"""Gradients of the delta rule, whose tokens write x = (I + L)^-1 diag(beta) (V - (exp2(G) K) S_0) = U - W S_0.
+"""The gradients of the delta rule, whose tokens write x = (I + L)^-1 diag(beta) (V - (exp2(G) K) S_0) = U - W S_0.
 
-A token reads twice: o_i with its query, and what the state answers to its key with -dv_i for a cotangent. So keys have
-the gradients of a query and those of a key. With A the scores, S the state before a chunk and dS the gradient of the
-one after it:
+A token reads the state twice: with its query, with the output's cotangent, and with its key, whose cotangent is -dv_i.
+So keys get the gradients of a query and those of a key. With A the scores, S the state before a chunk and dS the
+gradient of the state after it:
 
-    chunk_bwd_dv_local       all chunks at the same time        do -> A^T do
+    chunk_bwd_dv_local       all chunks in parallel             do -> A^T do
     chunk_bwd_dhu            from the last chunk to the first   dS, q, do, W, k, A^T do -> dx, dS
                  dx = A^T do + (k exp2(G_T - G)) dS
                  dS = exp2(G_T) dS + scale (q exp2(G))^T do - W^T dx
-                 with gates per key channel, the same of what is decayed already (see `wy_channel_gates`)
-    wy_bwd                   all chunks at the same time        dx -> dy = (I + L)^-T dx, dv = beta dy
+                 with gates per key channel, the same with decayed operands (see `wy_channel_gates`)
+    wy_bwd                   all chunks in parallel             dx -> dy = (I + L)^-T dx, dv = beta dy
     chunk_bwd_dqkwg          all chunks, BLOCK_K key channels   dy, do, x -> dq, dk, dG, dbeta
                  r_i    = -(exp2(G_i) S dy_i + sum_{j < i} w_ij <dy_i, x_j> k_j)     k_i as a query, without beta
-                 dk_i   = beta_i r_i + (its part as a key of both reads)
+                 dk_i   = beta_i r_i + (its gradient as a key of both reads)
                  dbeta  = <dy, v> + <r, k>
-                 dG_t   = q_t dq_t + k_t beta_t r_t - k_t (its part as a key)
+                 dG_t   = q_t dq_t + k_t beta_t r_t - k_t (its gradient as a key)
 
-No gradient is divided by beta, which may be 0. No atomic additions: programs that each have a part of a gradient store
-their parts, which are added in a fixed order, so results are reproducible bit for bit.
+No gradient is divided by beta, which may be 0. There are no atomics: programs that share a gradient store partial sums,
+which are added in a fixed order, so results are reproducible bit for bit.
 """
 
 import triton
@@ -79,7 +79,7 @@ def chunk_bwd_dhu_kernel(
     sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
     first, last, sequence_start, end = scan_span(bounds, first_chunks, row, sequence + OFFSET, spec, per)
     if LENGTH_TILES > 0:
-        # From the segment's beginning the gradient passes on: what vanishes until there is left out.
+        # The gradient at the segment's start: chunks whose contribution decays to nothing on the way there are skipped.
         SEGMENTS: tl.constexpr = (spec.CHUNKS + spec.PER_SEQUENCE - 1) // spec.PER_SEQUENCE
         last = tl.minimum(
             last, first + load_effective_length(lengths, row, sequence + OFFSET, head, SEGMENTS, LENGTH_TILES, spec)
@@ -89,7 +89,7 @@ def chunk_bwd_dhu_kernel(
     if FINAL:
         final_row = tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence
         state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
-        # The cotangent of the final state: the scan begins with it.
+        # The scan starts with the cotangent of the final state.
         acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
@@ -98,9 +98,9 @@ def chunk_bwd_dhu_kernel(
         chunk = last - 1 - step
         start = sequence_start + (chunk - first) * C
         before, between, after = next_factors
-        # Loaded a chunk ahead: see `chunk_fwd_h_kernel`.
+        # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
         next_factors = state_factors(gates, row, head, chunk - 1, 0, BLOCK_K, spec, per)
-        # Before this chunk adds to it: the gradient of the state after the chunk.
+        # Before this chunk adds to it, `acc` is the gradient of the state after the chunk.
         if WRITE:
             store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
@@ -109,18 +109,18 @@ def chunk_bwd_dhu_kernel(
         o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
         x_base = chunk_base(intra_chunk, row // per.INTRA_CHUNK, start, head, spec.T, spec.H, spec.V)
         g_base = gates_base(gates, row, head, chunk, spec, per)
-        # No address depends on `acc`, so the pipeliner can copy the next chunks' tiles under this one's products.
+        # No address depends on `acc`, so the pipeliner can copy the next chunks' tiles during this one's products.
         q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
         w_tile = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
         do = load_rows(o_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         dx = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec).to(tl.float32)
-        # With a gate per head, products are scaled by rows instead of queries and keys, which stay in shared memory.
+        # With a gate per head, the products' rows are scaled instead of queries and keys, which stay in shared memory.
         decay_since = spec.SCALE
         if spec.WIDTH == 1:
             g = tl.load(g_base + rows)
             total = tl.load(g_base + (C - 1))
-            # dx reads the gradient after the chunk: products with `acc` come before its decay.
+            # dx reads the gradient after the chunk, so products with `acc` come before its decay.
             dx += tl.exp2(total - g)[:, None] * dot(k, acc.to(k.dtype), spec)
             decay_since = (tl.exp2(g) * spec.SCALE)[:, None]
             acc *= tl.exp2(total)
@@ -130,12 +130,12 @@ def chunk_bwd_dhu_kernel(
             dx = add_dot(dx, k, acc.to(k.dtype), spec)
         if spec.DECAYED:
             acc *= tl.exp2(between)[:, None]
-        # Rounded once: the scan and `wy_bwd_kernel` see the same dx.
+        # Rounded once, so that the scan and `wy_bwd_kernel` use the same dx.
         low = dx.to(dv_new.dtype.element_ty)
         if WRITE:
             to = chunk_base(dv_new, row, start, head, spec.T, spec.H, spec.V)
             store_rows(to, low, start, end, v_start, spec.H, spec.V, spec)
-        # As accumulators of the products: `acc += dot(...)` made Triton 3.6 spill 192 bytes on sm_90
+        # Added by the products' accumulators: `acc += dot(...)` makes Triton 3.6 spill 192 bytes on sm_90
         # (docs/lab/linear_recurrence_gpu.md).
         acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * decay_since).to(do.dtype), spec)
         if spec.WIDEN:  # Triton's interpreter would negate the bits of bfloat16

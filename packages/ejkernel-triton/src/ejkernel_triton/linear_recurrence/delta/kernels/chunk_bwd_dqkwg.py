@@ -1,4 +1,4 @@
-"""Gradients of queries, keys, gates and beta; the formulas are in `chunk_bwd_dhu`."""
+"""Computes gradients of queries, keys, gates and beta; the formulas are in `chunk_bwd_dhu`."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 
 @triton.jit
 def reload_key_tiles(k_base, start, end, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Loads keys and cumulative gates of a chunk once more; see `reload_tiles`."""
+    """Reloads keys and cumulative gates of a chunk; see `reload_tiles`."""
     opaque_zero = level >> 5  # 0, which the compiler cannot fold
     k = load_rows(k_base + opaque_zero, start, end, column, spec.HK, spec.K, COLUMNS, spec)
     return k.to(tl.float32), load_gates(base + opaque_zero, column, COLUMNS, spec)
@@ -50,12 +50,13 @@ def answer_gradients(
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """dr plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij strength_i k_ik, with gates per key channel.
+    """Returns dr plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij strength_i k_ik, with gates per key
+    channel.
 
-    `chunk_bwd_dqkg.channel_gradients` for keys that read keys before them; pairs are 0 for j >= i.
+    This is `chunk_bwd_dqkg.channel_gradients` for keys that read earlier keys; pairs are 0 for j >= i.
     """
     k_base, start, end = tile_bases
-    # beta multiplies the reading key alone: as a query it is beta k, as the key of a write k.
+    # Only the reading key is multiplied by beta: as a query it is beta k, as the key of a write k.
     relative, weak = from_middle(gates, base, column, COLUMNS, spec)
     if weak:
         k = key.to(tl.float32)
@@ -66,7 +67,7 @@ def answer_gradients(
     else:
         LEVELS: tl.constexpr = spec.LEVELS
         for level in tl.range(0, LEVELS, num_stages=1):
-            # Loaded in each halving, as in `channel_gradients`: held through the loop they would spill.
+            # Loaded at each level, as in `channel_gradients`: kept through the loop they would spill.
             k, g = reload_key_tiles(k_base, start, end, base, column, level, COLUMNS, spec)
             weights = cut_weights(g, base, column, level, COLUMNS, spec)
             dscores = tl.where(pairs_of(level, spec), dpairs, 0.0).to(key.dtype)
@@ -95,7 +96,7 @@ def read_gradients(
         c = load_rows(c_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         x = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
-        # Both read the cotangent, so they share its tiles.
+        # Both products read the cotangent, so they share its tiles.
         pairs = add_dot(pairs, c, tl.trans(x), spec)
         through_state = add_dot(through_state, c.to(s.dtype), tl.trans(s), spec)
     return pairs, through_state
@@ -124,7 +125,7 @@ def chunk_bwd_dqkwg_kernel(
     BLOCK_V: tl.constexpr,
     GATES: tl.constexpr,
 ):
-    """Gradients of BLOCK_K channels of one head's queries and keys in one chunk, of its gates and of beta."""
+    """Computes gradients of BLOCK_K channels of one head's queries and keys in one chunk, of its gates and of beta."""
     K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
@@ -149,7 +150,7 @@ def chunk_bwd_dqkwg_kernel(
     values = (x_base, s_base, d_base, start, end)
     strictly_earlier = rows[:, None] > rows[None, :]
 
-    # Order by register pressure: queries first, then keys read as queries, then keys; each is stored before the next.
+    # Ordered by register pressure: queries, then keys read as queries, then keys; each is stored before the next.
     pairs, dq = read_gradients(o_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
     q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
     k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
@@ -158,32 +159,33 @@ def chunk_bwd_dqkwg_kernel(
     to_q = chunk_base(dquery, row, start, head, spec.T, spec.H, spec.K)
     to_k = chunk_base(dkey, row, start, head, spec.T, spec.H, spec.K)
     if spec.WIDTH > 1:
-        # Gates per key channel. dk collects its part as a key of both reads, since each halving adds to both gradients.
+        # Gates per key channel. dk accumulates the gradient as a key of both reads, since each level adds to both
+        # gradients.
         dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
         g = load_gates(g_base, k_start, BLOCK_K, spec)
         last = load_last_gates(g_base, k_start, BLOCK_K, spec)
         dq *= tl.exp2(g)
         dk *= tl.exp2(last[None, :] - g)
         state_product = state_product * tl.exp2(last) + tl.sum(dk * k.to(tl.float32), 0)
-        # Before `channel_gradients`, whose factors above the diagonal are large but finite.
+        # Masked before `channel_gradients`, whose factors above the diagonal are large but finite.
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
         dq, dk = channel_gradients(dq, dk, pairs, q, k, g, g_base, k_start, (q_base, k_base, start, end), BLOCK_K, spec)
         store_rows(to_q, dq, start, end, k_start, spec.H, spec.K, spec)
         dgate = dq * q.to(tl.float32)
-        # The second read: the key as a query, with -dy in place of a cotangent.
+        # The second read: the key as a query, with -dy as its cotangent.
         pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
         dr *= -tl.exp2(g)
-        # A key reads what was written before it, not its own write: strictly below the diagonal.
+        # A key reads what earlier tokens wrote, not its own write: strictly below the diagonal.
         pairs = tl.where(strictly_earlier, -pairs, 0.0)
         dr, dk = answer_gradients(dr, dk, pairs, k, betas, g, g_base, k_start, (k_base, start, end), BLOCK_K, spec)
         store_tokens(dbeta, tl.sum(dr * k.to(tl.float32), 1), row, start, end, tile, K_TILES, head, spec)
-        # Without beta for dbeta above, with it from here on: no gradient is divided by beta.
+        # Without beta for dbeta above, with it from here on, so that no gradient is divided by beta.
         dr *= betas[:, None]
         store_rows(to_k, dk + dr, start, end, k_start, spec.H, spec.K, spec)
         if GATES:
-            # G_t is positive in the exponents of what token t reads, negative in those of what it wrote.
+            # G_t has a positive sign in the exponents of what token t reads, a negative one in those of what it wrote.
             dgate += (dr - dk) * k.to(tl.float32)
-            # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
+            # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier tokens.
             dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
             columns = k_start + tl.arange(0, BLOCK_K)
             valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
@@ -209,11 +211,11 @@ def chunk_bwd_dqkwg_kernel(
             pairs *= pair_weights(g)
         pairs = tl.where(strictly_earlier, pairs, 0.0)
         dr = add_dot(dr, pairs.to(k.dtype), k, spec)
-        # The sign of r is taken here and where dk is stored; dr is -r until then.
+        # dr is -r until here; the sign changes here and where dk is stored.
         along = -tl.sum(dr * k.to(tl.float32), 1)
         store_tokens(dbeta, along, row, start, end, tile, K_TILES, head, spec)
         dgate += along * betas
-        # The scores' gradients of the second read, with beta and the sign of r, for dk as a key of that read.
+        # The gradients of the second read's scores, with beta and the sign of r, for dk as a key of that read.
         answered = (pairs * -betas[:, None]).to(k.dtype)
         dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
         if spec.WIDTH == 1:
@@ -221,14 +223,14 @@ def chunk_bwd_dqkwg_kernel(
             dk *= tl.exp2(last - g)[:, None]
             state_product *= tl.exp2(last)
         if GATES:
-            # Before dk has its parts from inside of the chunk: the last gate scales what passes through dS alone.
+            # Before the chunk's own terms are added to dk: the last gate scales only what passes through dS.
             last_dgate = tl.sum(state_product, 0) + tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0)
         dk = add_dot(dk, tl.trans(read), q, spec)
         dk = add_dot(dk, tl.trans(answered), k, spec)
         store_rows(to_k, dk - dr * betas[:, None], start, end, k_start, spec.H, spec.K, spec)
         if GATES:
             dgate -= tl.sum(dk * k.to(tl.float32), 1)
-            # Reverse cumulative sum, from each token to the chunk's end: the total less what comes before.
+            # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier tokens.
             dgate = tl.sum(dgate, 0) + last_dgate - (tl.cumsum(dgate, 0) - dgate)
             previous = tl.load(g_base + rows - 1, mask=rows > 0, other=0.0)
             dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)

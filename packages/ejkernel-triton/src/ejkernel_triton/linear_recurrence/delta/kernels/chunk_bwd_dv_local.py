@@ -1,4 +1,4 @@
-"""What later tokens of a chunk contribute to the gradient of what a token writes."""
+"""Computes the contribution of later tokens of a chunk to the gradient of a token's write."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ def chunk_bwd_dv_local_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """scale A^T do of one head's chunk: what later tokens of the chunk read of what a token writes."""
+    """Computes scale A^T do of one head's chunk: the gradient of each token's write from later reads in the chunk."""
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     head = program % spec.H
@@ -43,7 +43,7 @@ def chunk_bwd_dv_local_kernel(
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     g_base = gates_base(gates, row, head, chunk, spec, per)
     if spec.WIDTH > 1:
-        # From `chunk_fwd_intra_kernel`, or the forward pass: decayed, 0 above the diagonal, without the scale.
+        # From `chunk_fwd_intra_kernel`, or the forward pass: decayed, 0 above the diagonal, and not scaled.
         pairs = tl.load(scores_at(scores, row, head, chunk, spec)).to(tl.float32)
     else:
         pairs = tl.zeros([C, C], tl.float32)
@@ -55,7 +55,7 @@ def chunk_bwd_dv_local_kernel(
         pairs *= pair_weights(tl.load(g_base + rows))
     if spec.WIDTH == 0:
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
-    # A^T is the same left operand for all tiles of values.
+    # A^T is the left operand for all tiles of values.
     pairs *= spec.SCALE
     o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
     to = chunk_base(intra_chunk, row, start, head, spec.T, spec.H, spec.V)

@@ -1,4 +1,4 @@
-"""Gradients through the inverse of the WY form; the formulas are in `chunk_bwd_dhu`."""
+"""Computes gradients through the inverse of the WY form; the formulas are in `chunk_bwd_dhu`."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ def wy_bwd_kernel(
     per: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """dy = (I + L)^-T dx of one head's chunk, dv = beta dy and <dy, v>."""
+    """Computes dy = (I + L)^-T dx of one head's chunk, dv = beta dy and <dy, v>."""
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
     head = program % spec.H
@@ -47,7 +47,7 @@ def wy_bwd_kernel(
         dx = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
         v = load_rows(v_base, start, end, v_start, spec.HV, spec.V, BLOCK_V, spec)
         dy_tile = dot(tl.trans(t.to(dx.dtype)), dx, spec)
-        # In float32, before dy is rounded to be stored.
+        # Computed in float32, before dy is rounded to be stored.
         sums += tl.sum(dy_tile * v.to(tl.float32), 1)
         to = chunk_base(dy, row, start, head, spec.T, spec.H, spec.V)
         store_rows(to, dy_tile, start, end, v_start, spec.H, spec.V, spec)

@@ -1,7 +1,7 @@
-"""All that the delta rule with gates per key channel makes inside of a chunk, in one kernel that reads its gates once.
+"""Computes the WY form with gates per key channel, in one kernel that reads the gates once.
 
-Cumulative gates take as many bytes as queries and keys together. So no array of them goes to other kernels: what reads
-the state or is written to it leaves this one with its decay, relative to the chunk's middle M:
+Cumulative gates take as many bytes as queries and keys together. So they are not stored for other kernels: operands
+that read the state or are written to it are stored with their decay, relative to the chunk's middle M:
 
     in a loop over key channels
         decay      -> G - G_M
@@ -9,15 +9,16 @@ the state or is written to it leaves this one with its decay, relative to the ch
                    -> pairs of queries and keys, pairs of keys and keys
     pairs          -> scores, and L -> (I + L)^-1                           see `wy_fast`
     V              -> U
-    k exp2(G - G_M), which waited in W's place  -> W
+    k exp2(G - G_M), reloaded from W's memory  -> W
 
-The state is taken to the middle by its own decay, in registers of the kernels that read it: exp2(G_M) before the chunk
-reads it, exp2(G_T - G_M) after its keys.
+The kernels that read the state apply its decay to the middle in registers: exp2(G_M) before the chunk reads it,
+exp2(G_T - G_M) after its keys are added.
 
-Where gates are so strong that those factors have no numbers, a second kernel makes the chunk again: queries and the
-keys of W have exp2(G), other keys exp2(G_T - G), pairs are made by halvings, and the state has exp2(G_T) between reads
-and keys. Other chunks it leaves as they are. As a branch of the first kernel that would take its registers and spill.
-Three powers of two a channel, `factors`, are the state's: before it is read, before and after keys are added to it.
+If gates are so strong that those factors overflow, a second kernel recomputes the chunk: queries and the keys of W have
+exp2(G), other keys exp2(G_T - G), scores are computed level by level (`tile.channel_scores`), and the state decays by
+exp2(G_T) between reads and keys. It does not touch other chunks. As a branch of the first kernel it would add to its
+registers, and spill. `factors` has the state's three log2 decays per channel: before it is read, before and after keys
+are added to it.
 """
 
 import triton
@@ -41,7 +42,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 
 @triton.jit
 def sums_from_middle(gates, dtype: tl.constexpr, spec: tl.constexpr):
-    """Sums of gates from the chunk's middle to each token, with a minus before it: [CHUNK, COLUMNS] float32.
+    """Returns sums of gates from the chunk's middle to each token, negated before the middle: [CHUNK, COLUMNS] float32.
 
     They are a product with a matrix of 0, 1 and -1. A scan along tokens takes several times as many instructions.
     """
@@ -51,7 +52,8 @@ def sums_from_middle(gates, dtype: tl.constexpr, spec: tl.constexpr):
     if dtype == tl.float32:
         return dot(signs, gates, spec)
     else:
-        # 16 bits of each gate: more than its factors of 16 bits keep, and every sum has the same rounded gates.
+        # Two bfloat16 parts of each gate: more digits than its 16-bit factors have, and all sums use the same rounded
+        # gates.
         signs = signs.to(tl.bfloat16)
         high = gates.to(tl.bfloat16)
         return add_dot(dot(signs, high, spec), signs, (gates - high.to(tl.float32)).to(tl.bfloat16), spec)
@@ -59,7 +61,7 @@ def sums_from_middle(gates, dtype: tl.constexpr, spec: tl.constexpr):
 
 @triton.jit
 def load_log_gates(base, start, end, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns [CHUNK, COLUMNS] gates of a chunk's tokens as powers of two; 0 for tokens from `end` on."""
+    """Returns [CHUNK, COLUMNS] log2 gates of a chunk's tokens; 0 for tokens from `end` on."""
     rows = tl.arange(0, spec.CHUNK)
     columns = column + tl.arange(0, COLUMNS)
     at = base + (rows[:, None] * STRIDE + columns[None, :])
@@ -76,7 +78,7 @@ def decayed(tile, decay):
 
 @triton.jit
 def store_factors(base, before, between, after, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Writes what `tile.state_factors` reads."""
+    """Stores what `tile.state_factors` reads."""
     columns = column + tl.arange(0, COLUMNS)
     valid = columns < spec.K
     tl.store(base + columns, before, mask=valid)
@@ -86,7 +88,7 @@ def store_factors(base, before, between, after, column, COLUMNS: tl.constexpr, s
 
 @triton.jit
 def store_scores(scores, read, row, head, chunk, spec: tl.constexpr):
-    """Writes pairs of queries and keys, 0 above the diagonal."""
+    """Stores scores of queries and keys, 0 above the diagonal."""
     tl.store(scores_at(scores, row, head, chunk, spec), tl.where(causal(spec), read, 0.0).to(scores.dtype.element_ty))
 
 
@@ -101,14 +103,14 @@ def solve_chunk(
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """U and W of one head's chunk, and (I + L)^-1 if KEEP, from pairs of keys and keys that are not masked yet.
+    """Computes U and W of one head's chunk, and (I + L)^-1 if KEEP, from unmasked products of keys and keys.
 
-    `w` has keys with their decay, of which W is made in their place.
+    `w` has the decayed keys, which W replaces.
     """
     row, head, chunk, start, end = place
     beta, value, u, w, inverse = arrays
     rows = tl.arange(0, spec.CHUNK)
-    # 0 after the end: rows of L are 0 there, and the inverse has rows of I.
+    # 0 past the end: rows of L are 0 there, and the inverse has rows of I.
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
     lower = tl.where(rows[:, None] > rows[None, :], seen * betas[:, None], 0.0)
     unit_inverted = solve_tril(lower, spec)
@@ -125,7 +127,7 @@ def solve_chunk(
     for k_start in tl.range(0, spec.K, BLOCK_K):
         k = load_rows(w_to, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
         made = dot(ut, k, spec)
-        tl.debug_barrier()  # all threads have read their keys before W takes the place
+        tl.debug_barrier()  # all threads have read their keys before W overwrites them
         store_rows(w_to, made, start, end, k_start, spec.H, spec.K, spec)
 
 
@@ -153,7 +155,7 @@ def wy_channel_gates_kernel(
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """All of one head's chunk where its gates are weak, and the largest exponent, which tells whether they are.
+    """Computes all of one head's chunk if its gates are weak, and the largest exponent, which tells whether they are.
 
     T is 1 for a decay that is the same for all tokens. See `forward.wy_channel_gates`.
     """
@@ -185,16 +187,16 @@ def wy_channel_gates_kernel(
         store_factors(f_base, middle, tl.zeros_like(middle), after, k_start, BLOCK_K, spec)
         relative = sums_from_middle(gates, k.dtype, spec)
         largest = tl.maximum(largest, tl.max(tl.abs(relative)))
-        # Operands of the products, and what other kernels read: the same numbers, rounded once.
+        # Operands of the products are also stored for other kernels: the same values, rounded once.
         right = decayed(k, tl.exp2(-relative))
         store_rows(k_to, right, start, end, k_start, spec.H, spec.K, spec)
         decay_since = tl.exp2(relative)
         left = decayed(q, decay_since)
         store_rows(q_to, left, start, end, k_start, spec.H, spec.K, spec)
-        # Not masked yet: what is above the diagonal is finite.
+        # Not masked yet: the products above the diagonal are finite.
         read = add_dot(read, left, tl.trans(right), spec)
         if k_start + BLOCK_K >= spec.K:
-            # Before the pairs of keys begin, which then have the registers.
+            # Stored before the products of keys, which then have the registers.
             store_scores(scores, read, row, head, chunk, spec)
         left = decayed(k, decay_since)
         store_rows(w_to, left, start, end, k_start, spec.H, spec.K, spec)

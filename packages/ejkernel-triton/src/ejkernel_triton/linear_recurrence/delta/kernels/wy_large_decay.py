@@ -1,4 +1,4 @@
-"""The WY form of chunks whose gates per key channel decay too much for `wy_channel_gates`."""
+"""Computes the WY form of chunks whose gates per key channel decay too much for `wy_channel_gates`."""
 
 import triton
 import triton.language as tl
@@ -26,14 +26,14 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 
 @triton.jit
 def halved_pairs(read, seen, q_base, k_base, g_base, start, end, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Adds the pairs of queries and keys, and of keys and keys, by halvings; see `tile.channel_scores`."""
+    """Adds products of queries and keys, and of keys and keys, level by level; see `tile.channel_scores`."""
     q = load_rows(q_base, start, end, column, spec.HQ, spec.K, COLUMNS, spec)
     k = load_rows(k_base, start, end, column, spec.HK, spec.K, COLUMNS, spec)
     read += tl.where(diagonal(spec), tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
     LEVELS: tl.constexpr = spec.LEVELS
     for level in tl.range(0, LEVELS, num_stages=1):
-        # An offset of 0 that the compiler does not see: tiles are read from the cache in each halving, since held
-        # through the loop they would spill.
+        # The opaque offset of 0 forces the tiles to be reloaded from the cache at each level: kept through the loop
+        # they would spill.
         opaque_zero = level >> 5
         gates = load_gates(g_base + opaque_zero, column, COLUMNS, spec)
         weights = cut_weights(gates, g_base, column, level, COLUMNS, spec)
@@ -77,10 +77,10 @@ def wy_large_decay_kernel(
     KEEP: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`wy_channel_gates_kernel` for those of GROUP chunks of a head whose gates are strong.
+    """Recomputes the chunks of large decay among GROUP chunks of a head.
 
-    The outputs are that kernel's, in their memory; those of other chunks stay. `cumulative` is read by this program
-    alone.
+    The outputs alias those of `wy_channel_gates_kernel`; other chunks are not touched. `cumulative` is scratch of this
+    program.
     """
     C: tl.constexpr = spec.CHUNK
     GROUPS: tl.constexpr = (spec.CHUNKS + GROUP - 1) // GROUP
@@ -91,9 +91,8 @@ def wy_large_decay_kernel(
     row = program // GROUPS
     rows = tl.arange(0, C)
     of_head = (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS
-    # A few programs look at all chunks: with one a chunk, most would wait for one number and end.
-    # What does not change from chunk to chunk is made again in each: outside of the loop it would take registers, and
-    # 24 bytes per thread spill.
+    # Each program checks several chunks: with one program per chunk, most would only load a number and end. Loop
+    # invariants are recomputed in each iteration: hoisted they would take registers, and 24 bytes per thread spill.
     for chunk in tl.range(first, tl.minimum(first + GROUP, spec.CHUNKS), num_stages=1, disable_licm=True):
         if tl.load(exponents + of_head + chunk) >= spec.MAX_EXPONENT:
             start, end = chunk_span(starts, ends, row, chunk, spec, per)
@@ -113,7 +112,8 @@ def wy_large_decay_kernel(
                 g = tl.cumsum(load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec), 0)
                 total = tl.sum(tl.where((rows == C - 1)[:, None], g, 0.0), 0)
                 store_factors(f_base, tl.zeros_like(total), total, tl.zeros_like(total), k_start, BLOCK_K, spec)
-                # Where cuts lie differs by level, and registers have no index: halvings read the gates from memory.
+                # The position of the cuts depends on the level, and registers cannot be indexed: levels read the gates
+                # from memory.
                 at = g_base + (rows[:, None] * spec.K + columns[None, :])
                 tl.store(at, g, mask=(columns < spec.K)[None, :])
                 q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)

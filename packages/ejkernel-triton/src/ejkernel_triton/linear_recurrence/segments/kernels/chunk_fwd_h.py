@@ -1,15 +1,15 @@
-"""The states between chunks, from cumulative log-decay inside of chunks (`chunk_local_cumsum`).
+"""Computes the states between chunks, from cumulative log-decay inside of chunks (`chunk_local_cumsum`).
 
-    decay      |g0 g1 g2 g3|g4 g5 g6 g7| ...               sums inside of each chunk, in powers of two
+    decay      |g0 g1 g2 g3|g4 g5 g6 g7| ...               log2 sums inside of each chunk
     tokens     |  chunk 0  |  chunk 1  | ...
     states     S0          S1          S2 ...              a program scans along a row's chunks with a tile of the state
                |___________|___________|____ final state   in its registers
 
-A program keeps a tile [BLOCK_K, BLOCK_V] of one head's state in registers. No element of a state needs another's, so
-programs pass all tiles at the same time. Copies of the next chunks' keys and values are in flight while the tensor
-cores multiply this chunk's (`state_stages` pipeline stages).
+A program keeps a tile [BLOCK_K, BLOCK_V] of one head's state in registers. Elements of a state are independent, so
+programs pass all tiles in parallel. Copies of the next chunks' keys and values are in flight while the tensor cores
+multiply this chunk's (`state_stages` pipeline stages).
 
-The backward pass scans the other way, with queries instead of keys and the output's cotangent instead of values.
+The backward pass scans in reverse, with queries instead of keys and the output's cotangent instead of values.
 """
 
 import triton
@@ -42,13 +42,13 @@ from ejkernel_triton.linear_recurrence.segments.kernels.effective_length import 
 
 @triton.jit
 def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.constexpr):
-    """The state after its own decay, and what tokens write (or, in reverse, read) with the decay from or to them.
+    """Returns the decayed state, and the tokens' keys (or, in reverse, queries) with the decay from or to them.
 
     Args:
         acc: [BLOCK_K, BLOCK_V] state.
         left: [BLOCK_K, CHUNK] keys, or queries.
         gates: Cumulative gates, [CHUNK] or [BLOCK_K, CHUNK].
-        total: The last of them, a number or [BLOCK_K].
+        total: The last cumulative gate, a scalar or [BLOCK_K].
         factors: [CHUNK] dt.
     """
     if spec.WIDTH > 0:
@@ -56,7 +56,7 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
             # Decay from the chunk's first token to each query.
             weights = tl.exp2(gates)
         else:
-            # Decay from each token to the chunk's end. Sums fall from token to token, so no exponent is above 0.
+            # Decay from each token to the chunk's end. Sums decrease from token to token, so no exponent is positive.
             weights = decay_until_end(total if spec.WIDTH == 1 else total[:, None], gates, spec)
         if spec.WIDTH == 1:
             if spec.DT and not REVERSE:
@@ -67,7 +67,7 @@ def decayed(acc, left, gates, total, factors, REVERSE: tl.constexpr, spec: tl.co
             if spec.DT and not REVERSE:
                 weights = weights * factors[None, :]
             acc *= tl.exp2(total)[:, None]
-        # On keys and not on values: gates per key channel differ by key channel.
+        # Applied to keys instead of values, since these gates differ by key channel.
         left = (left.to(tl.float32) * weights).to(left.dtype)
     else:
         if spec.DT and not REVERSE:
@@ -113,7 +113,7 @@ def chunk_fwd_h_kernel(
     V_TILES: tl.constexpr = (COLUMNS + BLOCK_V - 1) // BLOCK_V
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
-    # Tiles of values are the fastest index: programs that run together read the same keys out of L2.
+    # Tiles of values are the fastest index: programs that run together read the same keys from L2.
     v_start = (program % V_TILES) * BLOCK_V
     program = program // V_TILES
     k_start = (program % K_TILES) * BLOCK_K
@@ -130,13 +130,13 @@ def chunk_fwd_h_kernel(
         at = initial + (from_row * spec.H + head) * (spec.K * spec.V)
         acc = load_state(at, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     if TRANSITIONS:
-        # Where a row begins with zeros, what its first segment makes of the identity is of no use, and where the last
-        # ones end neither: these programs have no chunks.
+        # The transition of the first segment of a row that starts with zeros is not needed, nor are the final states of
+        # the last segments: these programs have no chunks.
         idle = (sequence == 0) & (v_start >= spec.V) & ZERO_START
         idle |= (sequence >= ENDS) & (v_start + BLOCK_V <= spec.V)
         if LENGTH_TILES > 0:
-            # Where the state before vanishes inside of the segment, nothing passes through it, and chunks after that
-            # give where it ends.
+            # If the state before the segment decays to nothing inside it, nothing passes through, and only the chunks
+            # after that determine its final state.
             SEGMENTS: tl.constexpr = (spec.CHUNKS + spec.PER_SEQUENCE - 1) // spec.PER_SEQUENCE
             far = last - load_effective_length(lengths, row, sequence, head, SEGMENTS, LENGTH_TILES, spec)
             used = first >= far
@@ -150,15 +150,15 @@ def chunk_fwd_h_kernel(
             if v_start == (spec.V // BLOCK_V) * BLOCK_V:
                 tl.store(v_new + ((row * spec.SEQUENCES + sequence) * spec.H + head), used.to(tl.int32))
         last = tl.where(idle, first, last)
-        # After the values' columns, the identity's.
+        # The columns of the identity follow those of the values.
         of_identity = v_start - spec.V + tl.arange(0, BLOCK_V)
         acc += (k_start + tl.arange(0, BLOCK_K)[:, None] == of_identity[None, :]).to(tl.float32)
     left_head = head // (spec.H // LEFT_HEADS)
     right_head = head // (spec.H // RIGHT_HEADS)
     constant = constant_gate(gates, row, head, spec, per)
     if SUB_SEGMENTS > 0 and spec.WIDTH > 0 and not HAS_W:
-        # Parts of a segment, whose ends are put together with the decay of those after them: what vanishes until the
-        # segment's end, in reverse until its beginning, is left out.
+        # Sub-segments of a segment, whose final states are combined with the decay of those after them: one that decays
+        # to nothing before the segment's end, in reverse before its start, is skipped.
         segment_first = (sequence + OFFSET) // SUB_SEGMENTS * (SUB_SEGMENTS * spec.PER_SEQUENCE)
         segment_last = tl.minimum(segment_first + SUB_SEGMENTS * spec.PER_SEQUENCE, spec.CHUNKS)
         useful = gates_effective_length(
@@ -174,8 +174,8 @@ def chunk_fwd_h_kernel(
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
         start = sequence_start + (chunk - first) * C
-        # On their way during the chunk before: the pipeliner copies what operands of products are made of, and these
-        # are not. Waiting for them in every chunk took a tenth of the scan (docs/lab/linear_recurrence_gpu.md).
+        # Prefetched during the previous chunk: the pipeliner copies operands of products only, and these are not
+        # operands. Waiting for them in every chunk took a tenth of the scan (docs/lab/linear_recurrence_gpu.md).
         before, between, after = next_factors
         next_factors = state_factors(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
         # Before the chunk's tokens are added: forwards what `chunk_fwd_o_kernel` reads, in reverse the gradient of the
@@ -183,12 +183,12 @@ def chunk_fwd_h_kernel(
         if WRITE:
             store_state(state_base(states, row, head, chunk, spec), acc, k_start, v_start, spec)
         left_base = chunk_base(left, row // per.LEFT, start, left_head, spec.T, LEFT_HEADS, spec.K)
-        # No address depends on `acc`, so the pipeliner copies the next chunks' tiles under this chunk's product. Three
-        # stages are enough: a fourth gives nothing (docs/lab/linear_recurrence_gpu.md).
+        # No address depends on `acc`, so the pipeliner copies the next chunks' tiles during this chunk's product. Three
+        # stages suffice: a fourth gains nothing (docs/lab/linear_recurrence_gpu.md).
         left_tile = load_columns(left_base, start, end, k_start, LEFT_HEADS, spec.K, BLOCK_K, spec)
         right_base = chunk_base(right, row // per.RIGHT, start, right_head, spec.T, RIGHT_HEADS, spec.V)
         if TRANSITIONS:
-            # Nothing is written in the identity's columns.
+            # Nothing is written to the identity's columns.
             columns = v_start + tl.arange(0, BLOCK_V)
             valid = (start + tl.arange(0, C) < end)[:, None] & (columns < spec.V)[None, :]
             at = right_base + (tl.arange(0, C)[:, None] * (RIGHT_HEADS * spec.V) + columns[None, :])
@@ -201,8 +201,8 @@ def chunk_fwd_h_kernel(
             # The product sums over key channels, so BLOCK_K spans all of them (see `forward.pass_states`).
             w_base = chunk_base(w, row // per.W, start, head, spec.T, spec.H, spec.K)
             w_tile = load_rows(w_base, start, end, k_start, spec.H, spec.K, BLOCK_K, spec)
-            # U - W S. What is stored is rounded as what is multiplied below: outputs and
-            # gradients see the same writes as the state.
+            # U - W S. The stored values are rounded like the operands below, so that outputs and gradients use the same
+            # writes as the state.
             right_tile = (right_tile.to(tl.float32) - dot(w_tile, acc.to(w_tile.dtype), spec)).to(right_tile.dtype)
             if WRITE:
                 target = chunk_base(v_new, row, start, head, spec.T, spec.H, spec.V)
@@ -223,17 +223,17 @@ def chunk_fwd_h_kernel(
                 valid = columns < spec.K
                 g = tl.load(g_base + (rows[None, :] * spec.K + columns[:, None]), mask=valid[:, None], other=0.0)
                 total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
-        # The decay multiplies `acc` before the product adds to it: what this chunk writes has its decay already.
+        # The decay multiplies `acc` before the product adds to it: this chunk's writes have their decay already.
         if spec.DECAYED:
             acc *= tl.exp2(between)[:, None]
         elif HAS_W and spec.WIDTH == 1:
-            # On what is written instead of on keys: it is in registers already, and there is half as much of it.
+            # Applied to the writes instead of the keys: they are in registers, and have half as many elements.
             acc *= tl.exp2(total)
             right_tile = (right_tile.to(tl.float32) * tl.exp2(total - g)[:, None]).to(right_tile.dtype)
         else:
             acc, left_tile = decayed(acc, left_tile, g, total, factors, REVERSE, spec)
         if REVERSE:
-            # Scaled in float32, after the product: 16-bit queries keep their digits.
+            # Scaled in float32 after the product, so that 16-bit queries keep their digits.
             acc += dot(left_tile, right_tile, spec) * spec.SCALE
         else:
             acc += dot(left_tile, right_tile, spec)

@@ -1,11 +1,11 @@
-"""Where the segments of a long row begin, from where scans of them from zeros end.
+"""Computes the initial states of the segments of a long row from the final states of scans from zeros.
 
     segments     |   0   |   1   |   2   |   3   |
-    ends         N0      N1      N2                   scans from zeros, all at the same time (`chunk_fwd_h_kernel`)
+    ends         N0      N1      N2                   scans from zeros, in parallel (`chunk_fwd_h_kernel`)
     starts       S0      S1 = N0 + M0 S0    S2 = N1 + M1 S1    S3 = N2 + M2 S2
 
-M is what a segment does to the state that it begins with: a factor of key channels, or a matrix with the delta rule.
-In reverse, gradients of states go from the last segment to the first, by the transpose of M.
+M is a segment's transition of its initial state: factors per key channel, or a matrix with the delta rule. In reverse,
+gradients of states go from the last segment to the first, by the transpose of M.
 """
 
 import triton
@@ -17,13 +17,13 @@ from ejkernel_triton.linear_recurrence.segments.kernels.effective_length import 
 
 @triton.jit
 def decay_of(base, constant, segment, channels, spec: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr):
-    """Returns the factor on the state that passes through CHUNKS chunks of a segment: [channels], or a number."""
+    """Returns the decay of a state over CHUNKS chunks of a segment: [channels], or a scalar."""
     if spec.CONSTANT:
         start = segment * CHUNKS * spec.CHUNK
         return tl.exp2(constant * tl.minimum(spec.T - start, CHUNKS * spec.CHUNK).to(tl.float32))
     chunk = segment * CHUNKS + tl.arange(0, PADDED)
     valid = (tl.arange(0, PADDED) < CHUNKS) & (chunk < spec.CHUNKS)
-    # The last row of a chunk is the sum of its gates.
+    # The last row of a chunk has the sum of its gates.
     at = (chunk * spec.CHUNK + (spec.CHUNK - 1)) * spec.WIDTH
     if spec.WIDTH == 1:
         return tl.exp2(tl.sum(tl.load(base + at, mask=valid, other=0.0), 0))
@@ -48,7 +48,7 @@ def decayed_initial_states_kernel(
     FIRST: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Computes the states at the start of segments of SUB_SEGMENTS each, without the delta rule.
+    """Computes the initial states of segments with SUB_SEGMENTS sub-segments each, without the delta rule.
 
     See `forward.decayed_initial_states`.
     """
@@ -73,7 +73,7 @@ def decayed_initial_states_kernel(
     length = 0
     if spec.CONSTANT:
         length = constant_effective_length(constant, spec)
-    # Unrolled: no load waits for the state.
+    # Unrolled, so that no load waits for the state.
     for step in tl.static_range(0, SEGMENTS):
         segment = SEGMENTS - 1 - step if REVERSE else step
         to = (tl.cast(row, tl.int64) * SEGMENTS + segment) * spec.H + head
@@ -81,7 +81,7 @@ def decayed_initial_states_kernel(
         if step < SEGMENTS - 1:
             for n in tl.static_range(0, SUB_SEGMENTS):
                 sub_segment = segment * SUB_SEGMENTS + (SUB_SEGMENTS - 1 - n if REVERSE else n)
-                # After the last segment no other begins, in reverse before the first one: neither was scanned.
+                # No segment starts after the last one, in reverse before the first one: neither was scanned.
                 index = sub_segment - SUB_SEGMENTS if REVERSE else sub_segment
                 at = (tl.cast(row, tl.int64) * ((SEGMENTS - 1) * SUB_SEGMENTS) + index) * spec.H + head
                 if spec.WIDTH == 1:
@@ -89,7 +89,7 @@ def decayed_initial_states_kernel(
                 if spec.WIDTH > 1:
                     acc *= decay_of(g_base, constant, sub_segment, channels, spec, CHUNKS, PADDED)[:, None]
                 if spec.CONSTANT:
-                    # The scan stored nothing for parts of which nothing is left where the segment ends.
+                    # The scan stored nothing for sub-segments that decay to nothing before the segment's end.
                     limit = tl.where((SUB_SEGMENTS - 1 - n) * CHUNKS < length, spec.K, 0)
                     columns = v_start + tl.arange(0, BLOCK_V)
                     inside = (channels < limit)[:, None] & (columns < spec.V)[None, :]

@@ -1,4 +1,4 @@
-"""States at the start of each segment of a long row with the delta rule; see `decayed_initial_states`."""
+"""Computes the initial states of the segments of a long row with the delta rule; see `decayed_initial_states`."""
 
 import triton
 import triton.language as tl
@@ -57,7 +57,7 @@ def delta_initial_states_kernel(
             inside = (i < spec.K)[:, None] & (columns < spec.V)[None, :]
             acc = tl.load(at + (i[:, None] * END_COLUMNS + columns[None, :]), mask=inside, other=0.0)
             m_base = transitions + ((tl.cast(row, tl.int64) * TRANSITIONS + segment) * spec.H + head) * (spec.K * WIDTH)
-            # A segment that nothing passes through has no transition.
+            # A segment that no state passes through has no transition.
             columns_left = spec.K
             if SOME:
                 columns_left = tl.load(used + ((row * TRANSITIONS + segment) * spec.H + head)) * spec.K

@@ -1,12 +1,12 @@
-"""How far back a state reaches: the chunks after which all that was before has decayed to nothing.
+"""How many chunks a state spans: the number of chunks after which everything earlier has decayed to nothing.
 
     segment    |  chunk 0  |  chunk 1  | ... |  chunk n - 2  |  chunk n - 1  |
     at its end    2 ** -900   2 ** -890         2 ** -140        2 ** -70
-                  nothing is left of these: below 2 ** -126          reach of 1 chunk
+                  these underflow: below 2 ** -126          effective length 1 chunk
 
-Where a segment ends is then known from its last chunks alone, and what the segment does to the state before it is 0.
-Gates give that by themselves, without the delta rule. With it, what a token writes depends on the state, so the product
-of the chunks' transitions is made, from the segment's end on until nothing is left of the identity.
+The final state of a segment then depends on its last chunks only, and its transition is 0. Without the delta rule the
+gates alone determine this. With it, a token's write depends on the state, so the chunks' transitions are multiplied,
+from the segment's end on until nothing is left of the identity.
 """
 
 import triton
@@ -23,23 +23,23 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 )
 
 LOG2_MIN_NORMAL = tl.constexpr(-126.0)
-"""Powers of two at which nothing is left: float32 has no smaller normal number."""
+"""log2 of the smallest normal float32: states below it count as zero."""
 
 MIN_NORMAL = tl.constexpr(2.0**-126)
 
 UNBOUNDED = tl.constexpr(1 << 30)
-"""A reach of more chunks than there are: of a state that does not vanish."""
+"""An effective length of more chunks than there are: the state does not vanish."""
 
 SAFETY_CHUNKS = tl.constexpr(16)
-"""Chunks by which a state may be late, losing a bit a chunk: 12 for the identity of 64 columns."""
+"""Chunks of tolerance in the check that a state loses at least a bit per chunk: 12 for the identity of 64 columns."""
 
 GATES_AT_ONCE = tl.constexpr(32)
 
 
 @triton.jit
 def constant_effective_length(constant, spec: tl.constexpr):
-    """Returns chunks over which a gate that no token changes leaves something of a state."""
-    # A head without decay reaches over 1.2e9 tokens.
+    """Returns the chunks over which a constant gate leaves a nonzero state."""
+    # Without decay, the length is over 1.2e9 tokens.
     return (1.0 / tl.minimum(constant, -1e-7) * LOG2_MIN_NORMAL).to(tl.int32) // spec.CHUNK + 1
 
 
@@ -57,7 +57,9 @@ def gates_effective_length(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Chunks before `last`, in reverse from `first` on, over which gates leave something of a state, or a few more."""
+    """Returns an upper bound on the chunks before `last`, in reverse from `first` on, over which a nonzero state is
+    left.
+    """
     C: tl.constexpr = spec.CHUNK
     if spec.CONSTANT:
         # One more than `decayed_initial_states_kernel` reads.
@@ -67,14 +69,14 @@ def gates_effective_length(
         channels = k_start + tl.arange(0, BLOCK_K)
         sums = tl.zeros([BLOCK_K], tl.float32)
         if spec.WIDTH > 1:
-            sums = tl.where(channels < spec.K, 0.0, LOG2_MIN_NORMAL)  # channels of the padding decide nothing
+            sums = tl.where(channels < spec.K, 0.0, LOG2_MIN_NORMAL)  # channels of the padding do not count
         left = tl.max(tl.zeros([BLOCK_K], tl.float32), 0)
         lengths = first * 0
         for begin in tl.range(0, last - first, GATES_AT_ONCE, num_stages=1):
             if left > LOG2_MIN_NORMAL:
                 distance = begin + tl.arange(0, GATES_AT_ONCE)
                 valid = distance < last - first
-                # The last row of a chunk is the sum of its gates.
+                # The last row of a chunk has the sum of its gates.
                 at = ((first + distance if REVERSE else last - 1 - distance) * C + (C - 1)) * spec.WIDTH
                 if spec.WIDTH == 1:
                     sums += tl.sum(tl.load(base + at, mask=valid, other=0.0), 0)
@@ -89,7 +91,9 @@ def gates_effective_length(
 
 @triton.jit
 def load_effective_length(lengths, row, segment, head, SEGMENTS: tl.constexpr, TILES: tl.constexpr, spec: tl.constexpr):
-    """The reach of a segment and head from those of tiles of columns, [rows, SEGMENTS, H, TILES]: the longest."""
+    """Returns the effective length of a segment and head: the maximum over tiles of columns, [rows, SEGMENTS, H,
+    TILES].
+    """
     base = lengths + ((row * SEGMENTS + segment) * spec.H + head) * TILES
     longest = tl.load(base)
     for tile in tl.static_range(1, TILES):
@@ -115,11 +119,10 @@ def effective_length_kernel(
 ):
     """Computes a segment's effective length with the delta rule; see `forward.effective_lengths`.
 
-    That is how many of its last chunks leave something of a state.
-
-    In reverse, how many of its first chunks leave something of a gradient. A program makes BLOCK_V columns of the
-    product of transitions M, from the identity on: of M^T from the last chunk on, in reverse of M from the first on.
-    A look every GROUP chunks, and none after MOST.
+    That is how many of its last chunks the state at its end depends on; in reverse, how many of its first chunks the
+    gradient depends on. A program computes BLOCK_V columns of the product of transitions M, starting with the identity:
+    of M^T from the last chunk on, in reverse of M from the first on. It checks every GROUP chunks, and gives up after
+    MOST.
     """
     C: tl.constexpr = spec.CHUNK
     TILES: tl.constexpr = (spec.K + BLOCK_V - 1) // BLOCK_V
@@ -134,13 +137,13 @@ def effective_length_kernel(
     last = tl.minimum(first + spec.PER_SEQUENCE, spec.CHUNKS)
     chunks = tl.where((segment >= OFFSET) & (segment < OFFSET + SCANS), last - first, 0)
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (tl.arange(0, BLOCK_K) < spec.K)[:, None]  # the identity of the padding would stay
+    inside = (tl.arange(0, BLOCK_K) < spec.K)[:, None]  # the identity of the padding would never vanish
     acc = ((tl.arange(0, BLOCK_K)[:, None] == columns[None, :]) & inside).to(tl.float32)
     k_head = head // (spec.H // spec.HK)
     left = tl.sum(tl.sum(acc, 1), 0)
     done = first * 0
     for _ in tl.range(0, MOST // GROUP, num_stages=1):
-        # A state that does not lose a bit a chunk is given up, and so is a NaN.
+        # Gives up on a state that does not lose a bit per chunk, and on NaN.
         in_time = left <= tl.exp2((done * -1 + SAFETY_CHUNKS).to(tl.float32))
         if (left > MIN_NORMAL) & in_time & (done < chunks):
             count = tl.minimum(GROUP, chunks - done)
@@ -150,7 +153,7 @@ def effective_length_kernel(
                 chunk = begin + step if REVERSE else begin - step
                 start = chunk * C
                 before, between, after = next_factors
-                # Loaded a chunk ahead: see `chunk_fwd_h_kernel`.
+                # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
                 next_factors = state_factors(
                     gates, row, head, chunk + 1 if REVERSE else chunk - 1, 0, BLOCK_K, spec, per
                 )

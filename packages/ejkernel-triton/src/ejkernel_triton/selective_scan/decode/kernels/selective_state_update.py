@@ -1,13 +1,14 @@
-"""The decode step of the selective scan: a few tokens against states in memory, each read once and written once.
+"""The decode step of the selective scan: updates states in memory with a few tokens, reading and writing each state
+once.
 
-    states in HBM  [BLOCK_E, N] -- load --> registers ------------------------------> store, in place where donated
+    states in HBM  [BLOCK_E, N] -- load --> registers ------------------------------> store, in place if donated
     A                           -- load --> registers
     tokens                          load 0 | load 1            | load 2 ...
                                            | decay, write,     | decay, write,
                                            | read, store 0     | read, store 1
 
-A channel's N numbers lie side by side, so a tile is one piece of memory, and sums over them stay among a few lanes of a
-warp. Programs that follow each other have the same channels of another sequence: they find A in the cache.
+A channel's N state elements are contiguous, so a tile is one range of memory, and sums over them stay in a few lanes of
+a warp. Consecutive programs have the same channels of different sequences: they read A from the cache.
 """
 
 import triton
@@ -18,8 +19,8 @@ from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_out
 
 @triton.jit
 def load_token(x, step, write, read, token, there, channels, numbers, spec: tl.constexpr):
-    """Returns what a token brings: x and dt by channels, B and C by numbers; zeros where there is none."""
-    # Vectors and no scalars: the interpreter has no & of a vector and a scalar.
+    """Loads a token: x and dt by channel, B and C by state element; zeros for a missing token."""
+    # Vectors instead of scalars: the interpreter has no & of a vector and a scalar.
     of_channels = channels < tl.where(there > 0, spec.E, 0)
     of_numbers = numbers < tl.where(there > 0, spec.N, 0)
     return (
@@ -46,9 +47,9 @@ def selective_state_update_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """One tile of channels of one sequence, through all of its tokens.
+    """Processes all tokens of one sequence for one tile of channels.
 
-    In place, `final` has the initial states: a program reads its tile before it writes it, and no other has that tile.
+    In place, `final` has the initial states: a program reads its tile before it writes it, and no other program has it.
     """
     BLOCK_E: tl.constexpr = spec.BLOCK_E
     BLOCK_N: tl.constexpr = spec.BLOCK_N
@@ -60,7 +61,7 @@ def selective_state_update_kernel(
     at = channels[:, None] * spec.N + numbers[None, :]
     inside = (channels < spec.E)[:, None] & (numbers < spec.N)[None, :]
     mask = inside
-    # 64 bits: a token's number times its stride may have more than 31.
+    # 64 bits: a token's index times its stride may need more than 31.
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
     if spec.PACKED:
@@ -73,7 +74,7 @@ def selective_state_update_kernel(
         mask = (channels < tl.where(used > 0, spec.E, 0))[:, None] & (numbers < spec.N)[None, :]
     STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.E * spec.N
     target = final + row * STATES + place * (spec.E * spec.N) + at
-    # The state comes first, for it is what memory is busy with.
+    # The state is loaded first, since it is most of the traffic.
     if spec.IN_PLACE:
         state = tl.load(target, mask=mask, other=0.0).to(tl.float32)
     elif spec.STATE:
@@ -81,7 +82,7 @@ def selective_state_update_kernel(
         state = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     else:
         state = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
-    # Read again by the next sequence's program.
+    # The next sequence's program reads A again.
     rates = at_batch(decay, row, per.DECAY, spec.E * spec.N) + at
     rates = tl.load(rates, mask=inside, other=0.0, eviction_policy="evict_last")
     rates = rates.to(tl.float32) * LOG2E
@@ -91,7 +92,7 @@ def selective_state_update_kernel(
     output += row * spec.T * spec.E
     value, dt, b, c = load_token(x, step, write, read, first, tl.cast(first < end, tl.int32), channels, numbers, spec)
     for token in tl.range(first, end):
-        # Issued before this token's arithmetic, which hides it.
+        # Issued before this token's arithmetic, which hides the latency.
         next_value, next_dt, next_b, next_c = load_token(
             x, step, write, read, token + 1, tl.cast(token + 1 < end, tl.int32), channels, numbers, spec
         )
@@ -99,7 +100,7 @@ def selective_state_update_kernel(
         made = tl.sum(state * c[None, :], axis=1) + weight.to(tl.float32) * value
         tl.store(output + token * spec.E + channels, made.to(output.dtype.element_ty), mask=channels < spec.E)
         value, dt, b, c = next_value, next_dt, next_b, next_c
-    # In place, the tile was read at the top by this program alone.
+    # In place, only this program read the tile, at the top.
     tl.store(target, state.to(final.dtype.element_ty), mask=mask)
     if spec.PACKED:
         zero_outputs(output, bounds, sequence, channels, spec.SEQUENCES, spec.T, spec.E, spec.E)
