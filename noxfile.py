@@ -35,15 +35,21 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 # that it has, instead of asking for it again at the next program. The examples of the documentation, and the session
 # `minimal`, compile as users do. Dozens of tests start Python anew: bytecode is kept even where the environment says
 # otherwise, and `python -c "import jax"` takes 0.7 s of a processor instead of 2.4 s.
-QUICK = {
-    "XLA_FLAGS": f"{DEVICES} --xla_backend_optimization_level=0"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1",
+IN_ONE_PIECE = f"{DEVICES} --xla_cpu_parallel_codegen_split_count=1"
+SMALL_PROCESSES = {
     "MALLOC_TRIM_THRESHOLD_": str(2**28),
     "MALLOC_TOP_PAD_": str(2**24),
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "",
 }
+QUICK = {
+    "XLA_FLAGS": f"{IN_ONE_PIECE} --xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    **SMALL_PROCESSES,
+}
+AS_USERS = {"XLA_FLAGS": IN_ONE_PIECE, **SMALL_PROCESSES}
+"""The same programs as users compile, for the examples of the documentation."""
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(PROJECT)
@@ -128,7 +134,7 @@ def pytest(session: nox.Session, *args: str, **env: str) -> None:
 
 def examples(session: nox.Session) -> None:
     """Execute the fenced Python of the documentation, a page in one process: its examples share their names."""
-    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "loadfile", "docs", "README.md")
+    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "loadfile", "docs", "README.md", env=AS_USERS)
 
 
 def selects(session: nox.Session) -> bool:
@@ -250,7 +256,9 @@ def lower_for_gpus(session: nox.Session) -> None:
     version = session.run("python", "-c", "import jaxlib; print(jaxlib.__version__)", silent=True)
     session.install("--no-deps", f"jax-cuda13-plugin=={str(version).strip()}")
     session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests are not collected
-    session.run("python", "-m", "pytest", *map(str, sorted(Path("tests/triton").rglob("test_*lowering.py"))), env=QUICK)
+    files = map(str, sorted(Path("tests/triton").rglob("test_*lowering.py")))
+    # What follows `--` is for pytest in `thorough`, and requirements in `triton_lowering`.
+    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "worksteal", *files, env=QUICK)
 
 
 @nox.session

@@ -7,15 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # The setting `pythonpath` of pyproject.toml is not read where tests are run from another folder.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from suite import needs, selection
+from suite.state import Guard
+
+# Two runs of a test try the same examples, and a busy machine is no failure.
+SLOW = [HealthCheck.too_slow]
+settings.register_profile("ejkernel", derandomize=True, database=None, deadline=None, suppress_health_check=SLOW)
+settings.load_profile("ejkernel")
 
 NOTES = "ejkernel_notes"
 _notes = pytest.StashKey[list[str]]()
 _left_out = pytest.StashKey[int]()
+_guard = Guard()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,6 +82,22 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     print("", *selection.plan(session.items, session.config.stash.get(_left_out, 0)), sep="\n")
     return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    """Note what tests share before the fixtures of a test change it."""
+    _guard.begin_test()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Restore it after the fixtures."""
+    try:
+        return (yield)
+    finally:
+        _guard.end_test(nextitem is None or nextitem.path != item.path)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -58,3 +58,8 @@ def test_on_several_devices_and_under_checkpoint():
 def test_blocks():
     """What the toolkit has for families to come."""
     run_interpreted("blocks_process.py")
+
+
+def test_small_tiles():
+    """Full tiles next to partial ones, groups that end inside of tiles, rows of no matrix; several programs."""
+    run_interpreted("small_tiles_process.py")

@@ -1,8 +1,9 @@
 // CUDA C++ on a machine without a GPU: threads are fibers of one thread of the host, which the kernels' sources see
 // through the names of CUDA. Each file of this folder that has a name of CUDA's stands in for that one.
 //
-// Asynchronous copies happen when a thread waits for them and not before, shared memory begins as NaN, and the order of
-// threads changes with every switch: a barrier or a wait that is missing changes the result.
+// Asynchronous copies happen when a thread waits for them and not before, shared memory begins as NaN and is NaN again
+// when its block has ended, and the order of threads changes with every switch: a barrier or a wait that is missing
+// changes the result.
 #pragma once
 
 #include <ucontext.h>
@@ -73,7 +74,7 @@ struct Warp {
 };
 
 struct Block {
-  unsigned index, rank;  // in the grid, in the cluster
+  unsigned index, rank, running;  // in the grid, in the cluster; how many of its threads have not returned
   std::vector<char> memory;
   char* shared;
   Barrier barrier, first;  // of all threads, of the first ones
@@ -134,6 +135,7 @@ inline void run_cluster(
     Block& block = *blocks.back();
     block.index = first + b;
     block.rank = b;
+    block.running = size;
     block.memory.assign(shared_bytes + kGuard + 16, char(0xFF));
     block.shared = reinterpret_cast<char*>((uintptr_t(block.memory.data()) + 15) / 16 * 16);
     block.barrier.size = size;
@@ -159,7 +161,10 @@ inline void run_cluster(
       if (thread.done) continue;
       current = &thread;
       swapcontext(&scheduler, &thread.context);
-      running -= thread.done;
+      if (!thread.done) continue;
+      --running;
+      // The multiprocessor gives the shared memory of a block that has ended to another block.
+      if (--thread.block->running == 0) std::memset(thread.block->shared, 0xFF, shared_bytes);
     }
   }
   for (const auto& block : blocks) {

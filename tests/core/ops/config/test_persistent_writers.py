@@ -1,26 +1,19 @@
 """T-7: writers in several processes never lose each other's entries."""
 
 import multiprocessing
-import warnings
 
-from ejkernel.ops.config.persistent import Entry, PersistentCache, StoreWarning
+from store_writers import WRITES, write
 
-PROCESSES, WRITES = 8, 8
+from ejkernel.ops.config.persistent import PersistentCache
 
-
-def write(path, process):
-    warnings.simplefilter("ignore", StoreWarning)
-    for number in range(WRITES):
-        cache = PersistentCache(path)
-        cache.entries()  # a reader may be the first to see the damage
-        cache.update({f"{process}/{number}": Entry({"q_blocksize": process * WRITES + number}, 1.0)})
+PROCESSES = 8
 
 
 def test_64_writers_in_8_processes_over_a_truncated_file_lose_no_entry(store):
     store.parent.mkdir()
     store.write_bytes(b'{"entries":{"old":{"config":{')
     context = multiprocessing.get_context("forkserver")  # processes of their own, with one import for all
-    context.set_forkserver_preload(["ejkernel.ops.config.persistent"])
+    context.set_forkserver_preload(["store_writers"])
 
     workers = [context.Process(target=write, args=(store, process)) for process in range(PROCESSES)]
     for worker in workers:

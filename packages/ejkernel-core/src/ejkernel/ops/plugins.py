@@ -1,7 +1,6 @@
 """Finding backends: two hooks, both data, and loading that no broken plugin can stop."""
 
 import dataclasses
-import functools
 import importlib
 import importlib.metadata
 import os
@@ -89,15 +88,20 @@ class Registry:
         raise ValueError(f"op: got {what!r}, wants one of {', '.join(sorted(self.ops))}, its function or its class")
 
 
-@functools.cache
+loaded: list[Registry] = []
+"""The registry in use, as the only element; empty until something asks for it."""
+
+
 def registry() -> Registry:
     """Discovers and loads the plugins, once per process. `EJKERNEL_PLUGINS=a,b` limits loading to those names."""
-    return load(_entry_points())
+    if not loaded:
+        loaded.append(load(_entry_points()))
+    return loaded[0]
 
 
 def reload() -> None:
     """Forgets what was found, so that the next call discovers again."""
-    registry.cache_clear()
+    loaded.clear()
 
 
 def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:

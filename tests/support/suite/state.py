@@ -1,0 +1,71 @@
+"""What tests share in a process, restored so that no test depends on those before it.
+
+The registry of plugins is restored after each test: one that a test has loaded anew has other objects than those that
+tests were collected with. The rest is restored after each file, since fixtures of a file may change it for all its
+tests: variables of the environment that this project and JAX read, options of JAX, the path of modules and the working
+directory. The default chain and the recorded calls are emptied.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ejkernel.ops import clear_recorded, plugins
+from ejkernel.ops.call import default_chain
+
+PREFIXES = ("EJKERNEL_", "JAX_", "XLA_FLAGS")
+"""Of the variables that are restored; other packages set variables of their own when they are imported."""
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+
+
+def _restore_variables(before: Mapping[str, str]) -> None:
+    for name in _variables().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _restore_options(before: Mapping[str, Any]) -> None:
+    """Modules that are imported later may define more options of JAX, which stay."""
+    now = dict(jax.config.values)
+    for name, value in before.items():
+        if now[name] != value:
+            jax.config.update(name, value)
+
+
+class Guard:
+    """Keeps tests from one another; hooks of pytest call its methods."""
+
+    def __init__(self) -> None:
+        self._registry: list[plugins.Registry] = []
+        self._in_file = False
+
+    def begin_test(self) -> None:
+        """Notes the state before the fixtures of a test, and of a file, change it."""
+        self._registry = list(plugins.loaded)
+        if not self._in_file:
+            self._in_file = True
+            self._variables, self._options = _variables(), dict(jax.config.values)
+            self._path, self._folder = list(sys.path), os.getcwd()
+
+    def end_test(self, ends_file: bool) -> None:
+        """Restores the state.
+
+        Args:
+            ends_file: Whether fixtures of the file are torn down, too.
+        """
+        plugins.loaded[:] = self._registry
+        if not ends_file or not self._in_file:
+            return
+        self._in_file = False
+        _restore_variables(self._variables)
+        _restore_options(self._options)
+        sys.path[:] = self._path
+        os.chdir(self._folder)
+        default_chain.cache_clear()
+        clear_recorded()
