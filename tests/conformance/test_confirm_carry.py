@@ -112,6 +112,25 @@ def test_other_programs_leave_it_stale_and_name_the_call(tree, what):
     assert {(found.digest, found.stale, found.carried) for found in families(tree)} == {("d1", True, None)}
 
 
+def cpp(digest, sources, machine_code):
+    """Programs of an implementation whose C++ has other text, with what its kernels are compiled to."""
+    key = "attention/fast"
+    return programs_of(digest, sources={key: {"handler": sources}}, machine_code={key: machine_code})
+
+
+def test_other_cpp_with_the_same_machine_code_is_carried(tree):
+    before, after = (cpp(f"d{n}", f"c{n}", {"handler": ["m1", "m2"]}) for n in (1, 2))
+    assert carrying.carry(before, after, {}).refused == 0
+    assert {(found.digest, found.stale) for found in families(tree)} == {("d2", False)}
+
+
+@pytest.mark.parametrize("machine_code", [{}, {"handler": ["m1", "m3"]}, {"another": ["m1", "m2"]}])
+def test_other_cpp_with_other_or_unknown_machine_code_is_not_carried(tree, machine_code):
+    before, after = cpp("d1", "c1", {"handler": ["m1", "m2"]}), cpp("d2", "c2", machine_code)
+    result = carrying.carry(before, after, {})
+    assert (result.refused, "machine code" in result.lines[0]) == (1, True)
+
+
 @pytest.mark.parametrize("what", ["new", "differs"])
 def test_partial_leaves_the_tests_of_other_programs_as_not_run(tree, what, monkeypatch):
     tests = {"flash, b": [("test_b", True)], "flash, c": [("test_c", True)]}

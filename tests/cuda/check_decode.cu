@@ -20,10 +20,12 @@
 
 #include <cuda_fp8.h>
 
-#include "paged_write.cuh"
-#include "split_decode.cuh"
+#include "dense_decode/split_decode.cuh"
+#include "paged_decode/paged_write.cuh"
 
 using namespace ejkernel;
+using namespace ejkernel::dense_decode;
+using namespace ejkernel::paged_decode;
 
 namespace {
 

@@ -3,10 +3,6 @@
 import ctypes
 import dataclasses
 import functools
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,27 +25,18 @@ from ejkernel_cuda.quantized_matmul.config import QuantizedSplits
 from ejkernel_cuda.quantized_matmul.forward import forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-SOURCES = Path(__file__).parents[2] / "packages" / "ejkernel-cuda" / "csrc"
-ON_HOST = Path(__file__).parent / "on_host"
-SHARED = re.compile(r"extern __shared__ __align__\(\d+\) char shared\[\];")
+SHARED = {
+    # Shared memory is that of the emulated block.
+    f"extern __shared__ __align__({alignment}) char shared[];": "char* shared = device::current->block->shared;"
+    for alignment in (16, 1024)
+}
 CASES = {case.name: case for case in cases.cases()["quantized_matmul"]}
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory):
+def kernels(compile_on_host):
     """The kernels' sources, compiled for the host with what stands in for CUDA."""
-    folder = tmp_path_factory.mktemp("on_host")
-    for source in SOURCES.glob("quantized_*.cuh"):
-        # Shared memory is that of the emulated block.
-        (folder / source.name).write_text(
-            SHARED.sub("char* shared = device::current->block->shared;", source.read_text())
-        )
-    for path in ON_HOST.iterdir():
-        shutil.copy(path, folder)
-    command = ("g++", "-std=c++20", "-O1", "-w", "-I.", "-shared", "-fPIC", "-o", "host.so", "quantized_matmul.cpp")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    function = ctypes.CDLL(str(folder / "host.so")).quantized_matmul
+    function = compile_on_host("quantized_matmul", SHARED).quantized_matmul
     function.restype = ctypes.c_char_p
     return function
 

@@ -2,9 +2,6 @@
 
 import ctypes
 import dataclasses
-import shutil
-import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +16,19 @@ from ejkernel_cuda import library, recurrent_step
 from ejkernel_cuda.recurrent_step import cases
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-SOURCES = Path(__file__).parents[2] / "packages" / "ejkernel-cuda" / "csrc"
-ON_HOST = Path(__file__).parent / "on_host"
-SHARED = "__shared__ StepShared<K> memory;"
-EMULATED = "StepShared<K>& memory = *reinterpret_cast<StepShared<K>*>(device::current->block->shared);"
+REPLACED = {
+    "__shared__ StepShared<K> memory;": (
+        "StepShared<K>& memory = *reinterpret_cast<StepShared<K>*>(device::current->block->shared);"
+    ),
+    "__grid_constant__": "",
+}
 CASES = {(op, case.name): case for op, found in cases.cases().items() for case in found}
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory):
+def host(compile_on_host):
     """The kernels' sources, compiled for the host with what stands in for CUDA."""
-    folder = tmp_path_factory.mktemp("on_host")
-    assert SHARED in (SOURCES / "recurrent_step.cuh").read_text()
-    for name in ("recurrent_numbers.cuh", "recurrent_state.cuh", "recurrent_channels.cuh", "recurrent_step.cuh"):
-        source = (SOURCES / name).read_text()
-        (folder / name).write_text(source.replace(SHARED, EMULATED).replace("__grid_constant__", ""))
-    for path in ON_HOST.iterdir():
-        shutil.copy(path, folder)
-    device = (folder / "device.h").read_text()
-    (folder / "device.h").write_text(device.replace("kThreads = 256", "kThreads = 128"))
-    command = ("g++", "-std=c++20", "-O1", "-w", "-I.", "-shared", "-fPIC", "-o", "host.so", "recurrent_step.cpp")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "host.so"))
+    return compile_on_host("recurrent_step", REPLACED, threads=128)
 
 
 def called(function, arrays, sizes, *more):

@@ -2,9 +2,6 @@
 
 import ctypes
 import dataclasses
-import shutil
-import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +13,6 @@ from ejkernel.families.selective_scan.scan_sequences import sequences
 from ejkernel_cuda.selective_scan.backward import WARPGROUP_CHANNELS
 from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
 
-SOURCES = Path(__file__).parents[2] / "packages" / "ejkernel-cuda" / "csrc"
-ON_HOST = Path(__file__).parent / "on_host"
 TOKENS, CHANNELS, SIZE = 150, 136, 13
 BOUNDS = (2, 70, 70, 71, 139)
 """Tokens of no sequence at both ends, sequences of two intervals, one of none and one of a single token."""
@@ -35,21 +30,9 @@ REPLACED = {
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory):
+def host(compile_on_host):
     """The kernels' sources, compiled for the host with what stands in for CUDA."""
-    folder = tmp_path_factory.mktemp("on_host")
-    sources = {path.name: path.read_text() for path in SOURCES.glob("selective_scan*.cuh") if "call" not in path.name}
-    for old, new in REPLACED.items():
-        assert any(old in text for text in sources.values()), old
-        sources = {name: text.replace(old, new) for name, text in sources.items()}
-    for name, text in sources.items():
-        (folder / name).write_text(text)
-    for path in ON_HOST.iterdir():
-        shutil.copy(path, folder)
-    command = ("g++", "-std=c++20", "-O1", "-w", "-I.", "-shared", "-fPIC", "-o", "host.so", "selective_scan.cpp")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(folder / "host.so"))
+    return compile_on_host("selective_scan", REPLACED)
 
 
 def called(function, arrays, numbers):

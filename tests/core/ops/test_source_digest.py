@@ -40,14 +40,19 @@ def of_another_kernel():
     "lazy.py": "def later(): return 1\ndef unused(): return 1\n",
     "kernels/__init__.py": "",
     "kernels/scan.py": 'def first_kernel(): return registered("handler")\n',
-    "../../csrc/scan.cu": (
-        '#include "scan.cuh"\n'
+    "../../csrc/scan/scan.cu": (
+        '#include "scan/scan.cuh"\n'
+        '#include "next_to_it.cuh"\n'
         "// comment\n"
         "int answer() { return 1; }\n"
         "XLA_FFI_DEFINE_HANDLER_SYMBOL(\n    handler, answer)\n"
     ),
-    "../../csrc/scan.cuh": '/* comment */ const char* name = "// no comment";\n',
+    "../../csrc/scan/scan.cuh": '#include "common/ptx.cuh"\n/* comment */ const char* name = "// no comment";\n',
+    "../../csrc/scan/next_to_it.cuh": "constexpr int kWarps = 4;\n",
+    "../../csrc/common/ptx.cuh": "constexpr int kLanes = 32;\n",
+    "../../csrc/common/of_another_handler.cuh": "constexpr int kStages = 2;\n",
 }
+CACHES = ("_parsed", "_read", "_is_module", "_cpp_root", "_handlers")
 
 
 def no_reasons(record):
@@ -78,14 +83,14 @@ def digest(tmp_path, monkeypatch):
             old, new = replaced.get(path.name.replace(".", "_"), ("", ""))
             assert old in text
             path.write_text(text.replace(old, new) if old else text)
-        for cached in ("_parsed", "_read", "_is_module", "_handlers"):
+        for cached in CACHES:
             getattr(module, cached).cache_clear()
         return source_digest(implementation)
 
     yield of
     for name in [name for name in sys.modules if name.partition(".")[0] == "digested"]:
         del sys.modules[name]
-    for cached in ("_parsed", "_read", "_is_module", "_handlers"):
+    for cached in CACHES:
         getattr(module, cached).cache_clear()
 
 
@@ -102,6 +107,7 @@ def digest(tmp_path, monkeypatch):
         ("scan_cu", "// comment", "// other"),
         ("scan_cu", "int answer()", "int  answer()"),
         ("scan_cuh", "/* comment */", ""),
+        ("of_another_handler_cuh", "kStages = 2", "kStages = 3"),
     ],
 )
 def test_comments_and_other_kernels_do_not_count(digest, file, old, new):
@@ -120,6 +126,8 @@ def test_comments_and_other_kernels_do_not_count(digest, file, old, new):
         ("scan_py", "first_kernel(): return", "first_kernel(): yield"),
         ("scan_cu", "return 1;", "return 2;"),
         ("scan_cuh", "// no comment", "// another"),
+        ("next_to_it_cuh", "kWarps = 4", "kWarps = 8"),
+        ("ptx_cuh", "kLanes = 32", "kLanes = 16"),
     ],
 )
 def test_what_a_kernel_reaches_counts(digest, file, old, new):

@@ -1,11 +1,11 @@
-// Runs the kernels of csrc/quantized_matmul.cu and csrc/quantized_*warpgroups.cu block by block.
+// Runs the kernels of csrc/quantized_matmul block by block.
 #include "device.h"
-#include "quantized_columns.cuh"
-#include "quantized_matmul.cuh"
-#include "quantized_rows_warpgroups.cuh"
-#include "quantized_warpgroups.cuh"
+#include "quantized_matmul/columns.cuh"
+#include "quantized_matmul/quantized_matmul.cuh"
+#include "quantized_matmul/rows_warpgroups.cuh"
+#include "quantized_matmul/warpgroups.cuh"
 
-namespace ejkernel {
+namespace ejkernel::quantized_matmul {
 namespace {
 
 struct Arrays {
@@ -109,11 +109,11 @@ void run(const Arrays& arrays, const Numbers& a) {
 }
 
 }  // namespace
-}  // namespace ejkernel
+}  // namespace ejkernel::quantized_matmul
 
 // What was wrong, or null.
-extern "C" const char* quantized_matmul(const ejkernel::Arrays* arrays, const ejkernel::Numbers* numbers) {
+extern "C" const char* quantized_matmul(const ejkernel::quantized_matmul::Arrays* arrays, const ejkernel::quantized_matmul::Numbers* numbers) {
   device::complaint = nullptr;
-  ejkernel::run(*arrays, *numbers);
+  ejkernel::quantized_matmul::run(*arrays, *numbers);
   return device::complaint;
 }

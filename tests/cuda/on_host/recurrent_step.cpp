@@ -1,8 +1,8 @@
-// Runs the kernels of csrc/recurrent_step.cu block by block.
+// Runs the kernels of csrc/recurrent_step/recurrent_step.cu block by block.
 #include "device.h"
-#include "recurrent_step.cuh"
+#include "recurrent_step/recurrent_step.cuh"
 
-namespace ejkernel {
+namespace ejkernel::recurrent_step {
 namespace {
 
 template <int K, bool kDelta, bool kChannels, bool kTransposed>
@@ -24,11 +24,11 @@ void run(const RecurrentStep& call, bool channels, bool transposed) {
 }
 
 }  // namespace
-}  // namespace ejkernel
+}  // namespace ejkernel::recurrent_step
 
 // What was wrong, or null. Arrays in the order of the record, then the integers.
 extern "C" const char* recurrent_step(void** a, const int* n, float scale) {
-  using namespace ejkernel;
+  using namespace ejkernel::recurrent_step;
   device::complaint = nullptr;
   RecurrentStep call{};
   call.query = a[0], call.key = a[1], call.value = a[2];

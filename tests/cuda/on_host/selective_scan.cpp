@@ -1,4 +1,4 @@
-// Runs the kernels of csrc/selective_scan.cu and csrc/selective_scan_gradient.cu block by block.
+// Runs the kernels of csrc/selective_scan block by block.
 #include <map>
 
 #include "device.h"
@@ -18,9 +18,9 @@ inline void named_barrier(int number, int threads, bool wait) {
 
 }  // namespace device
 
-#include "selective_scan_gradient.cuh"
+#include "selective_scan/gradient.cuh"
 
-namespace ejkernel {
+namespace ejkernel::selective_scan {
 namespace {
 
 template <typename Tile>
@@ -54,11 +54,11 @@ void know(void** a, const int* bytes, int count) {
 }
 
 }  // namespace
-}  // namespace ejkernel
+}  // namespace ejkernel::selective_scan
 
 // What was wrong, or null. Arrays as the handler takes them, the integers of a call, and the bytes of every array.
 extern "C" const char* selective_scan(void** a, const int* n, const int* bytes) {
-  using namespace ejkernel;
+  using namespace ejkernel::selective_scan;
   know(a, bytes, 11);
   SelectiveScan call{};
   call.x = a[0], call.step = a[1];
@@ -72,7 +72,7 @@ extern "C" const char* selective_scan(void** a, const int* n, const int* bytes) 
 }
 
 extern "C" const char* selective_scan_gradient(void** a, const int* n, const int* bytes) {
-  using namespace ejkernel;
+  using namespace ejkernel::selective_scan;
   know(a, bytes, 16);
   ScanGradient call{};
   call.x = a[0], call.step = a[1];

@@ -3,8 +3,9 @@
 Evidence says which sources a chip has confirmed. The digest covers every function, class and constant of the backend's
 own package that the implementation's passes, heuristic, candidates and refusals reach by name, its toolkit included,
 and what it declares in `requires`. It is taken from the syntax trees, without comments, docstrings and layout: those
-can be edited without a run on a GPU. C++ sources lie in `csrc`, next to the package's `src` folder; they count without
-comments and layout too. Core's planning code does not count: it is plain JAX, which the tests on a CPU confirm.
+can be edited without a run on a GPU. C++ sources are in the folders of `csrc`, next to the package's `src` folder; they
+count without comments and layout too. Core's planning code does not count: it is plain JAX, which the tests on a CPU
+confirm.
 """
 
 import ast
@@ -90,7 +91,7 @@ class _Closure:
         for module, name in sorted(self.texts):
             yield f"{module}:{name} {self.texts[module, name]}"
         for path in sorted(self.sources):
-            yield f"{path.name} {_plain_cpp(path)}"
+            yield f"{path.relative_to(_cpp_root(self.package)).as_posix()} {_plain_cpp(path)}"
 
     def _add_source(self, path: Path | None) -> None:
         """Adds a C++ file with the headers that it includes, and the files that define what those declare."""
@@ -98,7 +99,8 @@ class _Closure:
             return
         self.sources.add(path)
         for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
-            self._add_source(path.parent / name)
+            header = path.parent / name  # where the compiler looks first
+            self._add_source(header if header.is_file() else _cpp_root(self.package) / name)
         self._add_source(path.with_suffix(".cu"))
 
 
@@ -248,13 +250,17 @@ def _canonical(node: Any) -> str:
 
 
 @functools.cache
-def _handlers(package: str) -> dict[str, Path]:
-    """Returns the symbols of a package's FFI handlers, and the C++ files that define them."""
+def _cpp_root(package: str) -> Path:
+    """Returns the folder of a package's C++ sources, which need not exist: includes are relative to it."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
-    if not folders:
-        return {}
-    sources = sorted((Path(folders[0]).parents[1] / "csrc").glob("*.cu"))
+    return (Path(folders[0]).parents[1] if folders else Path(package)) / "csrc"
+
+
+@functools.cache
+def _handlers(package: str) -> dict[str, Path]:
+    """Returns the symbols of a package's FFI handlers, and the C++ files that define them."""
+    sources = sorted(_cpp_root(package).rglob("*.cu"))
     return {symbol: path for path in sources for symbol in _HANDLER.findall(path.read_text(encoding="utf-8"))}
 
 

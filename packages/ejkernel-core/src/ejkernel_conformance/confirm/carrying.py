@@ -219,11 +219,24 @@ class _Judge:
             yield f"the second file is of sources {self.after['digests'][new]}, those here are {self.current[new]}"
         if not self.before["programs"][key]:
             yield "it serves no call whose programs could be compared"
+        yield from self._cpp_problems(key, new)
+
+    def _cpp_problems(self, key: str, new: str) -> Iterator[str]:
+        """Yields which handlers have kernels that are compiled to something else, or may be."""
         sources = {self.renamed.get(name, name): x for name, x in self.before["sources"].get(key, {}).items()}
         others = self.after["sources"].get(new, {})
+        kernels, other_kernels = self._machine_code(self.before, key), self._machine_code(self.after, new)
         for name in sorted(sources.keys() | others.keys()):
-            if sources.get(name) != others.get(name):
-                yield f"the C++ of {name} differs"
+            if sources.get(name) == others.get(name):
+                continue
+            if not (name in kernels and name in other_kernels):
+                yield f"the C++ of {name} differs, and not both files have the machine code of its kernels"
+            elif kernels[name] != other_kernels[name]:
+                yield f"the C++ of {name} differs, and the machine code of its kernels"
+
+    def _machine_code(self, content: Mapping[str, Any], key: str) -> dict[str, list[str]]:
+        """Returns the digests of each handler's compiled kernels, by the name that the handler has now."""
+        return {self.renamed.get(name, name): x for name, x in content.get("machine_code", {}).get(key, {}).items()}
 
     def _differences(self, key: str, new_key: str) -> dict[str, str]:
         """Returns what is different about a call, by its label."""

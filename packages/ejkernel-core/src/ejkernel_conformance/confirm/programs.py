@@ -9,9 +9,11 @@ not cover names of functions, locations, or the order of operations that do not 
 
 - the Mosaic GPU module, without locations and with its symbols numbered;
 - Triton's TTIR after inlining, with grid, warps, stages and options, from which the compiler makes PTX;
-- the target of an FFI call, with its attributes and operands. `compiled` compares what is in the library.
+- the target of an FFI call, with its attributes and operands. Of the C++ there are two hashes for each target: one of
+  its text, and, where nvcc is installed, one of the machine code of each kernel.
 
-The whole file imports nothing of this package at its top, and runs as a script against the packages of another tree:
+The file imports nothing of this package at its top but `cubins`, which is next to it, and runs as a script against the
+packages of another tree:
 
     PYTHONPATH=<packages/*/src of the other tree> python programs.py --out before.json --impl triton
 """
@@ -40,6 +42,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# A script finds `cubins` next to it, and must not load this package, which may be that of the other tree.
+cubins: Any = importlib.import_module("cubins" if __name__ == "__main__" else "ejkernel_conformance.confirm.cubins")
 
 FORMAT = 1
 LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda"}
@@ -126,13 +131,16 @@ def collect(
             "digests": {x.key: x.digest for x in subjects},
             "programs": {x.key: {} for x in subjects},
             "sources": {},
+            "machine_code": {},
             "cases": {x.key: x.cases for x in subjects},
         }
         _keep_earlier(out, content)
         for subject in subjects:
             began, made = time.monotonic(), content["programs"][subject.key]
             _add_programs(subject, made, handlers, texts)
-            content["sources"][subject.key] = sources_of(made, handlers)
+            files = sources_of(made, handlers)
+            content["sources"][subject.key] = {name: digest(tokens(path)) for name, path in files.items()}
+            content["machine_code"][subject.key] = machine_code(files, chip)
             out.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
             print(f"{subject.key}: {len(made)} programs, {time.monotonic() - began:.0f} s", flush=True)
         out.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
@@ -170,8 +178,8 @@ def _keep_earlier(out: Path, content: dict[str, Any]) -> None:
         return
     for key, programs in earlier["programs"].items():
         if earlier["digests"][key] == content["digests"].get(key, earlier["digests"][key]):
-            for part in ("programs", "digests", "sources", "cases"):
-                content[part].setdefault(key, earlier[part][key])
+            for part in ("programs", "digests", "sources", "cases", "machine_code"):
+                content[part].setdefault(key, earlier.get(part, {}).get(key, {}))
             content["programs"][key] = programs
 
 
@@ -602,17 +610,33 @@ COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 ONCE = re.compile(r"^\s*#\s*pragma\s+once\s*$", re.MULTILINE)
 
 
-def sources_of(programs: Programs, handlers: set[str]) -> dict[str, str]:
-    """Returns a digest of the C++ that each handler of an implementation is compiled from, by the handler's name."""
+def sources_of(programs: Programs, handlers: set[str]) -> dict[str, Path]:
+    """Returns the C++ file of each handler that programs of an implementation call, by the handler's name."""
     used = {target for one in programs.values() for target, _ in one["kernels"]} & handlers
     if not used:
         return {}
+    files = sorted(_root().rglob("*.cu"))
+    defined = {name: path for path in files for name in HANDLER.findall(path.read_text(encoding="utf-8"))}
+    return {name: defined[name] for name in sorted(used)}
+
+
+def machine_code(files: Mapping[str, Path], chip: str) -> dict[str, list[str]]:
+    """Returns a digest of each kernel that the C++ files of handlers are compiled to; nothing where nvcc is missing."""
+    from ejkernel.ops.device import find_device
+
+    if not cubins.compiler():
+        return {}
+    capability = find_device(chip).compute_capability
+    return {name: list(cubins.kernels_of(path, _root(), capability)) for name, path in files.items()}
+
+
+@functools.cache
+def _root() -> Path:
+    """Returns the folder of the C++ sources, which their includes are relative to."""
     spec = importlib.util.find_spec("ejkernel_cuda")
     assert spec is not None  # its calls were lowered
     assert spec.submodule_search_locations
-    files = sorted((Path(spec.submodule_search_locations[0]).parents[1] / "csrc").rglob("*.cu"))
-    defined = {name: path for path in files for name in HANDLER.findall(path.read_text(encoding="utf-8"))}
-    return {name: digest(tokens(defined[name])) for name in sorted(used)}
+    return Path(spec.submodule_search_locations[0]).parents[1] / "csrc"
 
 
 def tokens(path: Path) -> str:
@@ -634,8 +658,10 @@ def _expanded(path: Path, seen: list[Path]) -> str:
     text = COMMENT.sub(lambda found: found[0] if found[0].startswith('"') else " ", path.read_text(encoding="utf-8"))
 
     def included(found: re.Match[str]) -> str:
-        file = path.parent / found[1]
-        return f" {_expanded(file, seen)} " if file.is_file() else found[0]
+        for file in (path.parent / found[1], _root() / found[1]):
+            if file.is_file():
+                return f" {_expanded(file, seen)} "
+        return found[0]
 
     return " ".join(ONCE.sub("", INCLUDE.sub(included, text)).split())
 

@@ -1,4 +1,4 @@
-"""The FFI call of split-KV decode attention (csrc/split_decode.cu)."""
+"""The FFI call of split-KV decode attention (csrc/dense_decode/split_decode.cu)."""
 
 import jax
 import jax.numpy as jnp

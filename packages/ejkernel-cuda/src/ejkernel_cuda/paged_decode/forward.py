@@ -1,4 +1,4 @@
-"""The FFI call of paged decode attention (csrc/paged_decode.cu)."""
+"""The FFI call of paged decode attention (csrc/paged_decode/paged_decode.cu)."""
 
 import functools
 import math

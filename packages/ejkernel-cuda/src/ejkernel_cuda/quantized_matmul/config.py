@@ -30,13 +30,13 @@ of 32 columns fill between half of and all of an H200's multiprocessors, and eac
 
 WARPGROUP_ROWS, WARPGROUP_UNIT, WARPGROUP_COLUMNS = 17, 256, 256
 """The smallest number of rows of x for the WGMMA kernel, and its blocks' unit of K and columns
-(csrc/quantized_warpgroups.cuh).
+(csrc/quantized_matmul/warpgroups.cuh).
 """
 WARPGROUP_OVERHEAD = 768
 """The fixed cost of a block of the WGMMA kernel, in contracted elements."""
 ROWS_FIRST_ROWS, ROWS_FIRST_COLUMNS, ROWS_FIRST_UNIT = 8, 8192, 128
 """Without `transpose`: up to this many rows of x, and from this many columns on, the MMA kernel is faster than the
-WGMMA kernel; and the WGMMA kernel's unit of K (csrc/quantized_rows_warpgroups.cuh).
+WGMMA kernel; and the WGMMA kernel's unit of K (csrc/quantized_matmul/rows_warpgroups.cuh).
 """
 
 
@@ -91,8 +91,8 @@ def has_row_warpgroups(record: QuantizedMatmul) -> bool:
 
 
 def tile(record: QuantizedMatmul) -> tuple[int, int]:
-    """Returns the rows of x and the columns of a block's tile (csrc/quantized_rows.cuh and
-    csrc/quantized_transposed.cuh).
+    """Returns the rows of x and the columns of a block's tile (rows.cuh and
+    transposed.cuh in csrc/quantized_matmul).
     """
     most, width = (64, 256) if record.transpose else (8, 512)
     return min(most, max(8, 1 << (record.x.shape[0] - 1).bit_length())), width

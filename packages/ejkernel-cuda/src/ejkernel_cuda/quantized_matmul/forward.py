@@ -1,4 +1,4 @@
-"""The FFI calls of the quantised matmul's kernels (csrc/quantized_matmul.cu and csrc/quantized_*warpgroups.cu)."""
+"""The FFI calls of the quantised matmul's kernels (csrc/quantized_matmul)."""
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,6 @@ def _rows_first(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Array:
 
 
 def arranged_bytes(rows: int, k: int) -> int:
-    """Returns the bytes of permuted x and of its sums over groups (csrc/quantized_warpgroups.cuh)."""
+    """Returns the bytes of permuted x and of its sums over groups (csrc/quantized_matmul/warpgroups.cuh)."""
     padded = 32 if rows <= 32 else 64
     return k // WARPGROUP_UNIT * padded * (2 * WARPGROUP_UNIT + 32)

@@ -1,4 +1,4 @@
-"""The FFI call of the decode step of linear recurrences (csrc/recurrent_step.cu)."""
+"""The FFI call of the decode step of linear recurrences (csrc/recurrent_step/recurrent_step.cu)."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""The FFI call of the backward scan (csrc/selective_scan_gradient.cu)."""
+"""The FFI call of the backward scan (csrc/selective_scan/gradient.cu)."""
 
 import jax
 import jax.numpy as jnp

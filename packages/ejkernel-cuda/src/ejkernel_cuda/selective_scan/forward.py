@@ -1,4 +1,4 @@
-"""The FFI call of the forward scan (csrc/selective_scan.cu)."""
+"""The FFI call of the forward scan (csrc/selective_scan/selective_scan.cu)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,293 @@
+// The XLA FFI handler of the paged decoding kernels.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <string>
+
+#include "paged_decode/paged_write.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace ejkernel::paged_decode {
+namespace {
+
+ffi::Error failed(const char* what, cudaError_t error) {
+  return ffi::Error::Internal(std::string("ejkernel paged decode: ") + what + ": " + cudaGetErrorString(error));
+}
+
+template <typename C>
+ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blocks) {
+  const PagedDecode& call = write.call;
+  cudaError_t error = call.written ? launch_write(stream, write) : cudaSuccess;
+  if (error != cudaSuccess) return failed("write", error);
+  // Head dimensions are padded with zeros in shared memory to one of three sizes, the same for keys and values.
+  const int size = std::max(call.size, call.value_size);
+  if (size <= 64) {
+    error = launch_paged<64, C>(stream, call, blocks);
+  } else if (size <= 128) {
+    error = launch_paged<128, C>(stream, call, blocks);
+  } else {
+    error = launch_paged<256, C>(stream, call, blocks);
+  }
+  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
+}
+
+struct Arguments {
+  ffi::AnyBuffer query, keys, values;  // `values` is empty if the array of keys also has the values
+  ffi::Buffer<ffi::S32> tables, lengths, starts, query_start, live;
+  ffi::Buffer<ffi::F32> sinks;
+  ffi::AnyBuffer output;
+  ffi::Buffer<ffi::F32> lse, partial, statistics;
+  ffi::Buffer<ffi::S32> flags;
+  ffi::Span<const int64_t> strides;
+  int32_t kv_heads, pages, page_size, lines, left, right;
+  float scale, cap, value_scale;
+};
+
+const int* given(const ffi::Buffer<ffi::S32>& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+}
+
+const ffi::AnyBuffer& values_of(const Arguments& a) { return a.values.element_count() == 0 ? a.keys : a.values; }
+
+// A ticket that no other launch of this process has, and that uninitialised memory holds with negligible probability.
+uint64_t next_ticket() {
+  static std::atomic<uint64_t> next{
+      uint64_t(std::chrono::steady_clock::now().time_since_epoch().count()) * 0x9e3779b97f4a7c15};
+  return next.fetch_add(1, std::memory_order_relaxed) | 1ull << 63;
+}
+
+// Builds the record of a call. Absent arrays have no elements.
+PagedDecode paged_call(const Arguments& a) {
+  const auto query = a.query.dimensions(), output = a.output.dimensions();
+  PagedDecode call{};
+  call.query = a.query.untyped_data();
+  call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
+  // An offset in elements from the array's start: keys and values may be in one array.
+  call.values = static_cast<const unsigned char*>(values_of(a).untyped_data()) +
+                a.strides[6] * ffi::ByteWidth(a.keys.element_type());
+  call.tables = given(a.tables);
+  call.lengths = a.lengths.typed_data();
+  call.starts = given(a.starts);
+  call.query_start = given(a.query_start);
+  // The last entry, since one operation passes an array of counts whose last entry is the total.
+  call.live = a.live.element_count() == 0 ? nullptr : a.live.typed_data() + a.live.element_count() - 1;
+  call.sinks = a.sinks.element_count() == 0 ? nullptr : a.sinks.typed_data();
+  call.output = a.output.untyped_data();
+  call.lse = a.lse.typed_data();
+  call.partial = a.partial.typed_data();
+  call.statistics = a.statistics.typed_data();
+  call.flags = reinterpret_cast<uint64_t*>(a.flags.typed_data());
+  call.ticket = next_ticket();
+  const auto pieces = [&](int first) {
+    const int64_t bytes = ffi::ByteWidth(a.keys.element_type());
+    return Strides{
+        uint32_t(a.strides[first] * bytes / 16), uint32_t(a.strides[first + 1] * bytes / 16),
+        uint32_t(a.strides[first + 2] * bytes / 16)};
+  };
+  call.key_strides = pieces(0);
+  call.value_strides = pieces(3);
+  call.rows = query[0];
+  call.rows_a_sink = std::max(call.rows, 1);
+  call.heads = query[1];
+  call.size = query[2];
+  call.value_size = output[2];
+  call.kv_heads = a.kv_heads;
+  call.sequences = a.lengths.element_count();
+  call.columns = call.tables == nullptr ? 1 : a.tables.element_count() / std::max(call.sequences, 1);
+  call.pages = a.pages;
+  call.page_size = a.page_size;
+  call.lines = a.lines;
+  call.left = a.left;
+  call.right = a.right;
+  call.scale = a.scale;
+  call.cap = a.cap;
+  call.value_scale = a.value_scale;
+  call.bfloat16 = a.query.element_type() == ffi::BF16;
+  return call;
+}
+
+// Whether a cache array contains all elements that its strides address, and 16-byte copies are aligned.
+bool holds(const PagedDecode& call, const ffi::AnyBuffer& array, ffi::Span<const int64_t> strides, int first, int size) {
+  const int64_t bytes = ffi::ByteWidth(array.element_type()), offset = first == 3 ? strides[6] : 0;
+  bool aligned = size * bytes % 16 == 0 && offset * bytes % 16 == 0;
+  for (int n = 0; n < 3; ++n) aligned &= strides[first + n] >= 0 && strides[first + n] * bytes % 16 == 0;
+  const int64_t last = offset + (call.pages - 1) * strides[first] + (call.page_size - 1) * strides[first + 1] +
+                       (call.kv_heads - 1) * strides[first + 2] + size;
+  // Offsets count pieces in 32 bits, and one value is reserved for missing keys.
+  return aligned && last <= int64_t(array.element_count()) && last * bytes / 16 < int64_t(kAbsent);
+}
+
+// Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
+bool consistent(const Arguments& a, const PagedDecode& call, int64_t blocks) {
+  const int64_t heads = int64_t(call.rows) * call.heads;
+  const auto or_none = [](const auto& buffer, int64_t count) {
+    return buffer.element_count() == 0 || int64_t(buffer.element_count()) == count;
+  };
+  if (call.kv_heads < 1 || call.heads % call.kv_heads != 0 || call.lines < 1 || blocks < 1) return false;
+  const int items = call.kv_heads * ((call.heads / call.kv_heads + kHeads - 1) / kHeads);
+  return call.size % 8 == 0 && std::max(call.size, call.value_size) <= kMostValues && items % call.lines == 0 &&
+         blocks % call.lines == 0 && blocks / call.lines <= kMostBlocks && call.pages >= 1 && call.page_size >= 1 &&
+         call.columns >= 1 &&
+         (call.query_start != nullptr || call.rows == call.sequences) &&
+         (call.tables != nullptr || call.pages >= call.sequences) &&
+         int64_t(a.query.element_count()) == heads * call.size && or_none(a.starts, call.sequences) &&
+         or_none(a.query_start, call.sequences + 1) && or_none(a.sinks, call.heads) &&
+         holds(call, a.keys, a.strides, 0, call.size) && holds(call, values_of(a), a.strides, 3, call.value_size) &&
+         int64_t(a.lse.element_count()) == heads &&
+         int64_t(a.partial.element_count()) == blocks * 2 * kHeads * call.value_size &&
+         int64_t(a.statistics.element_count()) == blocks * 2 * kHeads * 2 &&
+         int64_t(a.flags.element_count()) == blocks * 4;
+}
+
+ffi::Error wrong(const char* what) {
+  return ffi::Error::InvalidArgument(std::string("ejkernel paged decode: ") + what);
+}
+
+ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const PagedWrite& write, int blocks) {
+  const auto query = a.query.element_type(), cache = a.keys.element_type();
+  switch (cache) {
+    case ffi::F8E4M3FN: return launch_for_size<E4m3>(stream, write, blocks);
+    case ffi::F8E5M2: return launch_for_size<E5m2>(stream, write, blocks);
+    case ffi::S8: return launch_for_size<Int8>(stream, write, blocks);
+    case ffi::BF16:
+      if (query == cache) return launch_for_size<__nv_bfloat16>(stream, write, blocks);
+      break;
+    case ffi::F16:
+      if (query == cache) return launch_for_size<__half>(stream, write, blocks);
+      break;
+    default: break;
+  }
+  return wrong("a cache of this dtype is not served");
+}
+
+// Checks a call and fills its record; its cache is the one in the arguments.
+ffi::Error prepare(const Arguments& a, PagedDecode& call) {
+  if (a.strides.size() != 7 || a.query.dimensions().size() != 3 || a.output.dimensions().size() != 3) {
+    return wrong("wants seven strides, and queries and outputs of three axes");
+  }
+  const auto query = a.query.element_type();
+  if ((query != ffi::BF16 && query != ffi::F16) || a.output.element_type() != query) {
+    return wrong("query and output are not both bfloat16 or both float16");
+  }
+  if (a.values.element_type() != a.keys.element_type()) return wrong("keys and values differ in dtype");
+  call = paged_call(a);
+  const bool fits = consistent(a, call, a.flags.element_count() / 4);
+  return fits ? ffi::Error::Success() : wrong("the shapes of the arrays do not belong together");
+}
+
+// Copies a cache array to the result that aliases it, if XLA did not alias them: it does not where the operand is a
+// slice of another array.
+cudaError_t copy_elsewhere(cudaStream_t stream, const ffi::AnyBuffer& from, ffi::AnyBuffer& to) {
+  if (from.untyped_data() == to.untyped_data()) return cudaSuccess;
+  return cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
+}
+
+// Adds the new tokens to a call whose cache pointers already are those of the results.
+ffi::Error add_tokens(
+    PagedWrite& write, const Arguments& a, const ffi::AnyBuffer (&tokens)[2], int32_t cache_heads) {
+  const PagedDecode& call = write.call;
+  const ffi::AnyBuffer given[2] = {a.keys, values_of(a)};
+  const int sizes[2] = {call.size, call.value_size};
+  const unsigned char* pages[2] = {call.keys, call.values};
+  const Strides strides[2] = {call.key_strides, call.value_strides};
+  const int64_t bytes = ffi::ByteWidth(a.keys.element_type());
+  PagedDecode padded = call;
+  padded.kv_heads = cache_heads;
+  for (int n = 0; n < 2; ++n) {
+    // head dimension of the cache, which may be padded beyond that of a token
+    const int64_t row = given[n].dimensions().back();
+    if (tokens[n].element_type() != given[n].element_type() ||
+        int64_t(tokens[n].element_count()) != int64_t(call.rows) * call.kv_heads * sizes[n] || row < sizes[n] ||
+        row * bytes % 16 != 0 || cache_heads < call.kv_heads || !holds(padded, given[n], a.strides, n * 3, row)) {
+      return wrong("new tokens and cache do not belong together");
+    }
+    write.parts[n] = {
+        static_cast<const uint4*>(tokens[n].untyped_data()),
+        reinterpret_cast<uint4*>(const_cast<unsigned char*>(pages[n])), strides[n], int(sizes[n] * bytes / 16),
+        int(row * bytes / 16)};
+  }
+  write.heads = cache_heads;
+  write.call.written = true;
+  return ffi::Error::Success();
+}
+
+// Extra operands are new keys and values; extra results are the cache arrays that they are written into.
+ffi::Error paged_decode(
+    cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+    ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
+    ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> sinks,
+    ffi::RemainingArgs tokens, ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
+    ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> statistics,
+    ffi::Result<ffi::Buffer<ffi::S32>> flags, ffi::RemainingRets written, ffi::Span<const int64_t> strides,
+    int32_t kv_heads, int32_t cache_heads, int32_t pages, int32_t page_size, int32_t lines, int32_t left, int32_t right,
+    float scale, float cap, float value_scale) {
+  if (output->element_count() == 0) return ffi::Error::Success();
+  Arguments arguments{query,   keys,     values,    tables, lengths, starts, query_start, live,  sinks,
+                      *output, *lse,     *partial,  *statistics, *flags, strides, kv_heads, pages, page_size,
+                      lines,   left,     right,     scale,  cap,     value_scale};
+  PagedWrite write{};
+  ffi::AnyBuffer* const caches[2] = {&arguments.keys, &arguments.values};
+  for (size_t n = 0; n < written.size(); ++n) {
+    ffi::AnyBuffer to = **written.get<ffi::AnyBuffer>(n);
+    if (n > 1 || to.element_type() != caches[n]->element_type() || to.size_bytes() != caches[n]->size_bytes()) {
+      return wrong("a written cache is not like the given one");
+    }
+    const cudaError_t copied = copy_elsewhere(stream, *caches[n], to);
+    if (copied != cudaSuccess) return failed("copy", copied);
+    *caches[n] = to;
+  }
+  ffi::Error error = prepare(arguments, write.call);
+  if (error.failure()) return error;
+  const size_t arrays = values.element_count() == 0 ? 1 : 2;
+  if (tokens.size() != (written.size() == 0 ? 0 : 2) || (written.size() != 0 && written.size() != arrays)) {
+    return wrong("wants new keys and values, and their caches back");
+  }
+  if (tokens.size() > 0) {
+    error = add_tokens(
+        write, arguments, {*tokens.get<ffi::AnyBuffer>(0), *tokens.get<ffi::AnyBuffer>(1)}, cache_heads);
+    if (error.failure()) return error;
+  }
+  return launch_for_cache(stream, arguments, write, flags->element_count() / 4);
+}
+
+}  // namespace
+}  // namespace ejkernel::paged_decode
+
+// A symbol that the library exports.
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_paged_decode(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ejkernel_paged_decode, ejkernel::paged_decode::paged_decode,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .RemainingArgs()
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::S32>>()
+        .RemainingRets()
+        .Attr<ffi::Span<const int64_t>>("strides")
+        .Attr<int32_t>("kv_heads")
+        .Attr<int32_t>("cache_heads")
+        .Attr<int32_t>("pages")
+        .Attr<int32_t>("page_size")
+        .Attr<int32_t>("lines")
+        .Attr<int32_t>("left")
+        .Attr<int32_t>("right")
+        .Attr<float>("scale")
+        .Attr<float>("cap")
+        .Attr<float>("value_scale"),
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
+    {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,206 @@
+// Per-key-channel gates (as in KDA and GLA) in the decode step of linear recurrences.
+//
+// Each key channel has its own decay between two tokens of a chunk, so the product of a query and a key needs a weight
+// per channel. Sums of log gates are formed over lanes, which are tokens, and never as differences of sums, which would
+// cancel.
+#pragma once
+
+#include "recurrent_step/state.cuh"
+
+namespace ejkernel::recurrent_step {
+
+constexpr int kStepThreads = 128;
+
+// Cumulative log gates of one key channel over a chunk, for token r; they are sums, so that nothing cancels.
+struct KeyDecay {
+  float level[3];  // from the middle of the block of 2, 4 or 8 tokens to r, or from r to the middle
+  float from_start, to_end, all;
+};
+
+__device__ __forceinline__ KeyDecay key_decay(float gate, int r) {
+  KeyDecay decay;
+  decay.from_start = decay.all = gate * 1.4426950408889634f;  // to base 2
+  decay.to_end = 0.f;
+#pragma unroll
+  for (int level = 0; level < 3; ++level) {
+    // r is in the upper half of its block if this bit is set; lanes of the other half have that half's sum.
+    const bool upper = r >> level & 1;
+    decay.level[level] = upper ? decay.from_start : decay.to_end;
+    const float other = __shfl_xor_sync(~0u, decay.all, 4 << level);
+    decay.from_start += upper ? other : 0.f;
+    decay.to_end += upper ? 0.f : other;
+    decay.all += other;
+  }
+  return decay;
+}
+
+// Loads the gates of four key channels of a token; 0 for a missing token.
+__device__ __forceinline__ float4 load_gates(const float* at, bool there) {
+  return there ? *reinterpret_cast<const float4*>(at) : float4{0.f, 0.f, 0.f, 0.f};
+}
+
+// c += a b, with both operands split into high and low TF32 parts.
+__device__ __forceinline__ void multiply_split(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
+  uint32_t high[4], low[4], b_high[2], b_low[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) split(a[i], high[i], low[i]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) split(b[i], b_high[i], b_low[i]);
+  multiply_tf32(c, high, b_high[0], b_high[1]);
+  multiply_tf32(c, low, b_high[0], b_high[1]);
+  multiply_tf32(c, high, b_low[0], b_low[1]);
+}
+
+// A chunk's data that the four warps of a head share: each warp's partial products of pairs, and the queries and keys
+// with their decay. Rows start in different banks.
+template <int K>
+struct StepShared {
+  float4 pairs[kStepThreads];
+  float queries[kStepTokens][K + 4];  // with the decay from the start of the chunk
+  float keys[kStepTokens][K + 4];     // with the inverse direction's decay, from the start of the chunk
+  float ends[kStepTokens][K + 4];     // keys with the decay to the end of the chunk
+  float all[K];                       // the decay over the whole chunk
+};
+
+// Query, key and gates of four key channels of a token.
+struct ChannelPiece {
+  uint2 query, key;
+  float4 gates;
+};
+
+template <typename T>
+__device__ __forceinline__ ChannelPiece load_piece(
+    const float* gates, const T* query, const T* key, int at, bool there) {
+  ChannelPiece piece{uint2{0, 0}, uint2{0, 0}, load_gates(gates + at, there)};
+  if (there) {
+    piece.query = *reinterpret_cast<const uint2*>(query + at);
+    piece.key = *reinterpret_cast<const uint2*>(key + at);
+  }
+  return piece;
+}
+
+// Adds up the partial products of the four warps of a head.
+__device__ __forceinline__ float4 sum_of_warps(float4* exchanged, const float (&found)[4], int lane) {
+  exchanged[threadIdx.x] = float4{found[0], found[1], found[2], found[3]};
+  __syncthreads();
+  float4 sum{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int n = 0; n < kStepThreads / 32; ++n) {
+    const float4 other = exchanged[32 * n + lane];
+    sum = float4{sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
+  }
+  return sum;
+}
+
+// Computes the products of token r with tokens 2 c and 2 c + 1, as queries and as keys, with the key channels' decay
+// between them; and stores queries and keys with their decay for `read_channels`.
+//
+// The weight of a pair is the exponential of the summed gates between its tokens: a product of two factors, up to and
+// from the middle of the smallest aligned block that has both tokens. The factors are at most 1 if gates are at most 0.
+// Blocks of 2, 4 and 8 tokens need one product each. Each warp computes its share of the key channels.
+template <typename T, int K, bool kDelta>
+__device__ __forceinline__ float4 prepare_channels(
+    const float* gates, const T* query, const T* key, StepShared<K>& shared, bool there, int lane) {
+  constexpr int kWarps = kStepThreads / 32;
+  const int r = lane / 4, c = lane % 4, first = threadIdx.x / 32;
+  float of_level[3][4] = {}, plain[4] = {};
+  ChannelPiece next = load_piece(gates, query, key, 16 * first + 4 * c, there);
+#pragma unroll 1
+  for (int t = first; t < K / 16; t += kWarps) {
+    const ChannelPiece piece = next;
+    const int at = 16 * t + 4 * c;
+    if (t + kWarps < K / 16) next = load_piece(gates, query, key, at + 16 * kWarps, there);
+    const float gate[4] = {piece.gates.x, piece.gates.y, piece.gates.z, piece.gates.w};
+    const uint32_t both[4] = {piece.query.x, piece.key.x, piece.query.y, piece.key.y};
+    Half<T>::multiply(plain, both, piece.key.x, piece.key.y);
+    float starts[4], known[4], ends[4], all[4];
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const KeyDecay decay[2] = {key_decay(gate[2 * s], r), key_decay(gate[2 * s + 1], r)};
+      const float2 q = widened_pair<T>(s ? piece.query.y : piece.query.x);
+      const float2 k = widened_pair<T>(s ? piece.key.y : piece.key.x);
+#pragma unroll
+      for (int level = 0; level < 3; ++level) {
+        const bool upper = r >> level & 1;
+        const float x = exp2_fast(decay[0].level[level]), y = exp2_fast(decay[1].level[level]);
+        const float later[2] = {upper ? x : 0.f, upper ? y : 0.f}, earlier[2] = {upper ? 0.f : x, upper ? 0.f : y};
+        const float a[4] = {q.x * later[0], k.x * later[0], q.y * later[1], k.y * later[1]};
+        const float b[2] = {k.x * earlier[0], k.y * earlier[1]};
+        multiply_split(of_level[level], a, b);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int n = 2 * s + h;
+        const float start = exp2_fast(decay[h].from_start), of_k = h ? k.y : k.x;
+        starts[n] = (h ? q.y : q.x) * start;
+        known[n] = of_k * start;
+        ends[n] = of_k * exp2_fast(decay[h].to_end);
+        all[n] = exp2_fast(decay[h].all);
+      }
+    }
+    *reinterpret_cast<float4*>(&shared.queries[r][at]) = float4{starts[0], starts[1], starts[2], starts[3]};
+    if (kDelta) *reinterpret_cast<float4*>(&shared.keys[r][at]) = float4{known[0], known[1], known[2], known[3]};
+    *reinterpret_cast<float4*>(&shared.ends[r][at]) = float4{ends[0], ends[1], ends[2], ends[3]};
+    if (r == 0) *reinterpret_cast<float4*>(&shared.all[at]) = float4{all[0], all[1], all[2], all[3]};
+  }
+  float found[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = 2 * c + i % 2, apart = r ^ token;
+    found[i] = apart > 3 ? of_level[2][i] : apart > 1 ? of_level[1][i] : apart > 0 ? of_level[0][i] : plain[i];
+    if (token > r) found[i] = 0.f;
+  }
+  return sum_of_warps(shared.pairs, found, lane);
+}
+
+// Reads the state by queries and keys that decay from the chunk's start, then decays the state to the chunk's end.
+template <int K, bool kDelta>
+__device__ __forceinline__ void read_channels(
+    StepState<K>& state, const StepShared<K>& shared, float (&read)[2][4], float (&known)[2][4], int lane) {
+  const int r = lane / 4, c = lane % 4;
+  float read_low[2][4] = {}, known_low[2][4] = {};
+#pragma unroll
+  for (int t = 0; t < K / 16; ++t) {
+    const int at = 16 * t + 4 * c;
+    const float4 of_q = *reinterpret_cast<const float4*>(&shared.queries[r][at]);
+    const float4 of_all = *reinterpret_cast<const float4*>(&shared.all[at]);
+    const float q[4] = {of_q.x, of_q.y, of_q.z, of_q.w}, all[4] = {of_all.x, of_all.y, of_all.z, of_all.w};
+    float k[4] = {};
+    if (kDelta) {
+      const float4 of_k = *reinterpret_cast<const float4*>(&shared.keys[r][at]);
+      k[0] = of_k.x, k[1] = of_k.y, k[2] = of_k.z, k[3] = of_k.w;
+    }
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      uint32_t b[2], b_low[2], d[2], d_low[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        split(q[2 * s + h], b[h], b_low[h]);
+        if (kDelta) split(k[2 * s + h], d[h], d_low[h]);
+      }
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float(&tile)[4] = state[2 * t + s][m];
+        uint32_t high[4], low[4];
+        split_operand(tile, high, low);
+        multiply_tf32(read[m], high, b[0], b[1]);
+        multiply_tf32(read_low[m], low, b[0], b[1]);
+        multiply_tf32(read_low[m], high, b_low[0], b_low[1]);
+        if (kDelta) {
+          multiply_tf32(known[m], high, d[0], d[1]);
+          multiply_tf32(known_low[m], low, d[0], d[1]);
+          multiply_tf32(known_low[m], high, d_low[0], d_low[1]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) tile[i] *= all[2 * s + i % 2];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    read[i / 4][i % 4] += read_low[i / 4][i % 4];
+    if (kDelta) known[i / 4][i % 4] += known_low[i / 4][i % 4];
+  }
+}
+
+}  // namespace ejkernel::recurrent_step

@@ -1,0 +1,150 @@
+// The XLA FFI handler of the decode step of linear recurrences.
+#include <string>
+
+#include "recurrent_step/recurrent_step.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace ejkernel::recurrent_step {
+namespace {
+
+ffi::Error wrong(const char* what) {
+  return ffi::Error::InvalidArgument(std::string("ejkernel recurrent step: ") + what);
+}
+
+template <typename T, int K, bool kDelta, bool kChannels, bool kTransposed>
+ffi::Error launch(cudaStream_t stream, const RecurrentStep& call) {
+  const int64_t warps = int64_t(call.rows) * call.sequences * call.heads * (call.values / kStepValues);
+  constexpr int kWarps = kStepThreads / 32;
+  step_kernel<T, K, kDelta, kChannels, kTransposed><<<(warps + kWarps - 1) / kWarps, kStepThreads, 0, stream>>>(call);
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string("ejkernel recurrent step: launch: ") + cudaGetErrorString(error));
+}
+
+// The template arguments that select a kernel, except for the dtype.
+struct Kind {
+  int keys;
+  bool channels, transposed;
+};
+
+template <typename T, int K>
+ffi::Error launch_for_kind(cudaStream_t stream, const RecurrentStep& call, const Kind& kind) {
+  const bool delta = call.beta.data != nullptr;
+  if (kind.transposed && (delta || kind.channels)) return wrong("transposed states have a gate a head and no beta");
+  if (kind.transposed) return launch<T, K, false, false, true>(stream, call);
+  if (kind.channels) {
+    return delta ? launch<T, K, true, true, false>(stream, call) : launch<T, K, false, true, false>(stream, call);
+  }
+  return delta ? launch<T, K, true, false, false>(stream, call) : launch<T, K, false, false, false>(stream, call);
+}
+
+template <typename T>
+ffi::Error launch_for_keys(cudaStream_t stream, const RecurrentStep& call, const Kind& kind) {
+  switch (kind.keys) {
+    case 64: return launch_for_kind<T, 64>(stream, call, kind);
+    case 128: return launch_for_kind<T, 128>(stream, call, kind);
+    default: return wrong("keys have neither 64 nor 128 channels");
+  }
+}
+
+// Describes scalars [rows or 1, tokens or 1, heads, ...], `each` per token; absent if the array has no elements.
+Numbers numbers_of(const ffi::AnyBuffer& array, int64_t each) {
+  Numbers numbers{};
+  if (array.element_count() == 0) return numbers;
+  const auto shape = array.dimensions();
+  numbers.data = array.untyped_data();
+  numbers.row = shape[0] > 1 ? shape[1] * each : 0;
+  numbers.token = shape[1] > 1 ? each : 0;
+  numbers.wide = array.element_type() == ffi::F32;
+  return numbers;
+}
+
+// Whether scalars cover all rows and tokens, in one of the two dtypes.
+bool fits(const ffi::AnyBuffer& array, const RecurrentStep& call, int64_t each, ffi::DataType type) {
+  if (array.element_count() == 0) return true;
+  const auto shape = array.dimensions();
+  return shape.size() >= 3 && (shape[0] == 1 || shape[0] == call.rows) && (shape[1] == 1 || shape[1] == call.tokens) &&
+         int64_t(array.element_count()) == shape[0] * shape[1] * each &&
+         (array.element_type() == ffi::F32 || array.element_type() == type);
+}
+
+const int* given(const ffi::Buffer<ffi::S32>& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+}
+
+ffi::Error recurrent_step(
+    cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer decay,
+    ffi::AnyBuffer beta, ffi::AnyBuffer dt, ffi::AnyBuffer skip, ffi::Buffer<ffi::S32> bounds,
+    ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::F32> initial, ffi::Result<ffi::AnyBuffer> output,
+    ffi::Result<ffi::Buffer<ffi::F32>> final, bool transposed, float scale) {
+  if (output->element_count() == 0) return ffi::Error::Success();
+  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), o = output->dimensions();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || o.size() != 4) return wrong("an axis is missing");
+  RecurrentStep call{};
+  call.query = query.untyped_data(), call.key = key.untyped_data(), call.value = value.untyped_data();
+  call.rows = q[0], call.tokens = q[1], call.heads = o[2], call.values = v[3];
+  call.query_heads = q[2], call.key_heads = k[2], call.value_heads = v[2];
+  call.a_query = o[2] / q[2], call.a_key = o[2] / k[2], call.a_value = o[2] / v[2];
+  const auto gates = decay.dimensions();
+  const Kind kind{int(q[3]), gates.size() == 4 && gates[3] > 1, transposed};
+  const int64_t each = kind.channels ? o[2] * q[3] : o[2];
+  call.decay = numbers_of(decay, each), call.beta = numbers_of(beta, o[2]);
+  call.dt = numbers_of(dt, o[2]), call.skip = numbers_of(skip, o[2]);
+  call.bounds = given(bounds), call.slots = given(slots);
+  call.initial = initial.element_count() == 0 ? nullptr : initial.typed_data();
+  call.output = output->untyped_data(), call.final = final->typed_data();
+  call.sequences = call.bounds == nullptr ? 1 : bounds.element_count() - 1;
+  call.scale = scale;
+  const int64_t states = final->element_count() / (o[2] * q[3] * v[3]);
+  call.slot_count = states;
+  const auto type = query.element_type();
+  const bool shapes = k[0] == q[0] && k[1] == q[1] && k[3] == q[3] && v[0] == q[0] && v[1] == q[1] && o[0] == q[0] &&
+                      o[1] == q[1] && o[3] == v[3] && o[2] % q[2] == 0 && o[2] % k[2] == 0 && o[2] % v[2] == 0;
+  const bool held = int64_t(final->element_count()) == states * o[2] * q[3] * v[3] &&
+                    (call.initial == nullptr || initial.element_count() == final->element_count()) &&
+                    (call.slots == nullptr ? states == int64_t(call.rows) * call.sequences
+                                           : int64_t(slots.element_count()) == call.sequences) &&
+                    (call.bounds == nullptr || call.rows == 1);
+  if (!shapes || !held || !fits(decay, call, each, type) || !fits(beta, call, o[2], type) ||
+      !fits(dt, call, o[2], type) || !fits(skip, call, o[2], type)) {
+    return wrong("the shapes or dtypes of the arrays do not belong together");
+  }
+  if (key.element_type() != type || value.element_type() != type || output->element_type() != type) {
+    return wrong("query, key, value and output differ in dtype");
+  }
+  if (kind.channels && decay.element_type() != ffi::F32) return wrong("gates of channels are not of float32");
+  if (v[3] % kStepValues != 0) return wrong("value channels are no multiple of 32");
+  if (kind.channels && v[3] % kStepThreads != 0) return wrong("gates of channels want n 128 value channels");
+  if (type == ffi::BF16) return launch_for_keys<__nv_bfloat16>(stream, call, kind);
+  if (type == ffi::F16) return launch_for_keys<__half>(stream, call, kind);
+  return wrong("queries are neither of bfloat16 nor of float16");
+}
+
+}  // namespace
+}  // namespace ejkernel::recurrent_step
+
+// A symbol that the library exports.
+extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_recurrent_step(XLA_FFI_CallFrame* frame);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ejkernel_recurrent_step, ejkernel::recurrent_step::recurrent_step,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::S32>>()
+        .Arg<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::Buffer<ffi::F32>>()
+        .Attr<bool>("transposed")
+        .Attr<float>("scale"),
+    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
+    {ffi::Traits::kCmdBufferCompatible});

@@ -1,9 +1,0 @@
-// Stands in for csrc/dependent_launch.cuh: launches follow each other.
-#pragma once
-
-namespace ejkernel {
-
-inline void start_next_launch() {}
-inline void wait_for_previous_launch() {}
-
-}  // namespace ejkernel
