@@ -8,6 +8,9 @@ Every implementation of a backend lowers the conformance cases it serves, both p
 there. Kept are the Mosaic modules of TPU and Hopper kernels, the PTX of Triton kernels, and whole StableHLO programs of
 the XLA backend (`cpu --backend xla`), without locations, debug information and symbol names; dispatch wants jax-triton
 installed for PTX. Modules are compared as a set for each call: the order of a program's kernels is XLA's.
+
+Of the CUDA backend (`h200 --backend cuda`), nvcc compiles the C++ of each FFI handler. What counts of a kernel is its
+machine code: instructions, registers, parameters and shared memory, whatever its name and namespace.
 """
 
 import argparse
@@ -42,7 +45,7 @@ def main() -> int:
     """Writes what kernels lower to, or compares two files of it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("chip", nargs="?", choices=sorted(CHIPS))
-    parser.add_argument("--backend", default="pallas", choices=("pallas", "triton", "xla"))
+    parser.add_argument("--backend", default="pallas", choices=("pallas", "triton", "xla", "cuda"))
     parser.add_argument("--only", default="", help="regular expression: operation-implementation-case")
     parser.add_argument("--tag", default="ci", help="tag of the cases; empty for all")
     parser.add_argument("--out", type=Path)
@@ -54,7 +57,9 @@ def main() -> int:
     if not args.chip or not args.out:
         parser.error("a chip and --out, or --compare")
     found = {}
-    for label, texts in modules(args.chip, args.backend, args.only, args.tag):
+    of_cuda = args.backend == "cuda"
+    listed = compiled(args.chip, args.only) if of_cuda else modules(args.chip, args.backend, args.only, args.tag)
+    for label, texts in listed:
         found[label] = sorted({hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts})
         print(label, len(found[label]), flush=True)
         for text in texts if args.texts else ():
@@ -76,6 +81,17 @@ def compare(before: dict[str, list[str]], after: dict[str, list[str]]) -> int:
     kernels = len({name for label in both for name in after[label]})
     print(f"{len(both) - len(different)} of {len(both)} calls lower to the same, {kernels} different kernels")
     return 1 if different or not both else 0
+
+
+def compiled(chip: str, only: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Name of each FFI handler, and what identifies the machine code of each kernel that its source is compiled to."""
+    from ejkernel.ops.source_digest import handlers
+    from ejkernel_conformance.confirm import cubins
+
+    for name, path in sorted(handlers("ejkernel_cuda").items()):
+        root = next(parent for parent in path.parents if parent.name == "csrc")
+        if re.search(only, name):
+            yield name, cubins.kernels_of(path, root, CHIPS[chip].compute_capability or 0)
 
 
 def modules(chip: str, backend: str, only: str, tag: str) -> Iterator[tuple[str, list[str]]]:

@@ -52,7 +52,7 @@ def of_another_kernel():
     "../../csrc/common/ptx.cuh": "constexpr int kLanes = 32;\n",
     "../../csrc/common/of_another_handler.cuh": "constexpr int kStages = 2;\n",
 }
-CACHES = ("_parsed", "_read", "_is_module", "_cpp_root", "_handlers")
+CACHES = ("_parsed", "_read", "_is_module", "_cpp_root", "handlers")
 
 
 def no_reasons(record):

@@ -76,7 +76,7 @@ class _Closure:
             self.texts[definition] = contents.text
             pending += contents.references
             for text in contents.strings:
-                self._add_source(_handlers(self.package).get(text))
+                self._add_source(handlers(self.package).get(text))
 
     def add_function(self, function: Any) -> None:
         """Adds a function; of one without a name at the top of its module, the whole module."""
@@ -258,7 +258,7 @@ def _cpp_root(package: str) -> Path:
 
 
 @functools.cache
-def _handlers(package: str) -> dict[str, Path]:
+def handlers(package: str) -> dict[str, Path]:
     """Returns the symbols of a package's FFI handlers, and the C++ files that define them."""
     sources = sorted(_cpp_root(package).rglob("*.cu"))
     return {symbol: path for path in sources for symbol in _HANDLER.findall(path.read_text(encoding="utf-8"))}
