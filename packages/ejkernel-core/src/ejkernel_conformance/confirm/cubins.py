@@ -93,7 +93,7 @@ def sections(elf: bytes) -> dict[str, bytes]:
     for name, kind, flags, _, offset, length, _, info, alignment, _ in headers:
         first = headers[name_section][4] + name
         label = elf[first : elf.index(b"\0", first)].decode()
-        # Of instructions, `info` holds the number of registers; elsewhere it is the index of a section.
+        # The `info` of a section of instructions is the number of registers, that of others the index of a section.
         about = (kind, length, alignment) if not label.startswith(".text.") else (kind, flags, length, alignment, info)
         found[label] = repr(about).encode() + (b"" if kind == NOBITS else elf[offset : offset + length])
     return found
