@@ -47,12 +47,19 @@ def attend(
     alibi: np.ndarray | None = None,
     qq_bias: np.ndarray | None = None,
     first: np.ndarray | None = None,
+    chunk: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each sequence the output [q, H, Dv] and the log of the softmax denominator [q, H]."""
+    """For each sequence the output [q, H, Dv] and the log of the softmax denominator [q, H].
+
+    `qq_bias` is one table for all sequences, or a list with one for each.
+    """
     results = []
     left, right = (window - 1, 0) if isinstance(window, int) else window or (None, None)
     for n, (query, key, value) in enumerate(zip(batch.queries, batch.keys, batch.values, strict=True)):
         rows, heads, size = query.shape
+        pairs = qq_bias if qq_bias is None or np.ndim(qq_bias) == 2 else qq_bias[n]
         context = len(key) - rows
         output, lse = np.zeros((rows, heads, value.shape[2])), np.full((rows, heads), -np.inf)
         for i in range(rows):
@@ -60,15 +67,15 @@ def attend(
                 kv, scores = h // (heads // key.shape[1]), {}
                 for k in range(0 if first is None else first[n], len(key)):
                     position = context + i
-                    if causal and k > position:
+                    if not attends(k, position, causal, (left, right), chunk):
                         continue
-                    if (left is not None and k < position - left) or (right is not None and k > position + right):
-                        continue
-                    score = (size**-0.5 if scale is None else scale) * float(query[i, h] @ key[k, kv])
+                    score = k_scale * (size**-0.5 if scale is None else scale) * float(query[i, h] @ key[k, kv])
                     column = k - context
                     score += alibi[h] * column if alibi is not None else 0
-                    if qq_bias is not None and 0 <= column < len(qq_bias) and i < len(qq_bias):
-                        score += qq_bias[i, column]
+                    if pairs is not None and 0 <= column < len(pairs) and i < len(pairs):
+                        if pairs[i, column] == -np.inf:  # it masks, whatever the soft cap
+                            continue
+                        score += pairs[i, column]
                     scores[k] = score if cap is None else cap * np.tanh(score / cap)
                 everything = [*scores.values(), *(() if sinks is None else (sinks[h],))]
                 if everything:
@@ -77,8 +84,18 @@ def attend(
                     output[i, h] = sum(
                         (np.exp(s - lse[i, h]) * value[k, kv] for k, s in scores.items()), np.zeros(value.shape[2])
                     )
-        results.append((output, lse))
+        results.append((v_scale * output, lse))
     return results
+
+
+def attends(k: int, position: int, causal: bool, window: tuple[int | None, int | None], chunk: int | None) -> bool:
+    """Whether a query attends to a key, by their positions."""
+    left, right = window
+    if causal and k > position:
+        return False
+    if (left is not None and k < position - left) or (right is not None and k > position + right):
+        return False
+    return chunk is None or k // chunk == position // chunk
 
 
 def packed(batch: Batch, **options: Any) -> np.ndarray:

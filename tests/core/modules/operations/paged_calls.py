@@ -52,13 +52,17 @@ def tiles(op: str, queries: int, keys: int, stack: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """A batch in pages of `slots` tokens, with tables of `entries` pages."""
+    """A batch in pages of `slots` tokens, with tables of `entries` pages.
+
+    The first `prefix` tokens of all sequences lie in the pages of the first; other tables have no such pages.
+    """
 
     batch: Batch
     slots: int = 4
     entries: int | None = None
     dtype: Any = jnp.float32
     written: bool = True
+    prefix: int = 0
 
     @property
     def lens(self) -> np.ndarray:
@@ -79,13 +83,15 @@ class Paged:
         tables = np.array([0, -1, self.pages + 3])[np.arange(len(used) * entries) % 3].reshape(-1, entries)
         for row, count in zip(tables, used, strict=True):
             row[:count] = [next(order) for _ in range(count)]
+        tables[1:, : self.prefix // self.slots] = -1
         return tables.astype(np.int32)
 
     def cache(self, tokens: list[np.ndarray]) -> np.ndarray:
         """[P, S, Hk, n]; without the tokens of the queries where the call is to write them."""
         cache = np.full((self.pages, self.slots, *tokens[0].shape[1:]), np.nan)
-        for row, sequence, query in zip(self.tables(), tokens, self.batch.queries, strict=True):
-            for position, token in enumerate(sequence[: None if self.written else len(sequence) - len(query)]):
+        for n, (row, sequence, query) in enumerate(zip(self.tables(), tokens, self.batch.queries, strict=True)):
+            first, end = self.prefix if n else 0, len(sequence) if self.written else len(sequence) - len(query)
+            for position, token in enumerate(sequence[first:end], first):
                 cache[row[position // self.slots], position % self.slots] = token
         return cache
 
@@ -182,14 +188,26 @@ _MAKERS: dict[str, Callable[[Paged], list[Any]]] = {
 }
 
 
+NAMES = {
+    "scale": "softmax_scale",
+    "window": "sliding_window",
+    "cap": "logits_soft_cap",
+    "causal": "causal",
+    "chunk": "chunk_size",
+    "prefix": "shared_prefix",
+    "k_scale": "k_scale",
+    "v_scale": "v_scale",
+    "lse": "return_lse",
+}
+"""Option of `paged_loop.attend`, or of a call -> the argument of every operation that takes it."""
+
+ARRAYS = {"sinks": "softmax_aux", "alibi": "alibi_slopes", "qq_bias": "qq_bias"}
+"""The same for arrays."""
+
+
 def keywords(op: str, paged: Paged, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The options of `paged_loop.attend` as optional positional arguments and keywords of an operation."""
-    names = {"scale": "softmax_scale", "window": "sliding_window", "cap": "logits_soft_cap", "causal": "causal"}
-    if op in ("page_attention", "prefill_page_attention"):
-        names["cap"] = "attn_logits_soft_cap"
-    if op == "page_attention":
-        names["scale"] = "attn_scale"
-    given = {names[name]: value for name, value in options.items() if name in names}
+    given = {NAMES[name]: value for name, value in options.items() if name in NAMES}
     given |= layout(op)
     window = given.get("sliding_window")
     if op == "ragged_decode_attention" and isinstance(window, int):
@@ -198,11 +216,12 @@ def keywords(op: str, paged: Paged, options: dict[str, Any]) -> tuple[list[Any],
         given["page_size"] = paged.slots
     if op == "ragged_page_attention_v3":
         given.setdefault("softmax_scale", None)
-    extra = {name: _cast(options[name], jnp.float32) for name in ("sinks", "alibi", "qq_bias") if name in options}
+    extra = {name: _cast(options[name], jnp.float32) for name in ARRAYS if name in options}
     slots = {"unified_attention": ("alibi", "qq_bias", "sinks"), "chunked_prefill_paged_decode": ("alibi", "sinks")}
-    if op in ("page_attention", "decode_attention", "prefill_page_attention"):
-        return [], {**given, **({"softmax_aux": extra["sinks"]} if extra else {})}
-    return [extra.get(name) for name in slots.get(op, ("sinks",))], given
+    positional = () if op in ("page_attention", "decode_attention", "prefill_page_attention") else ("sinks",)
+    positional = slots.get(op, positional)
+    given |= {ARRAYS[name]: array for name, array in extra.items() if name not in positional}
+    return [extra.get(name) for name in positional], given
 
 
 def run(op: str, paged: Paged, *, cfg: Any = None, **options: Any) -> Any:

@@ -39,9 +39,8 @@ def changed(op, **values):
 
 def packed_mistakes():
     for op, (lens, starts) in PLACES.items():
-        name = "context_lens" if op.endswith("v2") else "kv_lens"
-        yield op, changed(op, **{f"arg{lens}": [4, 3]}), {}, rf"^{name}: got \[4, 3\], wants at least the query rows"
-        yield op, changed(op, **{f"arg{lens}": [7, 9]}), {}, rf"^{name}: got \[7, 9\], wants at most 8 tokens: 2 pages"
+        yield op, changed(op, **{f"arg{lens}": [4, 3]}), {}, r"^kv_lens: got \[4, 3\], wants at least the query rows"
+        yield op, changed(op, **{f"arg{lens}": [7, 9]}), {}, r"^kv_lens: got \[7, 9\], wants at most 8 tokens: 2 pages"
         wants = r"^query_start_loc: got \[{}\], wants starts from 0 to the 8 query rows that never decrease"
         for bounds in ([0, 5, 9], [0, 5, 4], [-1, 4, 8]):
             said = wants.format(", ".join(f" ?{n}" for n in bounds))
@@ -65,10 +64,10 @@ MISTAKES = [
         "^shared_prefix: got 1, wants",
     ),
     ("unified_attention", changed("unified_attention"), {"shared_prefix": jnp.int32(-1)}, "^shared_prefix: got -1"),
-    ("page_attention", changed("page_attention", arg3=[7, 9]), {}, r"^context_lens: got .* block_tables has pages for"),
-    ("page_attention", changed("page_attention"), {"max_context_len": 6}, "^context_lens: got .* max_context_len"),
-    ("decode_attention", changed("decode_attention", arg4=[-1, 3]), {}, r"^seq_lens: got \[-1, +3\], wants lengths"),
-    ("prefill_page_attention", changed("prefill_page_attention", arg3=[9]), {}, r"^context_len: got \[9\], wants a"),
+    ("page_attention", changed("page_attention", arg3=[7, 9]), {}, r"^kv_lens: got .* block_tables has pages for"),
+    ("page_attention", changed("page_attention"), {"max_context_len": 6}, "^kv_lens: got .* max_context_len"),
+    ("decode_attention", changed("decode_attention", arg4=[-1, 3]), {}, r"^kv_lens: got \[-1, +3\], wants lengths"),
+    ("prefill_page_attention", changed("prefill_page_attention", arg3=[9]), {}, r"^kv_lens: got \[9\], wants a"),
     ("ragged_decode_attention", changed("ragged_decode_attention", arg4=[7, 99]), {}, r"^sequence_end: got .* to 10"),
     ("ragged_decode_attention", changed("ragged_decode_attention", arg3=[-2, 0]), {}, "^sequence_start: got"),
 ]

@@ -17,6 +17,9 @@ from ejkernel.ops.values import Conditions
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
+ALIASES = "__ejkernel_aliases__"
+"""The attribute of a public function that has old names of arguments: old name -> the name in its signature."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tolerance:
@@ -162,13 +165,26 @@ class Op:
         Raises:
             TypeError: As calling the function with these arguments would.
         """
-        bound = self.signature.bind(*args, **kwargs).arguments
+        bound = self.signature.bind(*args, **current_names(self.function, kwargs)).arguments
         options = {name: bound.pop(name) for name in CALL_OPTIONS if name in bound}
         return self.arguments(**bound), options
 
 
 def _no_reasons(record: Any) -> Iterable[str]:
     return ()
+
+
+def current_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments of a public function by the names in its signature.
+
+    Raises:
+        ValueError: An argument is given by its old name and by the current one.
+    """
+    names: Mapping[str, str] = getattr(function, ALIASES, {})
+    for old in names.keys() & kwargs.keys():
+        if names[old] in kwargs:
+            raise ValueError(f"{names[old]}: got it by its old name {old} as well, wants one of the two")
+    return {names.get(name, name): value for name, value in kwargs.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

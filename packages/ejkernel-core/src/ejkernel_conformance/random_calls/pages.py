@@ -86,10 +86,10 @@ def _batch(rng: Rng, *, decoding: bool, sequences: int | None = None, value_size
     return Batch(lens, q_lens, slots, entries, h, g, d, v, dtype(rng))
 
 
-def _options(rng: Rng, cap: str = "logits_soft_cap", **more: Any) -> dict[str, Any]:
+def _options(rng: Rng, **more: Any) -> dict[str, Any]:
     made = {
         "sliding_window": int(rng.integers(1, 100)) if some(rng, 0.4) else None,
-        cap: float(rng.uniform(0.5, 30)) if some(rng, 0.3) else None,
+        "logits_soft_cap": float(rng.uniform(0.5, 30)) if some(rng, 0.3) else None,
     }
     return given(**made, **more)
 
@@ -130,15 +130,15 @@ def page(rng: Rng, op: str = "page_attention") -> Drawn:
         query = normal(rng, (len(order), z.h, z.d), z.kind)
         lens, more = z.lens[order].astype(np.int32), _sinks(rng, sinks, z)
         if plain:
-            caches = {"key_cache": keys, "value_cache": held, "context_lens": lens, "block_tables": tables}
+            caches = {"key_cache": keys, "value_cache": held, "kv_lens": lens, "block_tables": tables}
         else:
             flat = {"key_buffer": keys.reshape(-1, z.g, z.d), "value_buffer": held.reshape(-1, z.g, z.v)}
-            caches = {**flat, "req_to_tokens": tables, "seq_lens": lens}
+            caches = {**flat, "req_to_tokens": tables, "kv_lens": lens}
         return {"query": query, **caches, **more}
 
     if plain:
         # Sizes are drawn, so the caches' shapes may fit several layouts.
-        return Drawn(values, _options(rng, "attn_logits_soft_cap", kv_layout="pshd", **_lse(rng)))
+        return Drawn(values, _options(rng, kv_layout="pshd", **_lse(rng)))
     return Drawn(values, _options(rng, page_size=z.slots))
 
 
@@ -155,11 +155,11 @@ def prefill(rng: Rng) -> Drawn:
     def values(rng: Rng) -> Arrays:
         tables, unread = z.tables(rng, np.arange(1))
         keys, held = (x.transpose(2, 0, 1, 3) for x in _caches(rng, z, unread))
-        lens = {"context_len": z.lens.astype(np.int32), "page_indices": tables[0]}
+        lens = {"kv_lens": z.lens.astype(np.int32), "page_indices": tables[0]}
         query = normal(rng, (rows, z.h, z.d), z.kind)
         return {"query": query, "key_cache": keys, "value_cache": held, **lens, **_sinks(rng, sinks, z)}
 
-    return Drawn(values, _options(rng, "attn_logits_soft_cap", kv_layout="hpsd", **_lse(rng)))
+    return Drawn(values, _options(rng, kv_layout="hpsd", **_lse(rng)))
 
 
 def unified(rng: Rng, writes: bool = False) -> Drawn:
@@ -201,7 +201,7 @@ def version2(rng: Rng) -> Drawn:
         order = rng.permutation(len(z.lens))
         tables, unread = z.tables(rng, order)
         pages = np.stack(_caches(rng, z, unread), axis=3).reshape(z.pages, z.slots, -1, z.d)
-        lens = {"context_lens": z.lens[order].astype(np.int32), "block_tables": tables}
+        lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables}
         lens |= {"query_start_loc": _starts(z, order), "num_seqs": np.int32(len(order))}
         return {"queries": _queries(rng, z), "kv_pages": pages, **lens, **_sinks(rng, sinks, z)}
 

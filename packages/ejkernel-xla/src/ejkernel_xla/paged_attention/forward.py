@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.paged_attention import PagedAttention, as_computed, band, qq_terms
+from ejkernel.families.paged_attention import PagedAttention, as_computed, band, in_chunk, pair_bias
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.work import Work, find_work, longest_first, take
 from ejkernel.families.tiled_attention import soft_capped
@@ -144,10 +144,10 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
     if record.alibi_slopes is not None:
         slopes = record.alibi_slopes.astype(scores.dtype).reshape(heads, 1, 1, group)
         scores = scores + slopes * column[:, None, :, None, None].astype(scores.dtype)
-    if record.qq_bias is not None:
-        row = (at.position - at.context)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
-        terms = qq_terms(record.qq_bias, row, column[:, :, None]).astype(scores.dtype)
-        scores = scores + terms[:, None, :, :, None]
+    row = (at.position - at.context)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
+    terms = pair_bias(record, at.sequence[:, None, None], row, column[:, :, None])
+    if terms is not None:
+        scores = scores + terms.astype(scores.dtype)[:, None, :, :, None]
     if record.logits_soft_cap is not None:
         scores = soft_capped(scores, record.logits_soft_cap)
     return scores
@@ -161,6 +161,8 @@ def _allowed(record: PagedAttention, cut: PagedTiling, at: Work, positions: jax.
     left, right = band(record)
     row = (at.position[:, None] + jnp.arange(cut.queries, dtype=jnp.int32))[:, None, None, :, None]
     key = positions[:, None, :, None, None]
+    chunk = in_chunk(record, row, key)
+    allowed = allowed if chunk is None else allowed & chunk
     if left is not None:
         allowed = allowed & (key >= row - left)
     return allowed if right is None else allowed & (key <= row + right)

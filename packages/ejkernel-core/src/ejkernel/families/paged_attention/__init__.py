@@ -9,7 +9,15 @@ import numpy as np
 
 from ejkernel.families.contract import Family
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.record import PagedAttention, Window, as_computed, band, qq_terms
+from ejkernel.families.paged_attention.record import (
+    PagedAttention,
+    Window,
+    as_computed,
+    band,
+    in_chunk,
+    pair_bias,
+    qq_terms,
+)
 from ejkernel.families.paged_attention.reference import reference
 from ejkernel.planning.requests import PADDING, UNUSED, claimed
 
@@ -20,7 +28,9 @@ __all__ = [
     "as_computed",
     "axes",
     "band",
+    "in_chunk",
     "localise",
+    "pair_bias",
     "qq_terms",
     "reference",
     "requests",
@@ -61,6 +71,7 @@ def axes(record: PagedAttention) -> dict[str, Any]:
         "softmax_aux": "h",
         "alibi_slopes": "h",
         "qq_bias": "i j",
+        "sequence_qq_bias": "r i j",
         "new_keys": "t g d",
         "new_values": "t g v",
         "output": (f"{rows} h v", f"{rows} h", *written),
@@ -97,7 +108,8 @@ FAMILY = Family(
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
     axes=axes,
-    shardable=lambda record: "rhg" if record.query_start is None else "hg",
+    # A shard that has not the first sequence lacks the pages of a prefix that all share.
+    shardable=lambda record: "rhg" if record.query_start is None and record.shared_prefix is None else "hg",
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,

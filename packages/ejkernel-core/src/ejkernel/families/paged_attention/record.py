@@ -33,10 +33,12 @@ class PagedAttention:
         softmax_aux: [H] float32, one sink logit a head.
         alibi_slopes: [H] float32.
         qq_bias: [Q, Q] floating; pairs outside have none.
+        sequence_qq_bias: [N, Q, Q] floating, the same with a table per sequence; not together with `qq_bias`.
         new_keys: [T, Hk, D] tokens of the query rows, to be written first.
         new_values: [T, Hk, Dv], as above; None where the cache is latent, and `new_keys` [T, 1, D] has them.
         causal: Key position at most query position.
         sliding_window: (left, right), inclusive; None on a side leaves it open.
+        chunk_size: Keys and queries attend within the same run of so many positions alone; None for no such runs.
         logits_soft_cap: Cap c of `c * tanh(s / c)`.
         compute_dtype: Queries, keys and values are rounded to it; None for no rounding.
         value_scale: Factor on the output.
@@ -68,6 +70,8 @@ class PagedAttention:
     value_scale: float = static(default=1.0)
     latent: tuple[int, int] | None = static(default=None)
     shared_prefix: jax.Array | None = None
+    sequence_qq_bias: jax.Array | None = None
+    chunk_size: int | None = static(default=None)
 
     def __post_init__(self) -> None:
         _without_empty_tables(self)
@@ -108,6 +112,31 @@ def qq_terms(bias: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
     size = bias.shape[0]
     outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
     return bias.at[jnp.where(outside, size, row), column].get(mode="fill", fill_value=0)
+
+
+def pair_bias(record: PagedAttention, sequence: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array | None:
+    """Returns what a record adds for pairs of new tokens; None for nothing. The indices broadcast against each other.
+
+    Args:
+        record: The record.
+        sequence: The sequence of each pair, >= 0.
+        row: The query's index among its sequence's queries.
+        column: The key's index among them; a negative one is of a token before them.
+    """
+    if record.qq_bias is not None:
+        return qq_terms(record.qq_bias, row, column)
+    biases = record.sequence_qq_bias
+    if biases is None:
+        return None
+    size = biases.shape[-1]
+    outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
+    return biases.at[sequence, jnp.where(outside, size, row), column].get(mode="fill", fill_value=0)
+
+
+def in_chunk(record: PagedAttention, position: jax.Array, key: jax.Array) -> jax.Array | None:
+    """Returns whether queries and keys at these positions are of one chunk; None where there are no chunks."""
+    size = record.chunk_size
+    return None if size is None else position // size == key // size
 
 
 def as_computed(x: jax.Array, record: PagedAttention) -> jax.Array:

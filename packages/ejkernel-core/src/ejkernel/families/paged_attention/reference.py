@@ -11,8 +11,9 @@ head h and KV head `h // (H // Hk)`:
     p_ik = exp(s_ik) / (exp(softmax_aux_h) + sum_k exp(s_ik))        the sink joins the denominator only
     o_i  = value_scale * sum_k p_ik * v_k
 
-`allowed(i, k)`: the cache has the key, `kv_starts[n] <= k < kv_lens[n]`, `k <= p_i` if causal, and
-`p_i - left <= k <= p_i + right` for the window. A row with nothing to attend gives output 0 and lse -inf (the sink's
+`qq_bias` is the table of sequence n where each has its own. `allowed(i, k)`: the cache has the key,
+`kv_starts[n] <= k < kv_lens[n]`, `k <= p_i` if causal, `p_i - left <= k <= p_i + right` for the window, and
+`k // chunk_size == p_i // chunk_size` for chunks. A row with nothing to attend gives output 0 and lse -inf (the sink's
 logit if there is one); a row that belongs to no sequence gives 0 and -inf.
 
 In a latent cache, `latent = (R, start)`, a token has one row that all query heads share (DeepSeek-V2, 2024,
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.record import PagedAttention, as_computed, band, qq_terms
+from ejkernel.families.paged_attention.record import PagedAttention, as_computed, band, in_chunk, pair_bias
 from ejkernel.families.tiled_attention import soft_capped
 
 
@@ -82,8 +83,9 @@ def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, positi
     column = jnp.arange(scores.shape[-1], dtype=jnp.int32) - context[:, None]
     if record.alibi_slopes is not None:
         scores = scores + record.alibi_slopes.astype(dtype)[:, None] * column[:, None].astype(dtype)
-    if record.qq_bias is not None:
-        scores = scores + qq_terms(record.qq_bias, (position - context)[:, None], column)[:, None].astype(dtype)
+    terms = pair_bias(record, jnp.maximum(sequence, 0)[:, None], (position - context)[:, None], column)
+    if terms is not None:
+        scores = scores + terms[:, None].astype(dtype)
     if record.logits_soft_cap is not None:
         scores = soft_capped(scores, record.logits_soft_cap)
     return scores
@@ -98,7 +100,8 @@ def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
     """Returns bool [T, K]."""
     left, right = band(record)
     key, position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32), position[:, None]
-    allowed = jnp.ones((position.shape[0], key.shape[0]), bool)
+    allowed = in_chunk(record, position, key)
+    allowed = jnp.ones((position.shape[0], key.shape[0]), bool) if allowed is None else allowed
     if left is not None:
         allowed &= key >= position - left
     return allowed if right is None else allowed & (key <= position + right)

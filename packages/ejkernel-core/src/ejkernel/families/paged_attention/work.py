@@ -121,5 +121,9 @@ def _reach(
         low = jnp.maximum(low, position - left)
     if right is not None:
         high = jnp.minimum(high, position + rows + right)
+    if record.chunk_size is not None:
+        size = record.chunk_size
+        low = jnp.maximum(low, position // size * size)
+        high = jnp.minimum(high, ((position + rows - 1) // size + 1) * size)
     low = jnp.maximum(low, 0)
     return low, jnp.where(rows > 0, jnp.maximum(high, low), low)

@@ -16,13 +16,10 @@ from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
     as_count,
-    as_newest,
-    as_scale,
-    settle,
     tuned,
 )
+from ejkernel.modules.operations.shared.paged_terms import settle_terms
 from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -50,6 +47,11 @@ def chunked_prefill_paged_decode(
     logits_soft_cap: float | None = None,
     seq_threshold_3d: int | None = None,
     num_par_softmax_segments: int | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: ChunkedPrefillPagedDecodeConfig | None = None,
@@ -86,6 +88,14 @@ def chunked_prefill_paged_decode(
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
         num_par_softmax_segments: Independent partial softmaxes per sequence (tuning); as above.
+        qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them.
+        k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
+        v_scale: Factor on the output, by which values were divided.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -119,13 +129,9 @@ class ChunkedPrefillPagedDecodeArguments(ArgumentRecord, of=chunked_prefill_page
     """The arguments of a call of `chunked_prefill_paged_decode`."""
 
     def __post_init__(self) -> None:
-        settle(
+        settle_terms(
             self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             causal=as_flag("causal", self.causal),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
             seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
             num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
         )
@@ -175,7 +181,7 @@ OP = Op(
     conventions=conventions.of_pages,
     cases=paged_cases.chunked_cases(ChunkedPrefillPagedDecodeArguments),
     tolerance=TOLERANCE,
-    make_inputs=paged_inputs.make_unified_inputs,
+    make_inputs=paged_inputs.make_inputs,
     axes={"softmax_aux": "h sinks"},
     finish=finish,
     output=("t h v", "p s g d", "p s g v"),

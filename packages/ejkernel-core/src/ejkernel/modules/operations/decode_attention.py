@@ -11,35 +11,32 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import DecodeAttentionConfig
-from ejkernel.modules.operations.shared.conditions import between, has_rank
+from ejkernel.modules.operations.shared.conditions import between, has_rank, shared_prefix
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
     as_count,
-    as_newest,
-    as_scale,
     check_groups,
     check_ints,
     check_query,
-    settle,
     tuned,
 )
+from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import document_options, run_operation
+from ejkernel.ops.operation import aliases, document_options, run_operation
 from ejkernel.ops.values import Condition
 
 
+@aliases(seq_lens="kv_lens")
 @document_options
 def decode_attention(
     query: Float[Array, "r h d"],
     key_buffer: Float[Array, "total g d"],
     value_buffer: Float[Array, "total g v"],
     req_to_tokens: Integer[Array, "r k"],
-    seq_lens: Integer[Array, " r"],
+    kv_lens: Integer[Array, " r"],
     *,
     softmax_scale: float | None = None,
     num_kv_splits: int | None = None,
@@ -47,6 +44,11 @@ def decode_attention(
     logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_size: int | None = None,
     platform: str | None = None,
     cfg: DecodeAttentionConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -63,12 +65,12 @@ def decode_attention(
     Over devices, sequences and heads can be split.
 
     Args:
-        query: [N, H, D] float16, bfloat16, float32 or float64; its position is `seq_lens[n] - 1`.
+        query: [N, H, D] float16, bfloat16, float32 or float64; its position is `kv_lens[n] - 1`.
         key_buffer: [pages * page_size, Hk, D] floating; holds the query's own token already.
         value_buffer: [pages * page_size, Hk, Dv], dtype of key_buffer.
         req_to_tokens: [N, max_pages] int page numbers; with `page_size=1` token rows. Entries past a sequence's length
             are not looked at; within it, an entry that is no page of the buffers is a page without keys.
-        seq_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0.
+        kv_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0. `seq_lens` is its old name.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         num_kv_splits: Independent partial softmaxes per sequence, in kernels that split (tuning); short for the field
             of `cfg`.
@@ -76,6 +78,13 @@ def decode_attention(
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         sliding_window: The newest w >= 1 keys, or (left, right), inclusive.
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them.
+        k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
+        v_scale: Factor on the output, by which values were divided.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
 
     Returns:
         [N, H, Dv] in query's dtype, and [N, H] float32 (float64 for float64) log of the softmax denominator, sink
@@ -106,13 +115,7 @@ class DecodeAttentionArguments(ArgumentRecord, of=decode_attention):
     def __post_init__(self) -> None:
         if as_count("page_size", self.page_size) is None:
             raise ValueError(f"page_size: got {got(self.page_size)}, wants an int >= 1")
-        settle(
-            self,
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            num_kv_splits=as_count("num_kv_splits", self.num_kv_splits),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-        )
+        settle_terms(self, num_kv_splits=as_count("num_kv_splits", self.num_kv_splits))
 
 
 def validate(args: DecodeAttentionArguments) -> None:
@@ -130,16 +133,18 @@ def validate(args: DecodeAttentionArguments) -> None:
             f"key_buffer: got shape {shape}, wants a number of rows that page_size={args.page_size} divides"
         )
     check_ints("req_to_tokens", args.req_to_tokens, "N max_pages", sizes)
-    check_ints("seq_lens", args.seq_lens, "N", sizes)
-    check_not_empty("seq_lens", args.seq_lens, "N", "N")
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    check_not_empty("kv_lens", args.kv_lens, "N", "N")
+    check_terms(args, sizes)
 
 
 def conditions(args: DecodeAttentionArguments) -> Iterable[Condition]:
     """No sequence is longer than its pages."""
-    if has_rank(args, req_to_tokens=2, seq_lens=1):
+    if has_rank(args, req_to_tokens=2, kv_lens=1):
         capacity = args.req_to_tokens.shape[1] * args.page_size
-        yield from between("seq_lens", args.seq_lens, 0, capacity, "lengths that req_to_tokens has pages for,")
+        yield from between("kv_lens", args.kv_lens, 0, capacity, "lengths that req_to_tokens has pages for,")
+        if args.shared_prefix is not None:
+            yield from shared_prefix(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
 
 
 def lower(args: DecodeAttentionArguments) -> PagedAttention:
@@ -153,14 +158,11 @@ def lower(args: DecodeAttentionArguments) -> PagedAttention:
         key_pages=key,
         value_pages=value,
         block_tables=args.req_to_tokens,
-        kv_lens=args.seq_lens,
+        kv_lens=args.kv_lens,
         query_start=None,
-        softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout="pshd",
         kv_heads=None,
-        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[-2], args.query.dtype),
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.logits_soft_cap,
+        **record_terms(args, args.query, args.query.shape[-1]),
     )
 
 

@@ -13,23 +13,22 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import LANES, packing
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
-    as_mask_value,
-    as_newest,
-    as_scale,
-    cache_scales,
     check_ints,
     check_tables,
     quantised,
-    settle,
     table_axes,
 )
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_terms,
+    packed_conditions,
+    record_terms,
+    settle_terms,
+)
 from ejkernel.modules.operations.shared.shapes import (
-    as_flag,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -61,6 +60,11 @@ def multi_latent_ragged_page_attention(
     q_scale: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "n i i"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: MultiLatentRaggedPageAttentionConfig | None = None,
@@ -112,6 +116,14 @@ def multi_latent_ragged_page_attention(
             scores are multiplied by it.
         k_scale: Factor on the scores, by which rows were divided before they were stored.
         v_scale: Factor on the output, by which rows were divided.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -146,15 +158,7 @@ class MultiLatentRaggedPageAttentionArguments(ArgumentRecord, of=multi_latent_ra
     """The arguments of a call of `multi_latent_ragged_page_attention`."""
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            mask_value=as_mask_value("mask_value", self.mask_value),
-            **cache_scales(self),
-        )
+        settle_terms(self)
 
 
 def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
@@ -184,6 +188,7 @@ def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
     check_tables("block_tables", args.block_tables, sizes)
     check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     check_ints("distribution", args.distribution, "3", {"3": 3})
+    check_terms(args, sizes)
 
 
 def columns(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
@@ -196,7 +201,8 @@ def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condit
     """Lengths, starts, tables and the numbers of sequences fit each other."""
     if not has_rank(args, queries_nope=3, kv_cache=4):
         return
-    yield from packed(
+    yield from packed_conditions(
+        args,
         Packed(
             lengths=("kv_lens", args.kv_lens),
             starts=("query_start_loc", args.query_start_loc),
@@ -204,7 +210,7 @@ def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condit
             rows=args.queries_nope.shape[0],
             page_size=args.kv_cache.shape[1] * args.kv_cache.shape[2],
             live=("distribution", args.distribution),
-        )
+        ),
     )
 
 
@@ -213,7 +219,6 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
     pages, *_, lanes = args.kv_cache.shape
     slots, sequences = args.kv_cache.shape[1] * args.kv_cache.shape[2], args.kv_lens.shape[0]
     query = jnp.concatenate((args.queries_nope, args.queries_pe), axis=-1)
-    scale = query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
     return PagedAttention(
         query=quantised(query, args.q_scale, args.kv_cache.dtype),
         key_pages=args.kv_cache.reshape(pages, slots, lanes),
@@ -221,15 +226,12 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
         block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
-        softmax_scale=scale * (args.q_scale or 1.0) * (args.k_scale or 1.0),
         kv_layout=paged_cache.LATENT,
         kv_heads=None,
         num_seqs=args.distribution[2],
         new_keys=jnp.concatenate((args.keys_values, args.keys_pe), axis=-1)[:, None],
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.logits_soft_cap,
-        value_scale=1.0 if args.v_scale is None else args.v_scale,
         latent=(args.queries_nope.shape[-1], columns(args)[0]),
+        **record_terms(args, query, query.shape[-1]),
     )
 
 

@@ -44,6 +44,11 @@ def multi_latent_ragged_page_attention_v2(
     q_scale: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "n i i"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: MultiLatentRaggedPageAttentionV2Config | None = None,
@@ -74,6 +79,14 @@ def multi_latent_ragged_page_attention_v2(
         q_scale: Queries are divided by it and rounded to the cache's dtype.
         k_scale: Factor on the scores.
         v_scale: Factor on the output.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:

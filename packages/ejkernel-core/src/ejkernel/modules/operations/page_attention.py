@@ -11,52 +11,53 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import between, has_rank
+from ejkernel.modules.operations.shared.conditions import between, has_rank, shared_prefix
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
     as_choice,
     as_count,
     as_layout,
-    as_mask_value,
-    as_newest,
-    as_scale,
     cache_axes,
     check_caches,
     check_ints,
     check_query,
-    settle,
     tuned,
 )
+from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
 from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import document_options, run_operation
+from ejkernel.ops.operation import aliases, document_options, run_operation
 from ejkernel.ops.values import Condition
 
 
+@aliases(context_lens="kv_lens", attn_scale="softmax_scale", attn_logits_soft_cap="logits_soft_cap")
 @document_options
 def page_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
     key_cache: Float[Array, "p s g d"],
     value_cache: Float[Array, "p s g v"],
-    context_lens: Integer[Array, " r"],
+    kv_lens: Integer[Array, " r"],
     block_tables: Integer[Array, "r k"],
     *,
-    attn_scale: float | None = None,
+    softmax_scale: float | None = None,
     max_context_len: int | None = None,
     num_splits: int | None = 0,
     mask_value: float | None = None,
-    attn_logits_soft_cap: float | None = None,
+    logits_soft_cap: float | None = None,
     pages_per_compute_block: int | None = None,
     megacore_mode: Literal["batch", "kv_head"] | None = None,
     inline_seq_dim: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
@@ -74,18 +75,18 @@ def page_attention(
     is that of [N, H, D].
 
     Args:
-        query: [N, H, D] or [N, 1, H, D] float16, bfloat16, float32 or float64; its position is `context_lens[n] - 1`.
+        query: [N, H, D] or [N, 1, H, D] float16, bfloat16, float32 or float64; its position is `kv_lens[n] - 1`.
         key_cache: [P, S, Hk, D] floating ("pshd"), or as `kv_layout` says; holds the query's own token already.
         value_cache: [P, S, Hk, Dv], dtype of key_cache.
-        context_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0.
+        kv_lens: [N] int, tokens of each sequence; a sequence of 0 gives 0. `context_lens` is its old name.
         block_tables: [N, max_blocks] int. Entries past a sequence's length are not looked at; within it, an entry that
             is no page of the cache is a page without keys.
-        attn_scale: Factor on the scores; None means `D ** -0.5`.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`. `attn_scale` is its old name.
         max_context_len: A promise that no sequence is longer; only so much of the tables is then read.
         num_splits: Independent partial softmaxes per sequence, in kernels that split; 0 for the heuristics. Like the
             other tuning arguments it is short for the field of `cfg`.
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
-        attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`. `attn_logits_soft_cap` is its old name.
         pages_per_compute_block: Pages per tile, in kernels that read whole pages (tuning).
         megacore_mode: What the two cores of a TPU divide: `"batch"` or `"kv_head"` (tuning).
         inline_seq_dim: Whether a TPU kernel loops over the sequences itself (tuning).
@@ -93,6 +94,13 @@ def page_attention(
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). None takes the one in which the
             cache's KV heads divide the query's heads, and fails where there are several: it is never guessed.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them.
+        k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
+        v_scale: Factor on the output, by which values were divided.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -124,18 +132,13 @@ class PageAttentionArguments(ArgumentRecord, of=page_attention):
     """The arguments of a call of `page_attention`."""
 
     def __post_init__(self) -> None:
-        settle(
+        settle_terms(
             self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            attn_scale=as_scale("attn_scale", self.attn_scale),
             max_context_len=as_count("max_context_len", self.max_context_len),
             num_splits=as_count("num_splits", self.num_splits, least=0) or None,
-            mask_value=as_mask_value("mask_value", self.mask_value),
-            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
             pages_per_compute_block=as_count("pages_per_compute_block", self.pages_per_compute_block),
             megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
             inline_seq_dim=as_flag("inline_seq_dim", self.inline_seq_dim),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
             kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
         )
 
@@ -146,21 +149,23 @@ def validate(args: PageAttentionArguments) -> None:
     check_query("query", args.query, "N 1 H D" if getattr(args.query, "ndim", 3) == 4 else "N H D", sizes)
     caches = {"key_cache": args.key_cache, "value_cache": args.value_cache}
     check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
-    check_ints("context_lens", args.context_lens, "N", sizes)
-    check_not_empty("context_lens", args.context_lens, "N", "N")
+    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    check_not_empty("kv_lens", args.kv_lens, "N", "N")
     check_ints("block_tables", args.block_tables, "N max_blocks", sizes)
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_terms(args, sizes)
 
 
 def conditions(args: PageAttentionArguments) -> Iterable[Condition]:
-    """No sequence is longer than its table, nor than `max_context_len` promises."""
-    if not has_rank(args, key_cache=4, context_lens=1, block_tables=2):
+    """No sequence is longer than its table, nor than `max_context_len` promises; all have a shared prefix."""
+    if not has_rank(args, key_cache=4, kv_lens=1, block_tables=2):
         return
     capacity = args.block_tables.shape[1] * args.key_cache.shape[args.kv_layout.index("s")]
-    yield from between("context_lens", args.context_lens, 0, capacity, "lengths that block_tables has pages for,")
+    yield from between("kv_lens", args.kv_lens, 0, capacity, "lengths that block_tables has pages for,")
     if args.max_context_len is not None and args.max_context_len < capacity:
         what = "lengths that max_context_len promises,"
-        yield from between("context_lens", args.context_lens, 0, args.max_context_len, what)
+        yield from between("kv_lens", args.kv_lens, 0, args.max_context_len, what)
+    if args.shared_prefix is not None:
+        yield from shared_prefix(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
 
 
 def lower(args: PageAttentionArguments) -> PagedAttention:
@@ -173,14 +178,11 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
         key_pages=args.key_cache,
         value_pages=args.value_cache,
         block_tables=tables,
-        kv_lens=args.context_lens,
+        kv_lens=args.kv_lens,
         query_start=None,
-        softmax_scale=query.shape[-1] ** -0.5 if args.attn_scale is None else args.attn_scale,
         kv_layout=args.kv_layout,
         kv_heads=None,
-        softmax_aux=sink_logits(args.softmax_aux, query.shape[-2], query.dtype),
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.attn_logits_soft_cap,
+        **record_terms(args, query, query.shape[-1]),
     )
 
 

@@ -16,40 +16,40 @@ from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
     as_layout,
-    as_mask_value,
-    as_newest,
-    as_scale,
     cache_axes,
     check_caches,
     check_ints,
     check_query,
-    settle,
 )
-from ejkernel.modules.operations.shared.shapes import as_flag
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import document_options, run_operation
+from ejkernel.ops.operation import aliases, document_options, run_operation
 from ejkernel.ops.values import Condition
 
 
+@aliases(context_len="kv_lens", attn_logits_soft_cap="logits_soft_cap")
 @document_options
 def prefill_page_attention(
     query: Float[Array, "t h d"],
     key_cache: Float[Array, "g p s d"],
     value_cache: Float[Array, "g p s v"],
-    context_len: Integer[Array, " 1"],
+    kv_lens: Integer[Array, " 1"],
     page_indices: Integer[Array, " k"],
     *,
     softmax_scale: float | None = None,
     mask_value: float | None = None,
-    attn_logits_soft_cap: float | None = None,
+    logits_soft_cap: float | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     kv_layout: Literal["pshd", "phsd", "hpsd"] | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    qq_bias: Float[Array, "i i"] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: PrefillPageAttentionConfig | None = None,
@@ -60,7 +60,7 @@ def prefill_page_attention(
     """Computes causal attention of a sequence's newest C tokens over its cached keys (Kwon et al. 2023).
 
     Shape letters: C tokens of the chunk, P pages of S slots, H query heads, Hk KV heads, D head size, Dv value size.
-    Row i of the query is at position `context_len[0] - C + i`. The token at position k lies in page
+    Row i of the query is at position `kv_lens[0] - C + i`. The token at position k lies in page
     `page_indices[k // S]`, slot `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 
     Over devices, heads can be split, on the axis where `kv_layout` has them.
@@ -69,16 +69,22 @@ def prefill_page_attention(
         query: [C, H, D] float16, bfloat16, float32 or float64.
         key_cache: [Hk, P, S, D] floating ("hpsd"), or as `kv_layout` says; holds the chunk already.
         value_cache: [Hk, P, S, Dv], dtype of key_cache.
-        context_len: [1] int, tokens of the sequence, the chunk included. Rows before its first token give 0.
+        kv_lens: [1] int, tokens of the sequence, the chunk included. Rows before its first token give 0. `context_len`
+            is its old name.
         page_indices: [n_pages] int. Entries past the sequence's length are not looked at; within it, an entry that is
             no page of the cache is a page without keys.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
-        attn_logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`. `attn_logits_soft_cap` is its old name.
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         kv_layout: Order of the caches' axes: page (p), slot (s), head (h), size (d). None takes the one in which the
             cache's KV heads divide the query's heads, and fails where there are several: it is never guessed.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        qq_bias: [Q, Q] floating, added for query row i and the key of query row j; none beyond Q. -inf masks.
+        k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
+        v_scale: Factor on the output, by which values were divided.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -108,15 +114,7 @@ class PrefillPageAttentionArguments(ArgumentRecord, of=prefill_page_attention):
     """The arguments of a call of `prefill_page_attention`."""
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            mask_value=as_mask_value("mask_value", self.mask_value),
-            attn_logits_soft_cap=as_cap("attn_logits_soft_cap", self.attn_logits_soft_cap),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"),
-        )
+        settle_terms(self, kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"))
 
 
 def validate(args: PrefillPageAttentionArguments) -> None:
@@ -125,16 +123,16 @@ def validate(args: PrefillPageAttentionArguments) -> None:
     check_query("query", args.query, "C H D", sizes)
     caches = {"key_cache": args.key_cache, "value_cache": args.value_cache}
     check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
-    check_ints("context_len", args.context_len, "1", sizes)
+    check_ints("kv_lens", args.kv_lens, "1", sizes)
     check_ints("page_indices", args.page_indices, "n_pages", sizes)
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_terms(args, sizes)
 
 
 def conditions(args: PrefillPageAttentionArguments) -> Iterable[Condition]:
     """The sequence is not longer than its pages."""
-    if has_rank(args, key_cache=4, context_len=1, page_indices=1):
+    if has_rank(args, key_cache=4, kv_lens=1, page_indices=1):
         capacity = args.page_indices.shape[0] * args.key_cache.shape[args.kv_layout.index("s")]
-        yield from between("context_len", args.context_len, 0, capacity, "a length that page_indices has pages for,")
+        yield from between("kv_lens", args.kv_lens, 0, capacity, "a length that page_indices has pages for,")
 
 
 def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
@@ -145,14 +143,11 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
         key_pages=args.key_cache,
         value_pages=args.value_cache,
         block_tables=args.page_indices[None],
-        kv_lens=args.context_len,
+        kv_lens=args.kv_lens,
         query_start=jnp.array([0, chunk], jnp.int32),
-        softmax_scale=size**-0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout=args.kv_layout,
         kv_heads=None,
-        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[-2], args.query.dtype),
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.attn_logits_soft_cap,
+        **record_terms(args, args.query, size),
     )
 
 
@@ -174,7 +169,7 @@ OP = Op(
     cases=paged_cases.prefill_cases(PrefillPageAttentionArguments),
     tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_prefill_inputs,
-    axes={"context_len": "r"},
+    axes={"kv_lens": "r"},
     finish=finish,
     axes_of=lambda args: cache_axes(args.kv_layout),
     output="t h v",

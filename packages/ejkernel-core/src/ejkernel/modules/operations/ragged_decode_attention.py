@@ -15,15 +15,12 @@ from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
-    as_scale,
     check_caches,
     check_ints,
     check_query,
-    settle,
 )
-from ejkernel.modules.operations.shared.shapes import as_flag, as_window, check_not_empty, got
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
+from ejkernel.modules.operations.shared.shapes import as_window, check_not_empty, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -43,6 +40,10 @@ def ragged_decode_attention(
     softmax_scale: float | None = None,
     sliding_window: tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedDecodeAttentionConfig | None = None,
@@ -70,6 +71,10 @@ def ragged_decode_attention(
         sliding_window: (left, right): keys from `end - 1 - left` to `end - 1 + right`, inclusive; None on a side leaves
             it open.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
+        v_scale: Factor on the output, by which values were divided.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -105,13 +110,7 @@ class RaggedDecodeAttentionArguments(ArgumentRecord, of=ragged_decode_attention)
                 f"sliding_window: got {got(window)}, wants (left, right): an int means (w, w) in operations on dense "
                 "keys and the newest w keys in those on a cache"
             )
-        settle(
-            self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            sliding_window=as_window("sliding_window", window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-        )
+        settle_terms(self, sliding_window=as_window("sliding_window", window))
 
 
 def validate(args: RaggedDecodeAttentionArguments) -> None:
@@ -124,7 +123,7 @@ def validate(args: RaggedDecodeAttentionArguments) -> None:
     for name in ("sequence_start", "sequence_end"):
         check_ints(name, getattr(args, name), "B", sizes)
         check_not_empty(name, getattr(args, name), "B", "B")
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_terms(args, sizes)
 
 
 def conditions(args: RaggedDecodeAttentionArguments) -> Iterable[Condition]:
@@ -145,13 +144,10 @@ def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
         block_tables=None,
         kv_lens=args.sequence_end,
         query_start=None,
-        softmax_scale=query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout="pshd",
         kv_heads=None,
         kv_starts=args.sequence_start,
-        softmax_aux=sink_logits(args.softmax_aux, query.shape[1], query.dtype),
-        sliding_window=args.sliding_window,
-        logits_soft_cap=args.logits_soft_cap,
+        **record_terms(args, query, query.shape[-1]),
     )
 
 

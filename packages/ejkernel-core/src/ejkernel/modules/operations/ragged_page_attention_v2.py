@@ -15,19 +15,20 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
     as_count,
-    as_mask_value,
-    as_newest,
-    as_scale,
     check_packed,
     check_query,
-    settle,
     tuned,
+)
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_terms,
+    packed_conditions,
+    record_terms,
+    settle_terms,
 )
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -37,19 +38,19 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import document_options, run_operation
+from ejkernel.ops.operation import aliases, document_options, run_operation
 from ejkernel.ops.values import Condition
 
 
+@aliases(context_lens="kv_lens")
 @document_options
 def ragged_page_attention_v2(
     queries: Float[Array, "t h d"],
     kv_pages: Float[Array, "p s 2*g d"],
-    context_lens: Integer[Array, " r"],
+    kv_lens: Integer[Array, " r"],
     block_tables: Integer[Array, "r k"],
     query_start_loc: Integer[Array, " n"],
     num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
@@ -62,6 +63,12 @@ def ragged_page_attention_v2(
     sliding_window: int | tuple[int | None, int | None] | None = None,
     mask_value: float | None = None,
     vmem_limit_bytes: int | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedPageAttentionv2Config | None = None,
@@ -73,7 +80,7 @@ def ragged_page_attention_v2(
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size. Sequence n
     has rows `query_start_loc[n] : query_start_loc[n + 1]`, its newest tokens, which the cache holds already: row i of
-    q is at position `context_lens[n] - q + i`. The token at position k lies in page `block_tables[n, k // S]`, slot
+    q is at position `kv_lens[n] - q + i`. The token at position k lies in page `block_tables[n, k // S]`, slot
     `k % S`. The formula is in `ejkernel.families.paged_attention`. Not differentiable.
 
     Over devices, heads can be split: those of `queries` and the `2 * Hk` rows of `kv_pages` alike.
@@ -81,7 +88,7 @@ def ragged_page_attention_v2(
     Args:
         queries: [T, H, D] float16, bfloat16, float32 or float64, packed.
         kv_pages: [P, S, 2 * Hk, D] floating; row 2j is the key of KV head j, row 2j + 1 its value.
-        context_lens: [N] int, tokens of each sequence, its queries included.
+        kv_lens: [N] int, tokens of each sequence, its queries included. `context_lens` is its old name.
         block_tables: [N, pages per sequence] int. Entries past a sequence's length are ignored; within it, an entry
             that is no page of the cache is a page without keys.
         query_start_loc: [N + 1] int, not decreasing up to `num_seqs`. Sequences may have no queries.
@@ -95,6 +102,15 @@ def ragged_page_attention_v2(
         sliding_window: The newest w >= 1 keys, the query's own among them, or (left, right), inclusive.
         mask_value: Score of masked keys, at most -10000; they weigh nothing, whatever it is.
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them.
+        k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
+        v_scale: Factor on the output, by which values were divided.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -127,16 +143,11 @@ class RaggedPageAttentionv2Arguments(ArgumentRecord, of=ragged_page_attention_v2
 
     def __post_init__(self) -> None:
         dtype = self.compute_dtype
-        settle(
+        settle_terms(
             self,
-            return_lse=as_flag("return_lse", self.return_lse),
             num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
             optimized=as_flag("optimized", self.optimized),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            mask_value=as_mask_value("mask_value", self.mask_value),
             vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
         )
 
@@ -157,9 +168,9 @@ def validate(args: RaggedPageAttentionv2Arguments) -> None:
         raise ValueError(
             f"kv_pages: got shape {shape}, wants [P, S, 2 * Hk, D] with Hk a divisor of queries' {heads} heads"
         )
-    check_packed("context_lens", "block_tables", "query_start_loc", args, sizes)
+    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
     check_num_seqs("num_seqs", args.num_seqs)
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_terms(args, sizes)
 
 
 def check_num_seqs(name: str, value: Any) -> None:
@@ -178,15 +189,16 @@ def conditions(args: RaggedPageAttentionv2Arguments) -> Iterable[Condition]:
     """Lengths, starts, tables and the number of sequences fit each other."""
     if not has_rank(args, queries=3, kv_pages=4, block_tables=2):
         return
-    yield from packed(
+    yield from packed_conditions(
+        args,
         Packed(
-            lengths=("context_lens", args.context_lens),
+            lengths=("kv_lens", args.kv_lens),
             starts=("query_start_loc", args.query_start_loc),
             tables=("block_tables", args.block_tables),
             rows=args.queries.shape[0],
             page_size=args.kv_pages.shape[1],
             live=("num_seqs", args.num_seqs),
-        )
+        ),
     )
 
 
@@ -198,16 +210,13 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
         key_pages=args.kv_pages.reshape(pages, slots, rows // 2, 2, size),
         value_pages=None,
         block_tables=args.block_tables,
-        kv_lens=args.context_lens,
+        kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
-        softmax_scale=size**-0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout=paged_cache.COMBINED,
         kv_heads=None,
         num_seqs=jnp.reshape(args.num_seqs, ()),
-        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.logits_soft_cap,
         compute_dtype=args.compute_dtype,
+        **record_terms(args, args.queries, size),
     )
 
 

@@ -16,33 +16,32 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
     as_choice,
     as_count,
-    as_newest,
-    as_scale,
-    cache_scales,
     check_groups,
     check_ints,
     check_query,
     check_tables,
     quantised,
-    settle,
     table_axes,
     tuned,
 )
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_terms,
+    packed_conditions,
+    record_terms,
+    settle_terms,
+)
 from ejkernel.modules.operations.shared.shapes import (
-    as_flag,
     check_dtype,
     check_not_empty,
     check_same_dtype,
     check_shape,
 )
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -72,6 +71,10 @@ def ragged_page_attention_v3(
     v_scale: float | None = None,
     vmem_limit_bytes: int | None = None,
     kv_layout: Layout | None = None,
+    alibi_slopes: Float[Array, " h"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | None = None,
+    shared_prefix: int | Integer[Array, ""] | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedPageAttentionv3Config | None = None,
@@ -120,6 +123,13 @@ def ragged_page_attention_v3(
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
         kv_layout: `"interleaved"` or `"lanes"`; None takes the one that the cache's shape allows, and fails where it
             allows both.
+        alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
+        qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+        shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
+            shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
+            among them.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -154,13 +164,8 @@ class RaggedPageAttentionv3Arguments(ArgumentRecord, of=ragged_page_attention_v3
     """The arguments of a call of `ragged_page_attention_v3`."""
 
     def __post_init__(self) -> None:
-        settle(
+        settle_terms(
             self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
-            **cache_scales(self),
             vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
             kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
         )
@@ -185,7 +190,7 @@ def validate(args: RaggedPageAttentionv3Arguments) -> None:
     check_tables("block_tables", args.block_tables, sizes)
     check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     check_ints("distribution", args.distribution, "3", {"3": 3})
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_terms(args, sizes)
 
 
 def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
@@ -220,7 +225,8 @@ def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
     """Lengths, starts, tables and the numbers of sequences fit each other."""
     if not has_rank(args, queries=3, kv_cache=5):
         return
-    yield from packed(
+    yield from packed_conditions(
+        args,
         Packed(
             lengths=("kv_lens", args.kv_lens),
             starts=("query_start_loc", args.query_start_loc),
@@ -228,7 +234,7 @@ def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
             rows=args.queries.shape[0],
             page_size=args.kv_cache.shape[1],
             live=("distribution", args.distribution),
-        )
+        ),
     )
 
 
@@ -237,7 +243,6 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
     (pages, slots, *rows), (_, kv_heads, size), sequences = args.kv_cache.shape, args.keys.shape, args.kv_lens.shape[0]
     lanes = args.kv_cache.shape[4] if layout(args) == "interleaved" else size
     combined = args.kv_cache.reshape(pages, slots, math.prod(rows) // (2 * lanes), 2, lanes)
-    scale = size**-0.5 if args.softmax_scale is None else args.softmax_scale
     return PagedAttention(
         query=quantised(args.queries, args.q_scale, args.kv_cache.dtype),
         key_pages=combined,
@@ -245,16 +250,12 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
-        softmax_scale=scale * (args.q_scale or 1.0) * (args.k_scale or 1.0),
         kv_layout=paged_cache.COMBINED,
         kv_heads=None if combined.shape[2] == kv_heads else kv_heads,
         num_seqs=args.distribution,
         new_keys=args.keys,
         new_values=args.values,
-        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.logits_soft_cap,
-        value_scale=1.0 if args.v_scale is None else args.v_scale,
+        **record_terms(args, args.queries, size),
     )
 
 

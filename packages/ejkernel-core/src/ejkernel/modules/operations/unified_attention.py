@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention
@@ -14,19 +12,15 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import shared_prefix
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
-from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch, has_ranks
+from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
-    as_cap,
     as_count,
-    as_newest,
-    as_scale,
-    settle,
     tuned,
 )
-from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_shape
+from ejkernel.modules.operations.shared.paged_terms import bias_axes, settle_terms
+from ejkernel.modules.operations.shared.shapes import as_flag
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -43,7 +37,7 @@ def unified_attention(
     block_tables: Integer[Array, "r k"],
     query_start_loc: Integer[Array, " n"],
     alibi_slopes: Float[Array, " h"] | None = None,
-    qq_bias: Float[Array, "i i"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     shared_prefix: int | Integer[Array, ""] | None = None,
     *,
@@ -53,6 +47,9 @@ def unified_attention(
     logits_soft_cap: float | None = None,
     seq_threshold_3d: int | None = None,
     num_par_softmax_segments: int | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    chunk_size: int | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: UnifiedAttentionConfig | None = None,
@@ -80,7 +77,7 @@ def unified_attention(
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no queries.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
-            -inf masks.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
             shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
@@ -92,6 +89,9 @@ def unified_attention(
         seq_threshold_3d: From how many sequences on a kernel does not split their keys (tuning); short for the field of
             `cfg`.
         num_par_softmax_segments: Independent partial softmaxes per sequence (tuning); as above.
+        k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
+        v_scale: Factor on the output, by which values were divided.
+        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -123,15 +123,9 @@ class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
     """The arguments of a call of `unified_attention`."""
 
     def __post_init__(self) -> None:
-        prefix = self.shared_prefix
-        settle(
+        settle_terms(
             self,
-            return_lse=as_flag("return_lse", self.return_lse),
-            shared_prefix=np.int32(prefix) if isinstance(prefix, int) else prefix,
-            softmax_scale=as_scale("softmax_scale", self.softmax_scale),
             causal=as_flag("causal", self.causal),
-            sliding_window=as_newest("sliding_window", self.sliding_window),
-            logits_soft_cap=as_cap("logits_soft_cap", self.logits_soft_cap),
             seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
             num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
         )
@@ -140,27 +134,16 @@ class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
 def validate(args: UnifiedAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     check_batch(args)
-    if args.shared_prefix is not None:
-        check_shape("shared_prefix", args.shared_prefix, "", {})
-        check_dtype("shared_prefix", args.shared_prefix, jnp.integer, "an integer dtype")
-    if args.qq_bias is not None:
-        check_shape("qq_bias", args.qq_bias, "Q Q", {"Q": max((0, *args.qq_bias.shape))})
-        check_dtype("qq_bias", args.qq_bias, jnp.floating, "a floating dtype")
 
 
 def conditions(args: UnifiedAttentionArguments) -> Iterable[Condition]:
     """Lengths, starts and tables fit each other."""
     yield from batch_conditions(args)
-    if args.shared_prefix is not None and has_ranks(args):
-        capacity = args.block_tables.shape[1] * args.key_cache.shape[1]
-        lengths, starts = ("kv_lens", args.kv_lens), ("query_start_loc", args.query_start_loc)
-        yield from shared_prefix(args.shared_prefix, lengths, starts, capacity)
 
 
 def lower(args: UnifiedAttentionArguments) -> PagedAttention:
     """Returns the paged-attention record of a call."""
-    prefix = None if args.shared_prefix is None else jnp.asarray(args.shared_prefix, jnp.int32)
-    return batch_record(args, qq_bias=args.qq_bias, shared_prefix=prefix)
+    return batch_record(args)
 
 
 def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
@@ -187,8 +170,9 @@ OP = Op(
     conventions=conventions.of_pages,
     cases=paged_cases.unified_cases(UnifiedAttentionArguments),
     tolerance=TOLERANCE,
-    make_inputs=paged_inputs.make_unified_inputs,
+    make_inputs=paged_inputs.make_inputs,
     axes={"qq_bias": "i j", "softmax_aux": "h sinks"},
+    axes_of=bias_axes,
     finish=finish,
     output="t h v",
     lse="t h",

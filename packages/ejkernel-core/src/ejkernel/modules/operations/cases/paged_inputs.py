@@ -102,7 +102,7 @@ def page_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     return {
         **normal(keys[0], z.dtype, query=(z.tokens, z.h, z.d)),
         **caches(keys[1], z),
-        "context_lens": jnp.array(z.lens, jnp.int32),
+        "kv_lens": jnp.array(z.lens, jnp.int32),
         "block_tables": jnp.asarray(z.tables()),
         "kv_layout": "pshd",
     }
@@ -125,7 +125,7 @@ def v2_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     fields = packed_inputs(key, sizes)
     keys, values = fields.pop("key_cache"), fields.pop("value_cache")
     pages = jnp.stack((keys, values), axis=3).reshape(*keys.shape[:2], -1, sizes.d)
-    fields |= {"kv_pages": pages, "context_lens": fields.pop("kv_lens"), "num_seqs": np.int32(len(sizes.lens) - 1)}
+    fields |= {"kv_pages": pages, "num_seqs": np.int32(len(sizes.lens) - 1)}
     return fields
 
 
@@ -180,7 +180,7 @@ def decode_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
         "key_buffer": fields["key_cache"].reshape(-1, sizes.g, sizes.d),
         "value_buffer": fields["value_cache"].reshape(-1, sizes.g, sizes.v),
         "req_to_tokens": fields["block_tables"],
-        "seq_lens": fields["context_lens"],
+        "kv_lens": fields["kv_lens"],
         "page_size": sizes.s,
     }
 
@@ -191,7 +191,7 @@ def prefill_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     return {
         "query": fields["queries"],
         **{name: fields[name].transpose(2, 0, 1, 3) for name in ("key_cache", "value_cache")},
-        "context_len": fields["kv_lens"],
+        "kv_lens": fields["kv_lens"],
         "page_indices": fields["block_tables"][0],
         "kv_layout": "hpsd",
     }
@@ -209,7 +209,6 @@ def make_inputs(
     args: Any,
     key: jax.Array,
     *,
-    lengths: str = "context_lens",
     tables: str = "block_tables",
     size: Callable[[Any], tuple[int, int]] = lambda args: args.key_cache.shape[:2],
 ) -> Any:
@@ -219,21 +218,21 @@ def make_inputs(
     Args:
         args: Argument record with `jax.ShapeDtypeStruct` leaves.
         key: PRNG key.
-        lengths: Name of the argument with the sequences' lengths.
         tables: Name of the argument with their tables.
         size: args -> (pages, slots of a page).
     """
     names = [f.name for f in dataclasses.fields(args) if not f.metadata.get("static")]
     shapes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     pages, slots = size(args)
-    sequences = shapes[lengths].shape[0]
+    sequences = shapes["kv_lens"].shape[0]
     entries = int(np.prod(shapes[tables].shape)) // sequences
     rows = next(x for name, x in shapes.items() if name in ("query", "queries", "queries_nope")).shape[0]
     known: Mapping[str, Callable[[tuple[int, ...]], Any]] = {
-        lengths: lambda shape: jnp.full(shape, entries * slots),
+        "kv_lens": lambda shape: jnp.full(shape, entries * slots),
         tables: lambda shape: jnp.arange(sequences * entries).reshape(shape) % pages,
         "query_start_loc": lambda shape: jnp.linspace(0, rows, shape[0]),
         "num_seqs": lambda shape: jnp.full(shape, sequences),
+        "shared_prefix": jnp.zeros,
         "distribution": lambda shape: jnp.array([0, 0, sequences]),
     }
     keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
@@ -246,18 +245,15 @@ def make_inputs(
     return dataclasses.replace(args, **fields)
 
 
-make_unified_inputs = functools.partial(make_inputs, lengths="kv_lens")
 make_v2_inputs = functools.partial(make_inputs, size=lambda args: args.kv_pages.shape[:2])
-make_v3_inputs = functools.partial(make_inputs, lengths="kv_lens", size=lambda args: args.kv_cache.shape[:2])
+make_v3_inputs = functools.partial(make_inputs, size=lambda args: args.kv_cache.shape[:2])
 make_decode_inputs = functools.partial(
     make_inputs,
-    lengths="seq_lens",
     tables="req_to_tokens",
     size=lambda args: (args.key_buffer.shape[0] // args.page_size, args.page_size),
 )
 make_prefill_inputs = functools.partial(
     make_inputs,
-    lengths="context_len",
     tables="page_indices",
     size=lambda args: tuple(args.key_cache.shape[args.kv_layout.index(axis)] for axis in "ps"),
 )

@@ -104,6 +104,5 @@ def cases_v2(arguments: type) -> tuple[Case, ...]:
 
 make_inputs = functools.partial(
     make_paged_inputs,
-    lengths="kv_lens",
     size=lambda args: (args.kv_cache.shape[0], args.kv_cache.shape[1] * args.kv_cache.shape[2]),
 )

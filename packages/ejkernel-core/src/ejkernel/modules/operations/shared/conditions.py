@@ -162,20 +162,38 @@ def _live(live: tuple[str, Any], sequences: int) -> Iterable[Condition]:
     yield Condition(name=name, reads=(counts,), holds=holds, wants=wants)
 
 
-def shared_prefix(prefix: Any, lengths: tuple[str, Any], starts: tuple[str, Any], capacity: int) -> Iterable[Condition]:
-    """Yields all sequences with query rows begin with the prefix, and none of their queries is in it."""
-    if not integers(prefix, lengths[1], starts[1]) or starts[1].shape != (lengths[1].shape[0] + 1,):
+def shared_prefix(
+    prefix: Any,
+    lengths: tuple[str, Any],
+    capacity: int,
+    starts: tuple[str, Any] | None = None,
+    live: tuple[str, Any] | None = None,
+) -> Iterable[Condition]:
+    """Yields all live sequences with query rows begin with the prefix, and none of their queries is in it.
+
+    Args:
+        prefix: The argument `shared_prefix`.
+        lengths: Tokens of each sequence, [N], with the argument's name.
+        capacity: Tokens that a table has pages for.
+        starts: First query row of each, [N + 1]; None where every sequence with tokens has one.
+        live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
+    """
+    arrays = tuple(array for _, array in filter(None, (lengths, starts)))
+    counts = () if live is None else (live[1],)
+    sequences = getattr(lengths[1], "shape", (0,))[0]
+    if not integers(prefix, *arrays, *counts) or (starts is not None and starts[1].shape != (sequences + 1,)):
         return
 
-    def holds(xp: Any, count: Any, tokens: Any, bounds: Any) -> Any:
-        rows = bounds[1:] - bounds[:-1]
-        return (count >= 0) & (count <= capacity) & xp.all((rows <= 0) | (count <= tokens - rows))
+    def holds(xp: Any, count: Any, tokens: Any, *others: Any) -> Any:
+        rows = xp.minimum(tokens, 1) if starts is None else others[0][1:] - others[0][:-1]
+        idle = _rest(xp, sequences, others[len(arrays) - 1 :]) | (rows <= 0)
+        return (count >= 0) & (count <= capacity) & xp.all(idle | (count <= tokens - rows))
 
     wants = (
         f"a number of tokens from 0 to the {capacity} of a table, and at most the {lengths[0]} of every sequence less "
         "its query rows"
     )
-    yield Condition(name="shared_prefix", reads=(prefix, lengths[1], starts[1]), holds=holds, wants=wants)
+    yield Condition(name="shared_prefix", reads=(prefix, *arrays, *counts), holds=holds, wants=wants)
 
 
 def slots(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -> Iterable[Condition]:

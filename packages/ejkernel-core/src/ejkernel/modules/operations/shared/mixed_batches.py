@@ -4,16 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank, packed
-from ejkernel.modules.operations.shared.paged_arguments import (
-    as_newest,
-    check_caches,
-    check_packed,
-    check_per_head,
-    check_query,
-    per_head,
-)
-from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.modules.operations.shared.conditions import Packed, has_rank
+from ejkernel.modules.operations.shared.paged_arguments import check_caches, check_packed, check_query
+from ejkernel.modules.operations.shared.paged_terms import check_terms, packed_conditions, record_terms
 from ejkernel.ops.values import Condition
 
 
@@ -27,8 +20,7 @@ def check_batch(args: Any) -> dict[str, int]:
     check_query("queries", args.queries, "T H D", sizes)
     check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
     check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
-    check_per_head("alibi_slopes", args.alibi_slopes, sizes)
-    check_sinks(args.softmax_aux, sizes["H"])
+    check_terms(args, sizes)
     return sizes
 
 
@@ -40,14 +32,15 @@ def has_ranks(args: Any) -> bool:
 def batch_conditions(args: Any) -> Iterable[Condition]:
     """Lengths, starts and tables fit each other."""
     if has_ranks(args):
-        yield from packed(
+        yield from packed_conditions(
+            args,
             Packed(
                 lengths=("kv_lens", args.kv_lens),
                 starts=("query_start_loc", args.query_start_loc),
                 tables=("block_tables", args.block_tables),
                 rows=args.queries.shape[0],
                 page_size=args.key_cache.shape[1],
-            )
+            ),
         )
 
 
@@ -60,13 +53,9 @@ def batch_record(args: Any, **fields: Any) -> PagedAttention:
         block_tables=args.block_tables,
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
-        softmax_scale=args.queries.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         kv_layout="pshd",
         kv_heads=None,
-        softmax_aux=sink_logits(args.softmax_aux, args.queries.shape[-2], args.queries.dtype),
-        alibi_slopes=per_head(args.alibi_slopes, args.queries),
         causal=args.causal,
-        sliding_window=as_newest("sliding_window", args.sliding_window),
-        logits_soft_cap=args.logits_soft_cap,
+        **record_terms(args, args.queries, args.queries.shape[-1]),
         **fields,
     )

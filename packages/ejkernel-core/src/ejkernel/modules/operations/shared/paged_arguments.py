@@ -37,12 +37,6 @@ def cache_axes(kv_layout: str) -> dict[str, str]:
     return {"key_cache": letters, "value_cache": letters.replace("d", "v")}
 
 
-def cache_scales(args: Any) -> dict[str, float | None]:
-    """`q_scale`, `k_scale` and `v_scale` of arguments that are being made: None, or numbers above zero."""
-    scales = {name: getattr(args, name) for name in ("q_scale", "k_scale", "v_scale")}
-    return {name: None if scale is None else as_number(name, scale, above=0) for name, scale in scales.items()}
-
-
 def settle(record: Any, **values: Any) -> None:
     """Gives fields of a record that is being made their canonical values."""
     for name, value in values.items():

@@ -1,0 +1,147 @@
+"""What operations over pages have in common in their scores: scales of 8-bit caches, biases, windows, a shared prefix.
+
+An operation takes those of the arguments here that mean something for it, by the same names; the functions look only at
+the arguments that it has.
+
+| argument | meaning |
+|---|---|
+| `softmax_scale` | factor on the scores |
+| `k_scale`, `v_scale` | what stored keys and values were divided by: factors on the scores and on the output |
+| `alibi_slopes` | [H] slopes m of the term `m * (k - c)` |
+| `qq_bias` | [Q, Q], or [N, Q, Q] with a table per sequence, for pairs of new tokens |
+| `logits_soft_cap` | cap of the scores with their biases |
+| `sliding_window`, `chunk_size` | which keys a query attends to, by position |
+| `softmax_aux` | sink logits in the denominator |
+| `shared_prefix` | tokens that all sequences begin with |
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules.operations.shared.conditions import Packed, packed, shared_prefix
+from ejkernel.modules.operations.shared.paged_arguments import (
+    as_cap,
+    as_count,
+    as_mask_value,
+    as_newest,
+    as_scale,
+    check_per_head,
+    per_head,
+    settle,
+)
+from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_dtype, check_shape
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.values import Condition
+
+
+def _as_stored_scale(name: str, scale: Any) -> float | None:
+    return None if scale is None else as_number(name, scale, above=0)
+
+
+def _as_prefix(name: str, prefix: Any) -> Any:
+    return np.int32(prefix) if isinstance(prefix, int) else prefix
+
+
+CANONICAL: dict[str, Callable[[str, Any], Any]] = {
+    "softmax_scale": as_scale,
+    "q_scale": _as_stored_scale,
+    "k_scale": _as_stored_scale,
+    "v_scale": _as_stored_scale,
+    "shared_prefix": _as_prefix,
+    "chunk_size": as_count,
+    "sliding_window": as_newest,
+    "logits_soft_cap": as_cap,
+    "mask_value": as_mask_value,
+    "return_lse": as_flag,
+}
+"""Argument -> (its name, what was given) -> its canonical value."""
+
+
+def settle_terms(args: Any, **others: Any) -> None:
+    """Gives arguments that are being made their canonical values.
+
+    Args:
+        args: The argument record.
+        **others: Values of arguments that this operation has alone, or that it reads in its own way.
+    """
+    terms = {name: canonical for name, canonical in CANONICAL.items() if name not in others and hasattr(args, name)}
+    settle(args, **{name: canonical(name, getattr(args, name)) for name, canonical in terms.items()}, **others)
+
+
+def check_terms(args: Any, sizes: dict[str, int]) -> None:
+    """Checks the arrays among the terms.
+
+    Args:
+        args: The argument record.
+        sizes: Known sizes: H, and N if sequences can have tables of biases of their own.
+
+    Raises:
+        ValueError: One of them is wrong on every backend.
+    """
+    check_sinks(_get(args, "softmax_aux"), sizes["H"])
+    check_per_head("alibi_slopes", _get(args, "alibi_slopes"), sizes)
+    prefix, bias = _get(args, "shared_prefix"), _get(args, "qq_bias")
+    if prefix is not None:
+        check_shape("shared_prefix", prefix, "", {})
+        check_dtype("shared_prefix", prefix, jnp.integer, "an integer dtype")
+    if bias is not None:
+        largest = {"Q": max((0, *getattr(bias, "shape", ())[-2:]))}
+        per_sequence = len(getattr(bias, "shape", ())) == 3 and "N" in sizes
+        axes = "N Q Q" if per_sequence else "Q Q"
+        check_shape("qq_bias", bias, axes, {**largest, "N": sizes["N"]} if per_sequence else largest)
+        check_dtype("qq_bias", bias, jnp.floating, "a floating dtype")
+
+
+def bias_axes(args: Any) -> dict[str, str]:
+    """Returns the axis letters of `qq_bias` where each sequence has its own."""
+    return {"qq_bias": "r i j"} if len(getattr(_get(args, "qq_bias"), "shape", ())) == 3 else {}
+
+
+def packed_conditions(args: Any, batch: Packed) -> Iterable[Condition]:
+    """Yields what lengths, starts, tables, counts and the shared prefix of packed sequences have to satisfy.
+
+    Args:
+        args: The argument record.
+        batch: Its sequences.
+    """
+    yield from packed(batch)
+    tables, sequences = getattr(batch.tables[1], "shape", ()), max(1, *getattr(batch.lengths[1], "shape", ()))
+    if _get(args, "shared_prefix") is not None:
+        capacity = math.prod(tables) // sequences * batch.page_size
+        yield from shared_prefix(args.shared_prefix, batch.lengths, capacity, batch.starts, batch.live)
+
+
+def record_terms(args: Any, query: Any, size: int) -> dict[str, Any]:
+    """Returns the fields of a paged-attention record that the terms of a call have.
+
+    Args:
+        args: The argument record.
+        query: The query of the record, [T, H, D].
+        size: The size whose `-0.5`th power scales the scores by default.
+    """
+    scale, bias = args.softmax_scale, _get(args, "qq_bias")
+    scale = size**-0.5 if scale is None else scale
+    for name in ("q_scale", "k_scale"):
+        scale = scale * (_get(args, name) or 1.0)
+    prefix, value_scale = _get(args, "shared_prefix"), _get(args, "v_scale")
+    return {
+        "softmax_scale": scale,
+        "softmax_aux": sink_logits(_get(args, "softmax_aux"), query.shape[-2], query.dtype),
+        "alibi_slopes": per_head(_get(args, "alibi_slopes"), query),
+        "qq_bias": None if bias is None or bias.ndim == 3 else bias,
+        "sequence_qq_bias": bias if bias is not None and bias.ndim == 3 else None,
+        "shared_prefix": None if prefix is None else jnp.asarray(prefix, jnp.int32),
+        "chunk_size": _get(args, "chunk_size"),
+        "sliding_window": args.sliding_window,
+        "logits_soft_cap": args.logits_soft_cap,
+        "value_scale": 1.0 if value_scale is None else value_scale,
+    }
+
+
+def _get(args: Any, name: str) -> Any:
+    """Returns an argument; None where the operation has none of the name."""
+    return getattr(args, name, None)
