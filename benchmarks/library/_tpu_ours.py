@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from ejkernel.modules import (
     flash_attention,
     gated_delta_rule,
+    gated_grouped_matmul,
     gated_linear_attention,
     grouped_matmul,
     kernel_delta_attention,
@@ -153,6 +154,31 @@ def experts(sizes: Any = None, of: str = "output") -> Workload:
     if of == "output":
         return Workload(function=forward, args=(rows, matrices, groups), flops=2 * m * n * k, bytes=size)
     return Workload(function=backward, args=(rows, matrices, output, groups), flops=2 * m * n * k, bytes=size)
+
+
+def gated_experts(columns: int, contracted: int = 2048, rows: int = 512, fuse: bool = True, **options: Any) -> Workload:
+    """The first product of 16 experts with a gate, `rows` rows an expert; or the plain product with twice the columns.
+
+    Rows are as they are: a gather is XLA's, before the kernel.
+    """
+    count = 16
+    groups = np.full(count, rows, np.int32)
+
+    def function(lhs: Any, matrices: Any, sizes: Any) -> Any:
+        if fuse:
+            return gated_grouped_matmul(lhs, matrices, sizes, platform="pallas", **options)
+        return grouped_matmul(lhs, matrices, sizes, preferred_element_type=jnp.bfloat16, platform="pallas")
+
+    shapes = (count * rows, contracted), (count, contracted, 2 * columns)
+    lhs, matrices = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    written = count * rows * columns * (1 if fuse else 2)
+    size = 2 * (math.prod(lhs.shape) + math.prod(matrices.shape) + written)
+    return Workload(
+        function=function,
+        args=(lhs, matrices, groups),
+        flops=4 * count * rows * contracted * columns,
+        bytes=size,
+    )
 
 
 def quantised(m: int, mode: str | None = "affine", bits: int | None = None, transpose: bool = False) -> Workload:

@@ -68,6 +68,21 @@ def grouped() -> Iterable[Case]:
                 yield case(label, "grouped_matmul", tiling=tiling, sizes=sizes, of=of)
 
 
+def gated_grouped() -> Iterable[Case]:
+    """Experts with a gate: the shapes of Qwen3-MoE and of GPT-OSS, and a decode batch."""
+    gpt_oss = {"columns": 2880, "contracted": 2880}
+    limits = {"interleaved": True, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
+    yield case("gated experts, F 768, ejkernel", "gated_experts", OURS, columns=768)
+    yield case(
+        "gated experts, F 768, plain product of both halves, ejkernel", "gated_experts", OURS, columns=768, fuse=False
+    )
+    yield case("gated experts, F 2880, interleaved, ejkernel", "gated_experts", OURS, **gpt_oss, **limits)
+    yield case(
+        "gated experts, F 2880, plain product of both halves, ejkernel", "gated_experts", OURS, **gpt_oss, fuse=False
+    )
+    yield case("gated experts, F 768, 8 rows an expert, ejkernel", "gated_experts", OURS, columns=768, rows=8)
+
+
 def quantised() -> Iterable[Case]:
     """Quantised matmul beside the same product with weights of bfloat16."""
     kinds: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -92,6 +107,7 @@ LATENT = (
     case("latent prefill of 256, 128 heads, ejkernel", "latent_pages", OURS, queries=256, heads=128, sequences=2),
 )
 GROUPED = tuple(grouped())
+GATED = tuple(gated_grouped())
 QUANTISED = tuple(quantised())
 RINGS = tuple(
     case(f"{BOTH} of a ring, {n} KV heads, ejkernel", "ring", OURS, devices=8, kv_heads=n, gradient=True)
@@ -132,6 +148,7 @@ ALL = (
     case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
     *LATENT,
     *GROUPED,
+    *GATED,
     *QUANTISED,
     *RINGS,
     *RECURRENCES,

@@ -45,7 +45,7 @@ def test_a_call_finds_the_entry_of_its_kind(chip, direction, rows):
         group_sizes=jax.ShapeDtypeStruct((8,), "int32"),
         preferred_element_type=jnp.bfloat16,
     )
-    (implementation,) = implementations()
+    implementation, _ = implementations()
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[chip].kind)
     record = jax.eval_shape(OP.lower, args)
     request = Request(op=OP, implementation=implementation, direction=direction, device=device, record=record)

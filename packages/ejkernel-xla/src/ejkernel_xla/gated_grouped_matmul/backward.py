@@ -3,11 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, gate, gathered, named, product_record
-from ejkernel.families.grouped_matmul import dtype_of_sums
+from ejkernel.families.gated_grouped_matmul.gradients import gradients_of_products
+from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.grouped_matmul.backward import backward as grouped_backward
 from ejkernel_xla.grouped_matmul.config import heuristic
@@ -24,41 +22,11 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     Returns:
         Each wanted gradient, in its field's shape and dtype.
     """
-    record: GatedGroupedMatmul = pullback.record
-    product = product_record(record, gathered(record), dtype_of_sums(record.lhs.dtype))
-    chosen = heuristic(product, None, "forward")
-    products, _ = grouped(product, chosen)
-    _, gate_pullback = jax.vjp(lambda products: gate(record, products), products)
-    (cotangent,) = gate_pullback(pullback.cotangent)
-    inner = Pullback(
-        record=product, residuals=(), output=products, cotangent=cotangent, wanted=frozenset(pullback.wanted)
-    )
-    gradients = grouped_backward(inner, chosen)
-    if "lhs" in pullback.wanted and record.indices is not None:
-        gradients["lhs"] = _sums_of_tokens(record, record.indices, gradients["lhs"])
-    return gradients
 
+    def multiply(product: GroupedMatmul) -> jax.Array:
+        return grouped(product, heuristic(product, None, "forward"))[0]
 
-def _sums_of_tokens(record: GatedGroupedMatmul, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the sums [T, K] of the rows [M, K] of each token, in the order of rows, so that two runs give the same
-    bits.
+    def gradients(inner: Pullback) -> dict[str, jax.Array]:
+        return grouped_backward(inner, heuristic(inner.record, None, "forward"))
 
-    Rows are sorted by token; round r adds the r-th row of every token. There are as many rounds as a token has rows.
-    """
-    tokens, count = record.lhs.shape[0], rows.shape[0]
-    if not tokens or not count:
-        return jnp.zeros_like(record.lhs)
-    token = jnp.where(named(record), indices, tokens)
-    order = jnp.argsort(token, stable=True)
-    bounds = jnp.searchsorted(token[order], jnp.arange(tokens + 1)).astype(jnp.int32)
-    first, end = bounds[:-1], bounds[1:]
-
-    def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        index, sums = carry
-        at = first + index
-        row = rows[order[jnp.minimum(at, count - 1)]]
-        return index + 1, sums + jnp.where((at < end)[:, None], row, 0).astype(sums.dtype)
-
-    start = jnp.int32(0), jnp.zeros(record.lhs.shape, dtype_of_sums(record.lhs.dtype))
-    _, sums = lax.while_loop(lambda carry: carry[0] < jnp.max(end - first), add, start)
-    return sums.astype(record.lhs.dtype)
+    return gradients_of_products(pullback, multiply, gradients)

@@ -1,6 +1,6 @@
 """The argument record of gated grouped matmul, and what follows from it alone."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -92,26 +92,41 @@ def gathered(record: GatedGroupedMatmul) -> jax.Array:
 
 def gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
     """Returns the output of products [M, 2 F], or [M, F] without a gate."""
-    output = _gated(record, products) if record.gated else _activation(record, products)
+    if not record.gated:
+        output = activated(record, products)
+    elif record.interleaved:
+        output = combined(record, products[:, ::2], products[:, 1::2])
+    else:
+        output = combined(record, *jnp.split(products, 2, axis=-1))
     if record.rhs_bias is not None and record.indices is not None:  # the product of a row without a token is the bias
         output = jnp.where(named(record)[:, None], output, 0)
     return output.astype(record.lhs.dtype)
 
 
-def _gated(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
-    """Returns the activation of the gate times the factor."""
-    if record.interleaved:
-        first, second = products[:, ::2], products[:, 1::2]
-    else:
-        first, second = jnp.split(products, 2, axis=-1)
-    if record.limit is not None:
-        first, second = jnp.minimum(first, record.limit), jnp.clip(second, -record.limit, record.limit)
-    return _activation(record, first) * (second + record.beta if record.beta else second)
+class GateFunction(Protocol):
+    """What `combined` and `activated` read of a record: `GatedGroupedMatmul` documents the fields."""
+
+    @property
+    def activation(self) -> str: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def beta(self) -> float: ...
+    @property
+    def limit(self) -> float | None: ...
 
 
-def _activation(record: GatedGroupedMatmul, x: jax.Array) -> jax.Array:
-    if record.activation == "relu2":
+def combined(function: GateFunction, gate: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns the activation of the gate times the factor, of products of the same shape."""
+    if function.limit is not None:
+        gate, factor = jnp.minimum(gate, function.limit), jnp.clip(factor, -function.limit, function.limit)
+    return activated(function, gate) * (factor + function.beta if function.beta else factor)
+
+
+def activated(function: GateFunction, x: jax.Array) -> jax.Array:
+    """Returns the activation of products."""
+    if function.activation == "relu2":
         return jnp.square(jax.nn.relu(x))
-    if record.activation == "gelu":
+    if function.activation == "gelu":
         return jax.nn.gelu(x)
-    return jax.nn.silu(x) if record.alpha == 1 else x * jax.nn.sigmoid(record.alpha * x)
+    return jax.nn.silu(x) if function.alpha == 1 else x * jax.nn.sigmoid(function.alpha * x)

@@ -6,8 +6,10 @@ What the kernels need, and what they do not do, is data here; nothing of Pallas 
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.gated_grouped_matmul import FAMILY as GATED_FAMILY
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.grouped_matmul import config
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
@@ -22,6 +24,7 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.lhs.shape[0]:
         yield "lhs has no rows"
+    yield from _table_reasons(record)
     if str(record.rhs.dtype) not in (*DTYPES, *NARROW):
         yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW))}"
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", _dtype(record.existing_out))):
@@ -29,12 +32,39 @@ def _reasons(record: Any) -> Iterable[str]:
             yield f"{name} {dtype} is not among {', '.join(DTYPES)}"
 
 
+def _table_reasons(record: Any) -> Iterable[str]:
+    """Yields a reason to refuse a record whose work list does not fit scalar memory."""
+    needed = config.table_bytes(record)
+    if needed > config.TABLE_LIMIT:
+        yield (
+            f"the work list of {record.lhs.shape[0]} rows and {record.rhs.shape[0]} matrices takes {needed} bytes of "
+            f"SMEM, where kernels have {config.TABLE_LIMIT}"
+        )
+
+
+def _gated_reasons(record: Any) -> Iterable[str]:
+    """Yields the same reasons for a gated product."""
+    product = config.product_of(record)
+    if not product.lhs.shape[0]:
+        yield "there are no rows"
+    if record.rhs_bias is not None and str(record.rhs_bias.dtype) not in DTYPES:
+        yield f"rhs_bias has dtype {record.rhs_bias.dtype}, which is not among {', '.join(DTYPES)}"
+    yield from _table_reasons(product)
+    needed = config.whole_columns_bytes(record)
+    if needed > config.WHOLE_COLUMNS_LIMIT:
+        half = record.rhs.shape[1 if record.transpose_rhs else 2] // 2
+        yield (
+            f"the factor's columns begin at column {half} of rhs, which is no multiple of 128, so that a tile has all "
+            f"columns: it takes {needed} bytes of VMEM, where kernels have {config.WHOLE_COLUMNS_LIMIT}"
+        )
+
+
 def _dtype(array: Any) -> Any:
     return None if array is None else array.dtype
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns one implementation of products and one of gated products."""
     return (
         Implementation(
             family="grouped_matmul",
@@ -54,6 +84,25 @@ def implementations() -> tuple[Implementation, ...]:
                 forward=config.TpuMatmul,
                 faces=config.PUBLIC_FIELDS,
             ),
+            priority=10,
+        ),
+        Implementation(
+            family="gated_grouped_matmul",
+            name="pallas_tpu",
+            platform="pallas",
+            forward="ejkernel_pallas.tpu.grouped_matmul.forward:gated_forward",
+            backward="ejkernel_pallas.tpu.grouped_matmul.backward:gated_backward",
+            gradients=frozenset(GATED_FAMILY.differentiable),
+            requires=tpu_requires(
+                handles=optional_fields(GATED_FAMILY.record).keys() - GATED_FAMILY.permissions, extra=_gated_reasons
+            ),
+            config=ConfigSpace(
+                heuristic=config.gated_heuristic,
+                candidates=config.gated_candidates,
+                forward=config.TpuMatmul,
+                faces=config.PUBLIC_FIELDS,
+            ),
+            # Neither the products nor their activation are in memory, which XLA's path writes and reads again.
             priority=10,
         ),
     )

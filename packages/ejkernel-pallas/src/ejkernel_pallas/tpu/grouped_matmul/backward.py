@@ -6,8 +6,11 @@ is summed over its rows by a kernel that owns matrices.
 
 import jax
 
+from ejkernel.families.gated_grouped_matmul.gradients import gradients_of_products
+from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
+from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 from ejkernel_pallas.tpu.grouped_matmul.kernels.grouped_matmul import multiply
 from ejkernel_pallas.tpu.grouped_matmul.kernels.matrix_gradients import matrix_gradients
 from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, blocks_of, matrices_spec
@@ -40,3 +43,23 @@ def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
         rows = cotangent if "rhs_bias" in matrix_fields else rounded
         gradients |= matrix_gradients(record, rows, matrices_spec(record, blocks), matrix_fields)
     return gradients
+
+
+def gated_backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
+    """Returns gradients of the wanted fields of a gated product, whose products are computed again.
+
+    Args:
+        pullback: Record, cotangent [M, F], and the names of the wanted fields.
+        config: Tile sizes `block_m`, `block_k` and `block_n`, of all kernels.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+
+    def multiply_rows(product: GroupedMatmul) -> jax.Array:
+        return forward(product, config)[0]
+
+    return gradients_of_products(pullback, multiply_rows, lambda inner: backward(inner, config))

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.params import Direction
 
@@ -30,9 +32,15 @@ PUBLIC_FIELDS = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n
 """Public configuration field -> field of this."""
 
 LANES = 128
+WHOLE_COLUMNS_LIMIT = 32 * 2**20
+"""Bytes of VMEM for a tile that has to have all columns of a matrix."""
 ROW_TILES = (1024, 512, 256, 128)
 UNROLLED_COLUMNS = 1024
 """Columns of a forward tile whose multiplications count; through more goes a loop."""
+
+
+TABLE_LIMIT = 2**20 - 2**16
+"""Bytes of SMEM for the work list: a chip has 1 MiB, of which the compiler and the pipeline take some."""
 
 
 class Chip(NamedTuple):
@@ -67,6 +75,57 @@ def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMa
     chip = _chip(device)
     chip = chip._replace(memory=min(chip.memory, chip.quick))
     return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
+
+
+def gated_heuristic(record: GatedGroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
+    """Returns the tiles of a gated product; columns are those of the output."""
+    if direction == "forward" and whole_columns_bytes(record):
+        return _whole_columns(record)
+    tiles = heuristic(product_of(record), device, direction)
+    return _halved(tiles) if record.gated and direction == "forward" else tiles
+
+
+def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
+    """Returns tiles of a gated product that are worth measuring."""
+    if direction == "forward" and whole_columns_bytes(record):
+        return (_whole_columns(record),)
+    tiles = candidates(product_of(record), device, direction)
+    return tuple(map(_halved, tiles)) if record.gated and direction == "forward" else tiles
+
+
+def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
+    """Returns the record of the products, by shapes alone."""
+    rows = record.lhs.shape[0] if record.indices is None else record.indices.shape[0]
+    return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)
+
+
+def table_bytes(record: GroupedMatmul) -> int:
+    """Returns the bytes of SMEM that the work list takes with the smallest tiles of rows that the rule has."""
+    rows, matrices = record.lhs.shape[0], record.rhs.shape[0]
+    return 6 * 4 * (cdiv(rows, max(LANES, _rows(record) // 2)) + matrices)
+
+
+def whole_columns_bytes(record: GatedGroupedMatmul) -> int:
+    """Returns the bytes of VMEM of the smallest tile that has all columns of a matrix; 0 where tiles may have fewer."""
+    width = record.rhs.shape[1 if record.transpose_rhs else 2]
+    if not record.gated or record.interleaved or width // 2 % LANES == 0:
+        return 0
+    return _bytes(product_of(record), "forward", LANES, LANES, _padded(width))
+
+
+def _whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
+    """Returns the largest tiles with all columns of a matrix that VMEM has room for."""
+    product = product_of(record)
+    width, most = _padded(columns(product)), (_rows(product), min(1024, _padded(product.lhs.shape[1])))
+    sizes = [(m, k) for k in (1024, 512, 256, LANES) for m in ROW_TILES if m <= most[0] and k <= most[1]]
+    fits = (size for size in sizes if _bytes(product, "forward", *size, width) <= WHOLE_COLUMNS_LIMIT)
+    m, k = next(fits, (LANES, LANES))
+    return TpuMatmul(block_m=m, block_k=k, block_n=_padded(width // 2))
+
+
+def _halved(tiles: TpuMatmul) -> TpuMatmul:
+    """Returns tiles with as many products, two columns of which are one of the output."""
+    return dataclasses.replace(tiles, block_n=_padded(max(LANES, tiles.block_n // 2)))
 
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:

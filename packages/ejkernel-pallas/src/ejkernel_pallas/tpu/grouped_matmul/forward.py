@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, gathered, named, product_record
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.grouped_matmul import multiply
-from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, forward_spec
+from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, forward_spec, gated_spec
 
 
 def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[()]]:
@@ -27,3 +28,25 @@ def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[
         extra["bias"] = record.rhs_bias.astype(jnp.float32)
     spec = forward_spec(record, blocks_of(config))
     return multiply(record, record.lhs, spec, extra, record.out_dtype), ()
+
+
+def gated_forward(record: GatedGroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[()]]:
+    """Returns the output of a gated product: XLA gathers the rows, and the kernel gates the sums before it writes them.
+
+    Args:
+        record: The canonical arguments.
+        config: Tile sizes `block_m`, `block_k` and `block_n`; `block_n` are columns of the output.
+
+    Raises:
+        ValueError: A tile size is none that a kernel can have.
+
+    Returns:
+        [M, F] in lhs's dtype. There are no residuals.
+    """
+    product = product_record(record, gathered(record), record.lhs.dtype)
+    spec, extra = gated_spec(record, product, blocks_of(config)), dict[str, jax.Array]()
+    if record.rhs_bias is not None:
+        extra["bias"] = record.rhs_bias.astype(jnp.float32)
+        if record.indices is not None:  # the product of a row without a token is the bias
+            extra["has_token"] = named(record).astype(jnp.float32)
+    return multiply(product, product.lhs, spec, extra, record.lhs.dtype), ()

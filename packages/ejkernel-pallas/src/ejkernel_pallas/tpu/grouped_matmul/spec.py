@@ -1,6 +1,7 @@
 """What a grouped-matmul kernel is compiled for: all about a product that is neither an array nor a traced number."""
 
 import dataclasses
+import enum
 import math
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
@@ -20,6 +22,37 @@ CHUNK = 256
 """Columns of one product, and its contracted elements where they are summed up in registers."""
 UNROLLED = 2**30
 """Multiplications of the largest tile whose products are compiled one by one: libtpu takes seconds for more."""
+
+
+class GateLayout(enum.Enum):
+    """Where the columns of the gate and of the factor lie, and what a tile of a matrix holds of them.
+
+    Attributes:
+        NONE: There is no gate: a tile's columns are activated.
+        HALVES: The gate's columns come first. A tile is two blocks, one of each half.
+        INTERLEAVED: They alternate. A tile is one block with both, which the epilogue sorts.
+        WHOLE: The gate's columns come first, but half of a matrix is no whole number of lane groups. A tile has all.
+    """
+
+    NONE = "none"
+    HALVES = "halves"
+    INTERLEAVED = "interleaved"
+    WHOLE = "whole"
+
+
+class Gate(NamedTuple):
+    """What the epilogue of a gated product computes; `GatedGroupedMatmul` documents the fields but for the layout."""
+
+    layout: GateLayout
+    activation: str
+    alpha: float
+    beta: float
+    limit: float | None
+
+    @property
+    def doubles(self) -> bool:
+        """Returns whether a tile has two columns of products for each of its output."""
+        return self.layout is not GateLayout.NONE
 
 
 class Blocks(NamedTuple):
@@ -47,6 +80,7 @@ class GroupedSpec:
         accumulates: Whether matrix units keep sums, so that a product may be as long as a tile.
         wide: Whether matrix units are 256 wide.
         backward: Whether this is the gradient of lhs, so that scales lie along contracted elements.
+        gate: What the sums become; None for a plain product. Columns are then those of the output.
     """
 
     rows: int
@@ -61,6 +95,13 @@ class GroupedSpec:
     accumulates: bool
     wide: bool
     backward: bool = False
+    gate: Gate | None = None
+
+    @property
+    def block_columns(self) -> int:
+        """Returns the columns of one block of a matrix."""
+        one_block = self.gate is not None and self.gate.layout in (GateLayout.INTERLEAVED, GateLayout.WHOLE)
+        return self.blocks.columns * (2 if one_block else 1)
 
     @property
     def steps(self) -> int:
@@ -100,12 +141,15 @@ class GroupedSpec:
 
         Those that keep sums have less code a product.
         """
-        return math.prod(self.blocks) <= (2 * UNROLLED if self.accumulates else UNROLLED)
+        if self.gate is not None and self.gate.layout is GateLayout.WHOLE:  # its factor begins within a lane group
+            return True
+        doubled = self.gate is not None and self.gate.doubles
+        return math.prod(self.blocks) * (1 + doubled) <= (2 * UNROLLED if self.accumulates else UNROLLED)
 
     @property
     def sums_in_memory(self) -> bool:
-        """Returns whether a sum is more than one product."""
-        return self.steps > 1 or len(self.pieces) > 1
+        """Returns whether a sum is more than one product, or is read by the epilogue of a gate."""
+        return self.steps > 1 or len(self.pieces) > 1 or (self.gate is not None and self.gate.doubles)
 
     @property
     def stages_last_product(self) -> bool:
@@ -159,6 +203,42 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
         accumulates=is_v7x(current_device().kind),
         wide=is_wide(current_device().kind),
     )
+
+
+def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
+    """Returns the constants of the gated output's kernel.
+
+    Args:
+        record: The record.
+        product: That of its products.
+        blocks: Tiles; columns are those of the output.
+    """
+    width = columns(product) // (2 if record.gated else 1)
+    plain = forward_spec(product, blocks._replace(columns=LANES))
+    layout = gate_layout(record)
+    return dataclasses.replace(
+        plain,
+        columns=width,
+        blocks=plain.blocks._replace(columns=gated_columns(layout, width, blocks.columns)),
+        gate=Gate(layout, record.activation, record.alpha, record.beta, record.limit),
+    )
+
+
+def gate_layout(record: GatedGroupedMatmul) -> GateLayout:
+    """Returns how a record's gate and factor lie."""
+    if not record.gated:
+        return GateLayout.NONE
+    if record.interleaved:
+        return GateLayout.INTERLEAVED
+    width = record.rhs.shape[1 if record.transpose_rhs else 2] // 2
+    return GateLayout.WHOLE if width % LANES else GateLayout.HALVES
+
+
+def gated_columns(layout: GateLayout, width: int, block: int) -> int:
+    """Returns columns of the output per tile: two blocks of a matrix must begin where its halves do."""
+    if layout is GateLayout.WHOLE or block >= width:
+        return width
+    return math.gcd(width, block) if layout is GateLayout.HALVES and width % block else block
 
 
 def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:

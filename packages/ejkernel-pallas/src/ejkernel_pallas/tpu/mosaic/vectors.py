@@ -42,6 +42,19 @@ def lane_row(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(lane % SUBLANES == sublane, folded, 0.0), axis=0, keepdims=True)
 
 
+def deinterleave(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the even and the odd columns of [n, m] float32, m a multiple of 256, by permutations within lane groups."""
+    lane = lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
+    even, groups = (lane * 2) % LANES, lane_groups(x)
+
+    def taken(index: jax.Array) -> jax.Array:
+        first, second = ([jnp.take_along_axis(x, index, axis=1) for x in groups[n::2]] for n in (0, 1))
+        pairs = zip(first, second, strict=True)
+        return jnp.concatenate([jnp.where(lane < LANES // 2, *pair) for pair in pairs], axis=1)
+
+    return taken(even), taken(even + 1)
+
+
 def product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
     """Returns product of two matrices over one axis of each, accumulated in float32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))

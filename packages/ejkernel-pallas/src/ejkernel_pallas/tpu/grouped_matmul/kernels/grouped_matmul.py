@@ -4,12 +4,13 @@
 
         rows [block_m, block_k] ◄── double buffer ─┐
         matrices [block_k, block_n] ◄── likewise ──┴─► products of parts ──► acc [block_m, block_n]
-        after the last block_k: acc, scaled, + bias, + existing ──► the item's rows of output
+        after the last block_k: acc, scaled, + bias, + existing, gated ──► the item's rows of output
 
 A tile of rows that several groups share is computed once for each; it stays in VMEM in between, and each item computes
 parts that have rows of its own, and writes these.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import cdiv
+from ejkernel.families.gated_grouped_matmul import activated, combined
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
@@ -34,12 +36,13 @@ from ejkernel_pallas.tpu.grouped_matmul.plan import (
     coordinates_of,
     read_item,
 )
-from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, GroupedSpec, factors, padded_scales
+from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Gate, GateLayout, GroupedSpec, factors, padded_scales
+from ejkernel_pallas.tpu.mosaic import vectors
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
 from ejkernel_pallas.tpu.mosaic.loops import loop
 from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product, zero_outside
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, deinterleave, product, widen, zero_outside
 
 
 class TileIndex(NamedTuple):
@@ -78,7 +81,8 @@ def multiply(
         record: Matrices, their scales, and which rows are theirs.
         rows: [M, K] of the product.
         spec: The kernel's constants.
-        extra: What is added: `"bias"` [E, 1, N] float32 and `"existing"` [M, N].
+        extra: What is added: `"bias"` [E, 1, N] float32 and `"existing"` [M, N]; and `"has_token"` float32 [M] of a
+            gated product.
         dtype: Of the result.
 
     Returns:
@@ -88,7 +92,9 @@ def multiply(
     array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
     scratch: dict[str, Any] = {}
     if spec.sums_in_memory:
-        scratch["acc"] = pltpu.VMEM((height, width), jnp.float32)
+        scratch["acc"] = pltpu.VMEM((height, _sum_lanes(spec)), jnp.float32)
+        if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
+            scratch["factor_acc"] = scratch["acc"]
         if spec.stages_last_product:
             scratch["last"] = pltpu.VMEM((height, CHUNK), jnp.float32)
     if spec.stages_row_mask:
@@ -97,7 +103,7 @@ def multiply(
     outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
     results = launch(
         KernelCall(
-            name="ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul",
+            name=_name(spec),
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
             grid=(cdiv(spec.columns, width), work.total, spec.steps),
@@ -114,10 +120,22 @@ def multiply(
     return results["output"]
 
 
+def _name(spec: GroupedSpec) -> str:
+    if spec.gate is not None:
+        return "ejkernel_gated_grouped_matmul"
+    return "ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul"
+
+
+def _sum_lanes(spec: GroupedSpec) -> int:
+    """Returns the lanes of a block's sums and of its bias: the epilogue reads interleaved ones by whole pairs of lane groups."""
+    pairs = spec.gate is not None and spec.gate.layout is GateLayout.INTERLEAVED
+    return cdiv(spec.block_columns, 2 * LANES) * 2 * LANES if pairs else spec.block_columns
+
+
 def _inputs(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array]
 ) -> dict[str, Operand]:
-    height, depth, width = spec.blocks
+    (height, depth, _), width = spec.blocks, spec.block_columns
     inputs = {"rows": Operand(rows, (height, depth), lambda v, n, k: (v.source, _step(v, k, spec)))}
     if spec.transposed:
         block, index = (None, width, depth), lambda v, n, k: (v.matrix, n, _step(v, k, spec))
@@ -127,10 +145,25 @@ def _inputs(
     if record.rhs_scale is not None:
         inputs["scales"] = _scales(padded_scales(record.rhs_scale), spec)
     if "bias" in extra:
-        inputs["bias"] = Operand(extra["bias"], (None, 1, width), lambda v, n, k: (v.matrix, 0, n))
+        bias, lanes = extra["bias"], _sum_lanes(spec)
+        if lanes > width:
+            bias = jnp.pad(bias, ((0, 0), (0, 0), (0, lanes - width)))
+        inputs["bias"] = Operand(bias, (None, 1, lanes), lambda v, n, k: (v.matrix, 0, n))
     if "existing" in extra:
         inputs["existing"] = Operand(extra["existing"], (height, width), lambda v, n, k: (v.tile, n))
+    if "has_token" in extra:
+        flags = jnp.pad(extra["has_token"], (0, -spec.rows % height)).reshape(-1, 1, height)
+        inputs["has_token"] = Operand(flags, (None, 1, height), lambda v, n, k: (v.tile, 0, 0))
+    if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
+        for name in ("matrices", "bias"):
+            if name in inputs:
+                inputs[f"factor_{name}"] = _second_half(inputs[name], cdiv(spec.columns, width))
     return inputs
+
+
+def _second_half(operand: Operand, blocks: int) -> Operand:
+    """Returns the same block of a matrix's, or of a bias's, other half, which begins `blocks` blocks of columns later."""
+    return dataclasses.replace(operand, index=lambda v, n, k: operand.index(v, n + blocks, k))
 
 
 def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
@@ -161,23 +194,29 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
 
         @pl.when(v.has(WORK) & (at.k == 0))
         def _() -> None:
-            refs.acc[...] = jnp.zeros_like(refs.acc)
+            for of_product in refs.products:
+                of_product.acc[...] = jnp.zeros_like(of_product.acc)
 
     if refs.acc is not None:
         # Only the last tile of contracted elements reaches past them; the others need no mask.
         for when, cut in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
-            add = functools.partial(_add, refs, at, spec=spec, cut=cut)
-            pl.when(whole & when)(functools.partial(_over_columns, spec, 0, add))
-            pl.when(partial & when)(functools.partial(_over_subtiles, spec, v, add))
+            add = functools.partial(_add_all, refs, at, spec=spec, cut=cut)
+            pl.when(whole & when)(functools.partial(_over_columns, spec, spec.block_columns, 0, add))
+            pl.when(partial & when)(functools.partial(_over_subtiles, spec, spec.block_columns, v, add))
     write = functools.partial(_write, refs, at, spec=spec)
-    pl.when(whole & last)(functools.partial(_over_columns, spec, 0, write))
+    width = spec.blocks.columns
+    pl.when(whole & last)(functools.partial(_over_columns, spec, width, 0, write))
     pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_write_ungrouped, refs))
-    pl.when(partial & last)(functools.partial(_over_subtiles, spec, v, functools.partial(write, v=v)))
+    pl.when(partial & last)(functools.partial(_over_subtiles, spec, width, v, functools.partial(write, v=v)))
 
 
-def _over_columns(spec: GroupedSpec, row: Any, work: Callable[[SubTile], None], rows: int | None = None) -> None:
-    """Calls `work` with parts that have all of the tile's rows, or some; few columns each, whose sums fit registers."""
-    height, _, width = spec.blocks
+def _over_columns(
+    spec: GroupedSpec, width: int, row: Any, work: Callable[[SubTile], None], rows: int | None = None
+) -> None:
+    """Calls `work` with parts of `width` columns that have all of the tile's rows, or some; few columns each, whose
+    sums fit registers.
+    """
+    height = spec.blocks.rows
 
     def add_columns(n: Any, carry: Any) -> Any:
         work(SubTile(row, rows or height, pl.multiple_of(n * CHUNK, CHUNK), CHUNK))
@@ -190,15 +229,21 @@ def _over_columns(spec: GroupedSpec, row: Any, work: Callable[[SubTile], None], 
         work(SubTile(row, rows or height, column, min(CHUNK, width - column)))
 
 
-def _over_subtiles(spec: GroupedSpec, v: WorkItem, work: Callable[[SubTile], None]) -> None:
-    """Calls `work` with parts that have all rows of the item, and few others."""
+def _over_subtiles(spec: GroupedSpec, width: int, v: WorkItem, work: Callable[[SubTile], None]) -> None:
+    """Calls `work` with parts of `width` columns that have all rows of the item, and few others."""
     rows = spec.subtile_rows
 
     def each_rows(n: Any, carry: Any) -> Any:
-        _over_columns(spec, pl.multiple_of(n * rows, rows), work, rows)
+        _over_columns(spec, width, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
     loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), each_rows, np.int32(0))
+
+
+def _add_all(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bool) -> None:
+    """Adds to each of a tile's sums."""
+    for of_product in refs.products:
+        _add(of_product, at, sub, spec, cut)
 
 
 def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bool) -> None:
@@ -263,6 +308,17 @@ def _write_ungrouped(refs: RowsRefs) -> None:
 
 def _write(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem | None = None) -> None:
     """Writes a subtile of the output; of an item's rows alone where it is given."""
+    total = _sum(refs, at, sub, spec) if spec.gate is None else _gated_sum(refs, at, sub, spec, spec.gate)
+    output = refs.output
+    if v is not None:
+        # Other rows keep what their groups' items wrote: the block stays in VMEM until the tile of rows changes.
+        mask = _group_row_mask(refs, at, sub, spec, v)
+        total = jnp.where(mask, total, output[sub.r, sub.c].astype(jnp.float32))
+    output[sub.r, sub.c] = total.astype(output.dtype)
+
+
+def _sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec) -> jax.Array:
+    """Returns the sum of a subtile, with what is added to it."""
     total = refs.acc[sub.r, sub.c] if refs.acc is not None else _product(refs, at, sub, spec, spec.pieces[0])
     if spec.scales_sum:
         total = total * refs.scales[:1, sub.c]
@@ -270,12 +326,26 @@ def _write(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: Wo
         total = total + refs.bias[:, sub.c]
     if refs.existing is not None:
         total = total + refs.existing[sub.r, sub.c].astype(jnp.float32)
-    output = refs.output
-    if v is not None:
-        # Other rows keep what their groups' items wrote: the block stays in VMEM until the tile of rows changes.
-        mask = _group_row_mask(refs, at, sub, spec, v)
-        total = jnp.where(mask, total, output[sub.r, sub.c].astype(jnp.float32))
-    output[sub.r, sub.c] = total.astype(output.dtype)
+    return total
+
+
+def _gated_sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, gate: Gate) -> jax.Array:
+    """Returns a subtile of the output: the activation of sums, times their factors where there is a gate."""
+    if gate.layout is GateLayout.NONE:
+        output = activated(gate, _sum(refs, at, sub, spec))
+    elif gate.layout is GateLayout.HALVES:
+        output = combined(gate, *(_sum(of_product, at, sub, spec) for of_product in refs.products))
+    elif gate.layout is GateLayout.WHOLE:
+        factor = sub._replace(column=sub.column + spec.columns)
+        output = combined(gate, _sum(refs, at, sub, spec), _sum(refs, at, factor, spec))
+    else:
+        lanes = cdiv(sub.columns, LANES) * 2 * LANES
+        pairs = _sum(refs, at, sub._replace(column=sub.column * 2, columns=lanes), spec)
+        output = combined(gate, *(x[:, : sub.columns] for x in deinterleave(pairs)))
+    if refs.has_token is not None:
+        has_token = widen(vectors.column(refs.has_token[:, pl.ds(sub.row, sub.rows)]), output.shape[1])
+        output = jnp.where(has_token != 0, output, 0.0)
+    return output
 
 
 def _group_row_mask(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem) -> jax.Array:

@@ -87,6 +87,8 @@ def matrix_gradients(
     if "rhs_scale" in gradients:
         # A scale's rows may lie in two tiles of contracted elements, each of which has written a share.
         gradients["rhs_scale"] = gradients["rhs_scale"].sum(axis=0)[:, : spec.scales, None]
+    if "rhs_bias" in gradients:
+        gradients["rhs_bias"] = gradients["rhs_bias"][0]
     return {name: x.astype(getattr(record, name).dtype) for name, x in gradients.items()}
 
 
@@ -147,8 +149,9 @@ def _results(
         scratch["group_rows_buffer"] = pltpu.VMEM((spec.subtile_rows, spec.blocks.contracted), record.lhs.dtype)
         scratch["group_cotangent_buffer"] = pltpu.VMEM((spec.subtile_rows, width), cotangent)
     if "rhs_bias" in grad_fields:
-        array = jax.ShapeDtypeStruct((matrices, 1, spec.columns), jnp.float32)
-        outputs["rhs_bias"] = Operand(array, (None, 1, width), _at(spec, lambda v, k, n: (v.matrix, 0, n)))
+        # Every tile of contracted elements writes the same sums, maybe from different cores: each has its own block.
+        array = jax.ShapeDtypeStruct((k_tiles, matrices, 1, spec.columns), jnp.float32)
+        outputs["rhs_bias"] = Operand(array, (None, None, 1, width), _at(spec, lambda v, k, n: (k, v.matrix, 0, n)))
         scratch["bias_acc"] = pltpu.VMEM((1, width), jnp.float32)
     return outputs, scratch
 

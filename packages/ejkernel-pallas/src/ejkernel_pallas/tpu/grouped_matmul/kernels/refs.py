@@ -20,6 +20,10 @@ class RowsRefs:
         acc: Scratch, float32 [block_m, block_n].
         last: Scratch, float32 [block_m, CHUNK]: the last product of a sum.
         row_mask: Scratch, int32 [rows of a part, 128]: 1 where a row belongs to the item's matrix.
+        factor_matrices: As the matrices: the columns of a gated product's factor, where they have blocks of their own.
+        factor_bias: As the bias.
+        factor_acc: As `acc`.
+        has_token: float32 [1, block_m]: 1 where a row of a gated product names a token.
     """
 
     table: Ref
@@ -32,6 +36,23 @@ class RowsRefs:
     acc: Ref = None
     last: Ref = None
     row_mask: Ref = None
+    factor_matrices: Ref = None
+    factor_bias: Ref = None
+    factor_acc: Ref = None
+    has_token: Ref = None
+
+    @property
+    def products(self) -> "tuple[RowsRefs, ...]":
+        """Returns the refs of each product of a tile: of the gate and of the factor where these have blocks of their own."""
+        if self.factor_matrices is None:
+            return (self,)
+        factor = dataclasses.replace(
+            self,
+            matrices=self.factor_matrices,
+            bias=self.factor_bias,
+            acc=self.factor_acc,
+        )
+        return self, factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
