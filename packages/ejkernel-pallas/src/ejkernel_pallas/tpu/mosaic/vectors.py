@@ -43,7 +43,7 @@ def lane_row(x: jax.Array) -> jax.Array:
 
 
 def deinterleave(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the even and the odd columns of [n, m] float32, m a multiple of 256, by permutations within lane groups."""
+    """Returns the even and the odd columns of [n, m] float32, m a multiple of 256, by permuting lane groups."""
     lane = lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
     even, groups = (lane * 2) % LANES, lane_groups(x)
 

@@ -127,7 +127,7 @@ def _name(spec: GroupedSpec) -> str:
 
 
 def _sum_lanes(spec: GroupedSpec) -> int:
-    """Returns the lanes of a block's sums and of its bias: the epilogue reads interleaved ones by whole pairs of lane groups."""
+    """Returns the lanes of a block's sums and of its bias; of interleaved ones, whole pairs of lane groups."""
     pairs = spec.gate is not None and spec.gate.layout is GateLayout.INTERLEAVED
     return cdiv(spec.block_columns, 2 * LANES) * 2 * LANES if pairs else spec.block_columns
 
@@ -162,7 +162,7 @@ def _inputs(
 
 
 def _second_half(operand: Operand, blocks: int) -> Operand:
-    """Returns the same block of a matrix's, or of a bias's, other half, which begins `blocks` blocks of columns later."""
+    """Returns the same block of a matrix's, or of a bias's, other half, `blocks` blocks of columns later."""
     return dataclasses.replace(operand, index=lambda v, n, k: operand.index(v, n + blocks, k))
 
 

@@ -43,7 +43,7 @@ class RowsRefs:
 
     @property
     def products(self) -> "tuple[RowsRefs, ...]":
-        """Returns the refs of each product of a tile: of the gate and of the factor where these have blocks of their own."""
+        """Returns the refs of each product of a tile: of gate and factor where they have blocks of their own."""
         if self.factor_matrices is None:
             return (self,)
         factor = dataclasses.replace(
