@@ -70,7 +70,7 @@ def scaled(lhs: Any, rhs: Any, sizes: Any, *scales: Any, kind: str, **options: A
 def configured(cell: bench.Cell) -> Iterator[tuple[str, bench.Side]]:
     """The kernel in Mosaic GPU with every configuration worth measuring, scales in blocks."""
     op = registry().ops["grouped_matmul"]
-    (kernel,) = (x for x in registry().implementations[op.name] if x.name == "mosaic_gpu_8_bits")
+    (kernel,) = (x for x in registry().implementations[op.name] if x.name == "mosaic_gpu_fp8")
 
     def record(lhs: Any, rhs: Any, sizes: Any, *scales: Any) -> Any:
         fields = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes, "lhs_scale": scales[2], "rhs_scale": scales[3]}

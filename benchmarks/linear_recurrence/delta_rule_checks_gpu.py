@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import collected, interpreting
 from ejkernel_triton.linear_recurrence import plan
 from ejkernel_triton.linear_recurrence.chunked import forward as chunked_forward
@@ -188,7 +188,7 @@ def wrong_code(run: Any) -> int:
         return 0
     with collected() as calls:
         jax.eval_shape(run.__wrapped__)  # what was jitted may be traced already, and collects nothing
-    target = chip_of(current_device()).target
+    target = gpu_of(current_device()).target
     return sum(len(ahead.mixed_lanes(ahead.compile_for(call, target).assembly)) for call in calls)
 
 
@@ -217,14 +217,14 @@ def errors(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[s
 
     @jax.jit
     def run(record: LinearRecurrence, cotangent: Any) -> Any:
-        output, residuals, pocket = delta_forward.forward(record, chosen)
+        output, residuals, private = delta_forward.forward(record, chosen)
         start = Pullback(
             record=record,
             residuals=residuals,
             output=output,
             cotangent=(cotangent[0].astype(output[0].dtype), cotangent[1]),
             wanted=frozenset(names),
-            pocket=pocket,
+            private_residuals=private,
         )
         return output, delta_backward.backward(start, chosen)
 

@@ -137,7 +137,7 @@ def copy(record: LinearRecurrence) -> Side:
 
 def calls(record: LinearRecurrence, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Everything of ours that can take a step."""
-    for name in ("cuda_step", "triton_decode", "xla"):
+    for name in ("cuda", "triton_decode", "xla"):
         if options.only not in name:
             continue
         chosen = implementation(name)

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.config.table import as_part, decode, table_name
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import collected, interpreting
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -85,14 +85,14 @@ def record_of(kind: str, implementation: Any, dtype: Any, strength: float) -> Li
 
 def both_passes(implementation: Any, config: Any, record: LinearRecurrence, names: list[str], cotangent: Any) -> Any:
     """Output and final state, and the gradients of the named fields."""
-    output, residuals, pocket = implementation.function("forward")(record, config)
+    output, residuals, private = implementation.function("forward")(record, config)
     start = Pullback(
         record=record,
         residuals=residuals,
         output=output,
         cotangent=tuple(c.astype(x.dtype) for c, x in zip(cotangent, output, strict=True)),
         wanted=frozenset(names),
-        pocket=pocket,
+        private_residuals=private,
     )
     return output, implementation.function("backward")(start, config)
 
@@ -120,7 +120,7 @@ def code(implementation: Any, config: Any, record: LinearRecurrence) -> tuple[in
     shapes = (jax.ShapeDtypeStruct(record.value.shape, record.query.dtype), states)
     with collected() as calls:
         jax.eval_shape(lambda r, c: both_passes(implementation, config, r, names, c), record, shapes)
-    made = [ahead.compile_for(call, chip_of(current_device()).target) for call in calls]
+    made = [ahead.compile_for(call, gpu_of(current_device()).target) for call in calls]
     return max(x.spilled for x in made), sum(len(ahead.mixed_lanes(x.assembly)) for x in made)
 
 

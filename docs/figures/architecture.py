@@ -14,7 +14,7 @@ STEPS = (
     ("family record", "TiledAttention: every optional term is a field", "what backends implement"),
     ("verdicts", "each implementation: chosen, usable or refused", "a field outside of `handles` refuses, by name"),
     ("configuration", "seven tiers, the first that answers", "changes speed, never the answer"),
-    ("kernel", "forward(record, config)", "output, residuals, pocket"),
+    ("kernel", "forward(record, config)", "output, residuals, private residuals"),
 )
 TIERS = (
     ("override", "cfg= of the call"),

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from ejkernel_conformance.confirm import cubins
+from ejkernel_conformance.confirm.programs import cubins
 
 SOURCE = """#include "common/amount.cuh"
 namespace {space} {{

@@ -89,7 +89,6 @@ def test_it_refuses_calls_by_name(changes, sentence):
         ({"size": 72}, "rows of 72 and 72 numbers of float8_e4m3fn are no multiples of 16 bytes"),
         ({"size": 60, "cache": jnp.bfloat16}, "rows of 60 and 60 numbers of bfloat16 are no multiples of 16 bytes"),
         ({"value_size": 24}, "rows of 128 and 24 numbers of float8_e4m3fn are no multiples of 16 bytes"),
-        ({"kv_lens": array(0)}, "an array is empty"),
         (
             {"key_pages": array(2**20, 64, 8, 128, dtype=jnp.float8_e4m3fn)},
             "an array of the cache has 64 GiB or more",

@@ -119,7 +119,7 @@ def verdict(tokens=8, size=128, columns=128, state=jnp.float32, packed=False, va
     record = LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, **fields)
     with target_device(H200):
         decision = dispatch.choose(registry().ops["gated_delta_rule"], record, H200, "auto", "forward")
-    (found,) = (v for v in decision.verdicts if v.implementation.name == "cuda_step")
+    (found,) = (v for v in decision.verdicts if v.implementation.name == "cuda")
     return found
 
 

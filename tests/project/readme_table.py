@@ -20,7 +20,7 @@ COLUMNS = {
     "Triton": r"triton",
     "Mosaic GPU": r"mosaic_gpu",
     "CUDA, cuDNN": r"cuda|cudnn$",
-    "TPU": r"pallas_tpu",
+    "TPU": r"mosaic_tpu",
 }
 ROW = re.compile(r"^\| \[`?(\w+)`?\]\([^)]*\) \| ([\w, ]+) \|", re.MULTILINE)
 CHOSEN, ASKED = "●", "○"

@@ -16,13 +16,12 @@ REFUSED = "slopes"
 # Cases in bfloat16 that join features are there for kernels in 16 bits alone. These have each feature in float32, too.
 FEW = "not (bfloat16 and (dropout or sinks or keys or many or heads))"
 VALUES = f"(test_value and not test_shapes and not test_residuals and not test_eager and {FEW})"
-GRADIENTS = f"(test_gradients and not after_another and {FEW})"
+GRADIENTS = f"(test_gradients and {FEW})"
 ALL = " or ".join(
     (
         VALUES,
         GRADIENTS,
         "(test_residuals and (sinks or numerator))",
-        "(after_another and (sinks or numerator or packed))",
         f"(test_padding and {FEW})",
         f"(test_vmap and (sinks or dropout) and {FEW})",
         "(test_shard and (everything or packed))",

@@ -16,9 +16,9 @@ from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import target_device
 from ejkernel_triton import chips, paged_attention, selected_attention
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
@@ -53,7 +53,7 @@ def test_a_tile_has_no_more_rows_than_scores_have(heads):
         latent(64, heads, (512, 64), (jnp.float16, jnp.int8)),
         paged(64, heads, (64, 64), (jnp.float32,) * 2),
     ):
-        rows = paged_config.heuristic(record, H200, "forward").block_q * group_of(record, chip_of(H200))
+        rows = paged_config.heuristic(record, H200, "forward").block_q * group_of(record, gpu_of(H200))
         assert rows <= paged_config.SCORE_ROWS
 
 
@@ -62,15 +62,15 @@ def test_the_tiles_of_a_shared_prefix_fit():
     for device in DEVICES.values():
         with target_device(device):
             chosen = prefix_config(record, paged_config.heuristic(record, device, "forward"))
-        assert shared_memory(record, chosen, chip_of(device)) <= chip_of(device).shared_memory
+        assert shared_memory(record, chosen, gpu_of(device)) <= gpu_of(device).shared_memory
 
 
 def test_a_configuration_that_fits_stays_as_it_is():
     record = paged(None, 8, (128, 128), (jnp.bfloat16, jnp.bfloat16))
     chosen = paged_config.heuristic(record, H200, "forward")
-    assert fitted(record, chosen, chip_of(H200)) == chosen
+    assert fitted(record, chosen, gpu_of(H200)) == chosen
     large = dataclasses.replace(chosen, block_kv=1024)
-    assert fitted(record, large, chip_of(H200)).block_kv < 1024
+    assert fitted(record, large, gpu_of(H200)).block_kv < 1024
 
 
 def test_what_no_tile_fits_is_refused_with_the_sizes():
@@ -111,12 +111,13 @@ def test_a_flat_loop_has_room_for_operands_and_output(out_dtype):
         rhs=SHAPE((64, 2048, 1408), jnp.bfloat16),
         group_sizes=SHAPE((64,), jnp.int32),
         out_dtype=jnp.dtype(out_dtype),
+        left_over="zero",
     )
     flat = [x for x in grouped.candidates(record, H200, "forward") if x.flatten]
     assert bool(flat) == (out_dtype == jnp.bfloat16)
     for x in flat:
         copied = x.num_stages * (x.block_m + x.block_n) * x.block_k * 2
-        assert copied + x.block_m * x.block_n * record.out_dtype.itemsize <= chip_of(H200).shared_memory
+        assert copied + x.block_m * x.block_n * record.out_dtype.itemsize <= gpu_of(H200).shared_memory
 
 
 def selected_record(heads, size, dtype):

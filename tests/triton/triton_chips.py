@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ejkernel.ops import chips
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
-from ejkernel_triton import ahead, chips
+from ejkernel_triton import ahead
 
 CHIPS = {
     "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
@@ -23,7 +24,7 @@ def assert_fits(calls, chip):
     """Every launch compiles for the chip without what `mixed_lanes` finds, in no more shared memory than it has."""
     for call in calls:
         took = ahead.compile_for(call, chip)
-        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+        assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)
         assert not ahead.mixed_lanes(took.assembly), took.kernel
 
 
@@ -33,7 +34,7 @@ def assert_fits_and_spills_nothing(calls, chip):
         took = ahead.compile_for(call, chip)
         assert took.binary[:4] == b"\x7fELF"
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory, (took.kernel, took.shared)
+        assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)
         assert not ahead.mixed_lanes(took.assembly), took.kernel
 
 

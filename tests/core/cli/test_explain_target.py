@@ -17,7 +17,7 @@ def targets():
 
 @pytest.mark.parametrize(
     ("target", "implementation"),
-    [("h200", "mosaic_gpu"), ("NVIDIA H200", "mosaic_gpu"), ("V6E", "pallas_tpu"), ("cpu", "xla")],
+    [("h200", "mosaic_gpu"), ("NVIDIA H200", "mosaic_gpu"), ("V6E", "mosaic_tpu"), ("cpu", "xla")],
 )
 def test_the_decision_is_that_of_the_target(run, target, implementation):
     found = json.loads(run(*CALL, "--target", target, "--json").stdout)

@@ -71,7 +71,7 @@ def test_no_name_is_broken_at_any_width(run, monkeypatch, command, width):
     run("tune", *SMALL, *TUNED)
     monkeypatch.setenv("COLUMNS", str(width))
     shown = CliRunner().invoke(main, COMMANDS[command]).output
-    wanted = {"doctor": LONG, "explain": "pallas_tpu", "cache list": "flash_attention@1"}.get(command, "block_q=64")
+    wanted = {"doctor": LONG, "explain": "mosaic_tpu", "cache list": "flash_attention@1"}.get(command, "block_q=64")
     assert wanted in shown
     if command == "doctor":
         assert all(op in shown for op in registry().ops)
@@ -80,7 +80,8 @@ def test_no_name_is_broken_at_any_width(run, monkeypatch, command, width):
 def test_nothing_is_broken_in_a_pipe(run, monkeypatch):
     monkeypatch.delenv("COLUMNS")
     shown = CliRunner().invoke(main, ["explain", *SMALL]).output
-    (line,) = [line for line in shown.split("flash_attention, backward")[0].splitlines() if line.startswith("mosaic")]
+    forward = shown.split("flash_attention, backward")[0].splitlines()
+    (line,) = [line for line in forward if line.startswith("mosaic_gpu ")]
     assert "needs nvidia, this is cpu; dtype float32 is not among bfloat16, float16" in line
 
 

@@ -35,7 +35,7 @@ SPACE = ConfigSpace(
     candidates=candidates,
     forward=OwnForward,
     backward=OwnBackward,
-    faces={"q_blocksize": "block_rows", "num_stages": "dkv_stages"},
+    public_fields={"q_blocksize": "block_rows", "num_stages": "dkv_stages"},
 )
 
 

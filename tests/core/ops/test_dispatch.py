@@ -81,15 +81,6 @@ def test_every_optional_argument_that_is_not_handled_is_refused_by_name(use, nam
     assert reasons == [f"{name} is not handled"]
 
 
-def test_a_permission_asks_for_nothing():
-    family = dataclasses.replace(FAMILY, permissions=frozenset({"causal"}))
-    array = jnp.ones((1, 8, 2, 16))
-    record = TiledAttention(query=array, key=array, value=array, softmax_scale=1.0, causal=True, logits_soft_cap=2.0)
-    grudging = toy.implementation(handles=frozenset())
-    reasons = refusals(family, grudging, record, CPU, "auto", "forward", frozenset())
-    assert list(reasons) == ["logits_soft_cap is not handled"]
-
-
 @pytest.mark.parametrize(("options", "name"), [({"power": 3}, "power"), ({"scale": 2.0}, "scale")])
 def test_a_call_with_an_unhandled_argument_goes_to_whoever_handles_it(use, x, chain, options, name):
     grudging = toy.implementation("grudging", handles=frozenset(), priority=9)

@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pocketed
+import private_residuals
 import pytest
 import toy
 from toy import toy as call
@@ -28,8 +28,8 @@ from ejkernel.ops.tuning import tune_call
 @pytest.fixture(autouse=True)
 def notes():
     toy.SEEN.clear()
-    pocketed.POCKETS.clear()
-    pocketed.DIFFERENTIATED.clear()
+    private_residuals.PRIVATE.clear()
+    private_residuals.DIFFERENTIATED.clear()
 
 
 def ran() -> list[tuple[str, str]]:
@@ -57,76 +57,74 @@ def both(name: str) -> list[tuple[str, str]]:
 
 
 def test_it_serves_both_passes_with_one_configuration(use, x):
-    use(toy.plugin(pocketed.implementation(paired=True, priority=1), toy.implementation("other")))
+    use(toy.plugin(private_residuals.implementation(priority=1), toy.implementation("other")))
 
-    assert compiled(gradient, x, x) == both("pocket")
+    assert compiled(gradient, x, x) == both("private")
     assert toy.SEEN[-2][2] is toy.SEEN[-1][2]
 
 
 def test_its_forward_pass_knows_whether_a_backward_pass_follows(use, x):
-    use(toy.plugin(pocketed.implementation(paired=True, priority=1)))
+    use(toy.plugin(private_residuals.implementation(priority=1)))
 
     compiled(value, x, x)
     compiled(gradient, x, x)
-    assert pocketed.DIFFERENTIATED[0] is False
-    assert pocketed.DIFFERENTIATED[-1] is True
+    assert private_residuals.DIFFERENTIATED[0] is False
+    assert private_residuals.DIFFERENTIATED[-1] is True
 
 
 def test_where_its_backward_refuses_another_serves_both(use, x):
     """No other backward pass could go on from what it leaves."""
-    pair = pocketed.implementation(paired=True, priority=1, gradients=frozenset({"x"}))
+    pair = private_residuals.implementation(priority=1, gradients=frozenset({"x"}))
     use(toy.plugin(pair, toy.implementation("other")))
 
     assert compiled(gradient, x, x) == both("other")
-    assert compiled(jax.value_and_grad(value), x) == both("pocket")  # needs no gradient of the bias
-    assert compiled(value, x, x) == [("pocket", "forward")]  # nor does this
+    assert compiled(jax.value_and_grad(value), x) == both("private")  # needs no gradient of the bias
+    assert compiled(value, x, x) == [("private", "forward")]  # nor does this
 
 
 def test_its_backward_never_follows_another_forward(use, x):
     needs = toy.implementation().requires
-    pair = pocketed.implementation(
-        paired=True, priority=1, handles=frozenset({"bias", "scale"}), backward_requires=needs
-    )
+    pair = private_residuals.implementation(priority=1, handles=frozenset({"bias", "scale"}), backward_requires=needs)
     use(toy.plugin(pair, toy.implementation("other", priority=-1)))
     assert compiled(gradient, x, x) == both("other")
 
     forward_only = toy.implementation("other", priority=2, backward=None, gradients=frozenset())
-    use(toy.plugin(pocketed.implementation(paired=True), forward_only))
-    assert compiled(gradient, x, x) == both("pocket")
+    use(toy.plugin(private_residuals.implementation(), forward_only))
+    assert compiled(gradient, x, x) == both("private")
     assert compiled(value, x, x) == [("other", "forward")]
 
 
 def test_where_neither_serves_both_the_error_says_why(use, x):
-    pair = pocketed.implementation(paired=True, gradients=frozenset({"x"}))
+    pair = private_residuals.implementation(gradients=frozenset({"x"}))
     forward_only = toy.implementation("other", backward=None, gradients=frozenset())
     use(toy.plugin(pair, forward_only))
     with pytest.raises(NoImplementationError, match="gives no gradient for bias"):
         gradient(x, x)
 
     needs = toy.implementation().requires
-    pair = pocketed.implementation(paired=True, handles=frozenset({"bias", "scale"}), backward_requires=needs)
+    pair = private_residuals.implementation(handles=frozenset({"bias", "scale"}), backward_requires=needs)
     use(toy.plugin(pair, forward_only))
     with pytest.raises(NoImplementationError, match="paired, and its forward refuses: power is not handled"):
         gradient(x, x)
 
 
 def test_explain_says_that_a_pair_was_chosen(use, x):
-    use(toy.plugin(pocketed.implementation(paired=True, priority=1), toy.implementation("other")))
+    use(toy.plugin(private_residuals.implementation(priority=1), toy.implementation("other")))
     decision = ejkernel.explain("toy", x, x)
 
     for choice in (decision.forward, decision.backward):
-        assert choice.implementation.name == "pocket"
+        assert choice.implementation.name == "private"
         assert choice.verdicts[0].remark == "paired: serves both passes with one configuration"
     assert decision.differentiated is None
     assert str(decision).count("paired: serves both passes with one configuration") == 2
 
 
 def test_explain_says_why_a_pair_was_not_chosen(use, x):
-    pair = pocketed.implementation(paired=True, priority=1, gradients=frozenset({"x"}))
+    pair = private_residuals.implementation(priority=1, gradients=frozenset({"x"}))
     use(toy.plugin(pair, toy.implementation("other")))
     decision = ejkernel.explain("toy", x, x)
 
-    assert decision.forward.implementation.name == "pocket"
+    assert decision.forward.implementation.name == "private"
     assert decision.differentiated.implementation.name == decision.backward.implementation.name == "other"
     assert "where the call is differentiated, toy forward on" in str(decision)
     assert "paired, and its backward refuses: gives no gradient for bias" in str(decision)
@@ -134,18 +132,18 @@ def test_explain_says_why_a_pair_was_not_chosen(use, x):
 
 def test_a_pair_without_a_backward_is_a_reported_mistake(use):
     with pytest.raises(ValueError, match="paired=True wants a backward, got None"):
-        pocketed.implementation(paired=True, backward=None)
+        private_residuals.implementation(backward=None)
 
 
 def test_tuning_measures_both_passes_and_stores_one_entry(use, x, store):
-    use(toy.plugin(pocketed.implementation(paired=True)))
+    use(toy.plugin(private_residuals.implementation()))
     made = ConfigSelectorChain(persistent=PersistentCache(), tuner=Tuner(warmup_iterations=0, timing_iterations=1))
     plan = make_plan(toy.OP, toy.ToyArguments(x=x), None, None, made)
     results = tune_call(plan, toy.ToyArguments(x=x))
 
     assert [result.key.direction for result in results] == ["both"]
     assert {part.q_blocksize for _, direction, part in toy.SEEN if direction == "backward"} == {2, 3, 64}
-    assert all(pocket is not None for _, pocket in pocketed.POCKETS)
+    assert None not in private_residuals.PRIVATE
     assert list(made.persistent.entries()) == [str(results[0].key)]
     best = results[0].best.part
     toy.SEEN.clear()
@@ -156,19 +154,19 @@ def test_tuning_measures_both_passes_and_stores_one_entry(use, x, store):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_tuning_either_pass_of_a_pair_tunes_the_pair(use, x, chain, direction):
-    use(toy.plugin(pocketed.implementation(paired=True)))
+    use(toy.plugin(private_residuals.implementation()))
     plan = make_plan(toy.OP, toy.ToyArguments(x=x), None, None, chain)
 
     assert [result.key.direction for result in tune_call(plan, toy.ToyArguments(x=x), (direction,))] == ["both"]
 
 
 def test_an_eager_call_under_an_autotune_policy_tunes_the_pair(use, x):
-    use(toy.plugin(pocketed.implementation(paired=True)))
+    use(toy.plugin(private_residuals.implementation()))
     policy = AutotunePolicy(cache_miss_fallback="autotune")
     chain = ConfigSelectorChain(policy=policy, tuner=Tuner(warmup_iterations=0, timing_iterations=1))
     call(x, chain=chain)
 
-    assert ("pocket", "backward") in ran()
+    assert ("private", "backward") in ran()
     assert ejkernel.explain(toy.toy, x).forward.tier == "heuristics"
     plan = make_plan(toy.OP, toy.ToyArguments(x=x), None, None, chain)
     record = toy.ToyArguments(x=x)
@@ -178,7 +176,7 @@ def test_an_eager_call_under_an_autotune_policy_tunes_the_pair(use, x):
 
 
 def test_a_pair_whose_backward_does_not_serve_is_measured_by_its_forward_pass(use, x, chain):
-    use(toy.plugin(pocketed.implementation(paired=True, gradients=frozenset())))
+    use(toy.plugin(private_residuals.implementation(gradients=frozenset())))
     args = toy.ToyArguments(x=x)
     plan = make_plan(toy.OP, args, None, None, chain)
 
@@ -187,7 +185,7 @@ def test_a_pair_whose_backward_does_not_serve_is_measured_by_its_forward_pass(us
 
 
 def test_recorded_calls_of_a_pair_are_tuned(use, x, chain):
-    use(toy.plugin(pocketed.implementation(paired=True)))
+    use(toy.plugin(private_residuals.implementation()))
     with record_calls():
         jax.jit(lambda x: call(x, chain=chain))(x)
 
@@ -195,16 +193,16 @@ def test_recorded_calls_of_a_pair_are_tuned(use, x, chain):
 
 
 def test_an_explicit_configuration_is_the_forward_piece(use, x, chain):
-    use(toy.plugin(pocketed.implementation(paired=True)))
+    use(toy.plugin(private_residuals.implementation()))
     cfg = toy.ToyConfig(fwd_params=FwdParams(q_blocksize=2), bwd_params=toy.BwdParams(q_blocksize=3))
     jax.grad(lambda x: call(x, cfg=cfg, chain=chain).sum())(x)
 
     assert {(direction, part.q_blocksize) for _, direction, part in toy.SEEN} == {("forward", 2), ("backward", 2)}
-    assert "backward part has no meaning for pocket, which is paired" in str(ejkernel.explain("toy", x, cfg=cfg))
+    assert "backward part has no meaning for private, which is paired" in str(ejkernel.explain("toy", x, cfg=cfg))
 
 
 def test_a_pair_on_eight_devices_takes_the_configuration_of_a_shard(use, chain):
-    use(toy.plugin(pocketed.implementation(paired=True)))
+    use(toy.plugin(private_residuals.implementation()))
     mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("d",)), jax.sharding.PartitionSpec("d")
     made = ejkernel.explain("toy", jnp.ones((16, 8)), mesh=mesh, in_specs=(spec,), out_specs=spec)
 

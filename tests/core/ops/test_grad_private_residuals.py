@@ -1,9 +1,9 @@
-"""A pocket reaches the backward function of the implementation that made it, under all of JAX, and no other."""
+"""Private residuals reach the backward function of the paired implementation that made them, under all of JAX."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pocketed
+import private_residuals
 import pytest
 import toy
 from jax.sharding import Mesh, PartitionSpec
@@ -13,13 +13,11 @@ from ejkernel.ops import Pullback, overlay_cache
 from ejkernel_conformance import checks
 from ejkernel_conformance.subjects import Subject
 
-PAIRED = pytest.mark.parametrize("paired", [False, True], ids=["apart", "pair"])
-
 
 @pytest.fixture(autouse=True)
 def notes():
     toy.SEEN.clear()
-    pocketed.POCKETS.clear()
+    private_residuals.PRIVATE.clear()
 
 
 def loss(x, chain):
@@ -27,26 +25,24 @@ def loss(x, chain):
 
 
 def given() -> list[bool]:
-    """Whether each backward trace had a pocket."""
-    return [pocket is not None for _, pocket in pocketed.POCKETS]
+    """Whether each backward trace had private residuals."""
+    return [private is not None for private in private_residuals.PRIVATE]
 
 
 def rows(count: int = 4) -> jax.Array:
     return jnp.arange(count * 8.0).reshape(count, 8) / 8
 
 
-@PAIRED
-def test_the_backward_function_of_the_same_implementation_gets_the_pocket(use, chain, paired):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
+def test_the_backward_function_of_the_same_implementation_gets_them(use, chain):
+    use(toy.plugin(private_residuals.implementation()))
 
     np.testing.assert_allclose(jax.grad(loss)(rows(), chain), 3 * rows() ** 2, rtol=1e-6)
     assert given() == [True]
 
 
-@PAIRED
 @pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
-def test_checkpointing(use, chain, paired, policy):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
+def test_checkpointing(use, chain, policy):
+    use(toy.plugin(private_residuals.implementation()))
     kept = jax.checkpoint(lambda x: loss(jnp.sin(x), chain), policy=getattr(jax.checkpoint_policies, policy))
 
     want = 3 * jnp.sin(rows()) ** 2 * jnp.cos(rows())
@@ -55,9 +51,8 @@ def test_checkpointing(use, chain, paired, policy):
     assert all(given())
 
 
-@PAIRED
-def test_vmap_over_and_under_the_gradient(use, chain, paired):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
+def test_vmap_over_and_under_the_gradient(use, chain):
+    use(toy.plugin(private_residuals.implementation()))
     many = jnp.stack([rows(), rows() + 1, rows() - 2])
 
     np.testing.assert_allclose(jax.vmap(lambda x: jax.grad(loss)(x, chain))(many), 3 * many**2, rtol=1e-6)
@@ -66,9 +61,8 @@ def test_vmap_over_and_under_the_gradient(use, chain, paired):
     assert all(given())
 
 
-@PAIRED
-def test_shard_map_over_eight_devices(use, chain, paired):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
+def test_shard_map_over_eight_devices(use, chain):
+    use(toy.plugin(private_residuals.implementation()))
     mesh, spec = Mesh(np.array(jax.devices()[:8]), ("d",)), PartitionSpec("d")
     x = rows(16)
 
@@ -82,9 +76,8 @@ def test_shard_map_over_eight_devices(use, chain, paired):
     assert all(given())
 
 
-@PAIRED
-def test_scan_over_layers(use, chain, paired):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
+def test_scan_over_layers(use, chain):
+    use(toy.plugin(private_residuals.implementation()))
 
     def layers(x):
         return jax.lax.scan(lambda x, _: (call(x, power=2, chain=chain), None), x, None, length=3)[0].sum()
@@ -95,9 +88,8 @@ def test_scan_over_layers(use, chain, paired):
     assert all(given())
 
 
-@PAIRED
-def test_an_exported_gradient(use, chain, paired):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
+def test_an_exported_gradient(use, chain):
+    use(toy.plugin(private_residuals.implementation()))
     exported = jax.export.export(jax.jit(lambda x: loss(x, chain)))(rows())
     blob = exported.serialize(vjp_order=1)
     again = jax.export.deserialize(blob)
@@ -109,9 +101,8 @@ def test_an_exported_gradient(use, chain, paired):
     assert all(given())
 
 
-@PAIRED
-def test_donated_buffers(use, chain, paired):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
+def test_donated_buffers(use, chain):
+    use(toy.plugin(private_residuals.implementation()))
     step = jax.jit(lambda x: x - 0.1 * jax.grad(loss)(x, chain), donate_argnums=0)
     x, want = rows(), rows()
     for _ in range(3):
@@ -120,52 +111,32 @@ def test_donated_buffers(use, chain, paired):
     assert all(given())
 
 
-@pytest.mark.parametrize("refuses", ["forward", "backward"])
-def test_another_implementation_never_sees_it(use, chain, refuses):
-    """The forward passes through one implementation and the backward through another, either way around."""
-    own = {"gradients": frozenset()} if refuses == "backward" else {}
-    first = pocketed.implementation(priority=1, **own)
-    other = toy.implementation("other", backward="pocketed:other_backward")
-    use(toy.plugin(first, other))
+def test_without_paired_they_are_a_reported_mistake(use, chain):
+    """Nothing would read them where the backward pass is another implementation's."""
+    use(toy.plugin(private_residuals.implementation(paired=False)))
 
-    np.testing.assert_allclose(jax.grad(loss)(rows(), chain), 3 * rows() ** 2, rtol=1e-6)
-    assert given() == [refuses == "forward"]
+    with pytest.raises(ValueError, match="private: its forward function returned private residuals"):
+        call(rows(), chain=chain)
+    with pytest.raises(ValueError, match="private: its forward function returned private residuals"):
+        jax.grad(loss)(rows(), chain)
 
 
-def test_a_backward_pass_from_elsewhere_works_from_the_residuals(use, chain):
-    plain = toy.implementation("plain", priority=1, backward=None, gradients=frozenset())
-    use(toy.plugin(plain, pocketed.implementation()))
-
-    np.testing.assert_allclose(jax.grad(loss)(rows(), chain), 3 * rows() ** 2, rtol=1e-6)
-    assert pocketed.POCKETS == [("pocket", None)]
-
-
-@pytest.mark.parametrize("paired", [False, True], ids=["apart", "pair"])
-def test_conformance_checks_it(use, paired):
-    use(toy.plugin(pocketed.implementation(paired=paired)))
-    subject = Subject(op=toy.OP, implementation=pocketed.implementation(paired=paired), case=toy.OP.cases[0])
+def test_conformance_checks_it(use):
+    use(toy.plugin(private_residuals.implementation()))
+    subject = Subject(op=toy.OP, implementation=private_residuals.implementation(), case=toy.OP.cases[0])
 
     checks.check_shapes(subject)
     checks.check_gradients(subject)
-    checks.check_gradients_after_another(subject)
     checks.check_vmap(subject)
-    checks.check_candidate(subject, "both" if paired else "forward", pocketed.candidates(None, None, "both")[0])
+    checks.check_candidate(subject, "both", private_residuals.candidates(None, None, "both")[0])
 
 
-def test_conformance_finds_a_backward_that_cannot_do_without_it(use):
-    broken = pocketed.implementation(backward="pocketed:pair_backward")
-    use(toy.plugin(broken))
-
-    with pytest.raises(AttributeError, match="chunks"):
-        checks.check_gradients_after_another(Subject(op=toy.OP, implementation=broken, case=toy.OP.cases[0]))
-
-
-def test_a_pullback_has_no_pocket_unless_it_is_given():
-    assert Pullback(record=0, residuals=(), output=0, cotangent=0, wanted=frozenset()).pocket is None
+def test_a_pullback_has_none_unless_they_are_given():
+    assert Pullback(record=0, residuals=(), output=0, cotangent=0, wanted=frozenset()).private_residuals is None
 
 
 def test_the_backward_pass_has_the_pairs_configuration_outside_of_the_block_that_gave_it(use, chain):
-    use(toy.plugin(pocketed.implementation(paired=True)))
+    use(toy.plugin(private_residuals.implementation()))
     with overlay_cache({"toy": toy.ToyConfig(fwd_params=toy.FwdParams(q_blocksize=2))}):
         _, pull = jax.vjp(lambda x: call(x, power=3, chain=chain), rows())
 

@@ -5,22 +5,22 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pocketed
+import private_residuals
 import pytest
 import toy
 
 from ejkernel.ops import NoImplementationError, Pullback
-from ejkernel.ops.nested import Nested
+from ejkernel.ops.nested import dispatched_backward, dispatched_forward
 
 
 def passes(x):
     """Output and gradient of a record of the toy operation."""
     record = toy.OP.lower(toy.OP.arguments(x=x, power=3))
-    output, residuals = Nested("toy").forward(record)
+    output, residuals = dispatched_forward("toy", record)
     pullback = Pullback(
         record=record, residuals=residuals, output=output, cotangent=jnp.ones_like(output), wanted=frozenset({"x"})
     )
-    return output, Nested("toy").backward(pullback)["x"]
+    return output, dispatched_backward("toy", pullback)["x"]
 
 
 def kernels(x):
@@ -38,14 +38,14 @@ def test_both_passes_go_to_the_best_implementation(use, x):
 
 
 def test_paired_implementations_are_passed_over(use, x):
-    """They need a pocket, which has no place in another kernel's residuals."""
-    use(toy.plugin(pocketed.implementation(paired=True, priority=1), toy.implementation("other")))
+    """They need private residuals, which have no place in another kernel's residuals."""
+    use(toy.plugin(private_residuals.implementation(priority=1), toy.implementation("other")))
 
     assert kernels(x) == [("backward", "other"), ("forward", "other")]
 
 
 def test_nobody_left_is_an_error_with_the_table(use, x):
-    use(toy.plugin(pocketed.implementation(paired=True, priority=1)))
+    use(toy.plugin(private_residuals.implementation(priority=1)))
 
     with pytest.raises(NoImplementationError, match="paired, and the passes of this call are chosen apart"):
         passes(x)

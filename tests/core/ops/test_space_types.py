@@ -102,7 +102,7 @@ def loops():
         own_types.SPACE,
         backward=TwoLoops,
         heuristic=lambda record, device, direction: LOOPS,
-        faces={"q_blocksize": ("dkv.rows", "dq.rows"), "num_stages": ("dkv.stages", "dq.stages")},
+        public_fields={"q_blocksize": ("dkv.rows", "dq.rows"), "num_stages": ("dkv.stages", "dq.stages")},
     )
 
 

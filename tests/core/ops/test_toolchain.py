@@ -37,7 +37,7 @@ def test_the_next_jax_refuses_kernels_that_reach_into_it_and_leaves_xla(monkeypa
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.13.0" if name == "jax" else real(name))
     needs = {one.name: one.requires.modules for one in registry().implementations["flash_attention"]}
-    for name in ("triton", "mosaic_gpu", "pallas_tpu"):
+    for name in ("triton", "mosaic_gpu", "mosaic_tpu"):
         assert "module jax 0.13.0 is installed, needs >=0.10,<0.13" in [lacking(module) for module in needs[name]]
     assert needs["xla"] == ()
 

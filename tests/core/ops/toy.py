@@ -161,8 +161,10 @@ def candidates(blocks: Blocks) -> Callable[..., tuple[Any, ...]]:
 
 def space(heuristic: Callable[..., Any], candidates: Callable[..., Any]) -> ConfigSpace:
     """The configurations of kernels that have two of the public fields for their own."""
-    faces = {name: name for name in ("q_blocksize", "kv_blocksize")}
-    return ConfigSpace(heuristic=heuristic, candidates=candidates, forward=FwdParams, backward=BwdParams, faces=faces)
+    public = {name: name for name in ("q_blocksize", "kv_blocksize")}
+    return ConfigSpace(
+        heuristic=heuristic, candidates=candidates, forward=FwdParams, backward=BwdParams, public_fields=public
+    )
 
 
 def implementation(

@@ -10,7 +10,7 @@ from ejkernel.ops.plugins import registry
 from ejkernel_pallas.tpu.interpret import VARIABLE
 
 # The numbers of every field are in `tiled_attention/test_values.py`; here is what only the suite asks, on few cases.
-# All of it runs with the same variable: `pytest --pyargs ejkernel_conformance --ejk-impl pallas_tpu`.
+# All of it runs with the same variable: `pytest --pyargs ejkernel_conformance --ejk-impl mosaic_tpu`.
 TILED = ("flash_attention", "blocksparse_attention", "scaled_dot_product_attention")
 PAGED = ("ragged_page_attention_v3", "page_attention")
 PARTS = {
@@ -28,7 +28,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     ops, tests = PARTS[part]
-    run_suite("--ejk-impl=pallas_tpu", "-k", tests, *(f"--ejk-op={op}" for op in ops))
+    run_suite("--ejk-impl=mosaic_tpu", "-k", tests, *(f"--ejk-op={op}" for op in ops))
 
 
 @pytest.mark.design

@@ -28,7 +28,7 @@ def record(groups, shape=(300, 200, 140), matrices=None, dtype="float32", **fiel
         rhs = normal(e, n, k) if made.get("transpose_rhs") else normal(e, k, n)
     sizes = jnp.asarray(groups, jnp.int32)
     made.setdefault("out_dtype", jnp.dtype("float32"))
-    return GroupedMatmul(lhs=normal(m, k), rhs=rhs, group_sizes=sizes, **made)
+    return GroupedMatmul(lhs=normal(m, k), rhs=rhs, group_sizes=sizes, **made, left_over="zero")
 
 
 def normal(*size, dtype="float32"):

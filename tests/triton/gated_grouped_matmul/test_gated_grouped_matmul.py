@@ -33,6 +33,7 @@ def test_the_kernel_fits_the_chip_and_spills_nothing(chip, rows, dtype):
         rhs=shape((128, 2048, 1536), dtype),
         group_sizes=shape((128,), jnp.int32),
         indices=shape((rows,), jnp.int32),
+        left_over="zero",
     )
     with target_device(device), launch.collected() as calls:
         tiles = config.heuristic(record, device, "forward")

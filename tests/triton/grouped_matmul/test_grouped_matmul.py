@@ -43,6 +43,7 @@ def bytes_of(blocks=1, rows=32768, precision=None):
         rhs_scale=SHAPE((groups, blocks, 1, width), jnp.float32),
         transpose_rhs=True,
         precision=precision,
+        left_over="zero",
     )
 
 
@@ -58,6 +59,7 @@ def record_of(rows=32768, dtype="bfloat16", stored=None, blocks=0, beside=False,
         rhs_bias=SHAPE((groups, 1, width), dtype) if beside else None,
         existing_out=SHAPE((rows, width), dtype) if beside else None,
         precision=precision,
+        left_over="zero",
     )
 
 

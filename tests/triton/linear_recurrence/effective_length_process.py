@@ -44,14 +44,14 @@ def checked(record, forward, backward, heuristic):
     @jax.jit
     def run(record):
         with differentiating():
-            output, residuals, pocket = forward(record, chosen)
+            output, residuals, private = forward(record, chosen)
         start = Pullback(
             record=record,
             residuals=residuals,
             output=output,
             cotangent=cotangent,
             wanted=frozenset(names),
-            pocket=pocket,
+            private_residuals=private,
         )
         return output, backward(start, chosen)
 

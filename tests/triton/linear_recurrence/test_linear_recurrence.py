@@ -23,7 +23,7 @@ from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.linear_recurrence.delta import forward as delta_forward
 
 VALUES = "(test_value and not shapes and not residuals and not eager)"
-GRADIENTS = "(test_gradients and not after_another)"
+GRADIENTS = "test_gradients"
 GATED = ("gated_linear_attention",)
 # Gradients show the numbers of both passes.
 PARTS = {
@@ -79,9 +79,14 @@ def launches_of(record, device):
 
     def run(record):
         with differentiating():
-            output, residuals, pocket = forward(record, chosen)
+            output, residuals, private = forward(record, chosen)
         start = Pullback(
-            record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
+            record=record,
+            residuals=residuals,
+            output=output,
+            cotangent=output,
+            wanted=wanted,
+            private_residuals=private,
         )
         return backward(start, chosen)
 
@@ -166,9 +171,14 @@ def delta_launches(record, chip, chosen):
     wanted = frozenset(name for name in names if getattr(record, name) is not None)
 
     def run(record):
-        output, residuals, pocket = delta_forward.forward(record, chosen)
+        output, residuals, private = delta_forward.forward(record, chosen)
         start = Pullback(
-            record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
+            record=record,
+            residuals=residuals,
+            output=output,
+            cotangent=output,
+            wanted=wanted,
+            private_residuals=private,
         )
         return delta_backward.backward(start, chosen)
 

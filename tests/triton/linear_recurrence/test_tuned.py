@@ -96,9 +96,14 @@ def test_the_kernels_fit_the_chip_and_spill_nothing():
     wanted = frozenset({"query", "key", "value", "decay"})
 
     def both(record):
-        output, residuals, pocket = kernels.function("forward")(record, part)
+        output, residuals, private = kernels.function("forward")(record, part)
         start = Pullback(
-            record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, pocket=pocket
+            record=record,
+            residuals=residuals,
+            output=output,
+            cotangent=output,
+            wanted=wanted,
+            private_residuals=private,
         )
         return kernels.function("backward")(start, part)
 

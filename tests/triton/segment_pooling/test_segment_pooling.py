@@ -19,7 +19,7 @@ from ejkernel_triton.segment_pooling import config
 from ejkernel_triton.segment_pooling.backward import backward
 from ejkernel_triton.segment_pooling.forward import forward
 
-CHIPS = {
+GPUS = {
     "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
     "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
     "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
@@ -58,14 +58,14 @@ def record_of(kind, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(
     ("chip", "kind", "dtype"),
     [
-        *((chip, "documents", jnp.bfloat16) for chip in CHIPS),
+        *((chip, "documents", jnp.bfloat16) for chip in GPUS),
         ("sm_90", "documents", jnp.float32),
         ("sm_90", "padded rows", jnp.bfloat16),
         ("sm_80", "chunks", jnp.bfloat16),
     ],
 )
 def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
-    device, record = CHIPS[chip], record_of(kind, dtype)
+    device, record = GPUS[chip], record_of(kind, dtype)
 
     def run(record):
         output, residuals = forward(record, config.heuristic(record, device, "forward"))
@@ -81,13 +81,13 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
     for call in calls:
         took = ahead.compile_for(call, chip)
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.CHIPS[chip].shared_memory
+        assert took.shared <= chips.GPUS[chip].shared_memory
         if chip.startswith("sm_") and took.kernel != "split_combine_kernel":
             assert "global.v4" in took.assembly, took.kernel
 
 
 def test_kernels_are_taken_before_xla():
-    op, device = registry().ops["mean_pooling"], CHIPS["sm_90"]
+    op, device = registry().ops["mean_pooling"], GPUS["sm_90"]
     for direction in ("forward", "backward"):
         found = dispatch.choose(op, record_of("documents"), device, "auto", direction)
         names = [verdict.implementation.name for verdict in found.verdicts]
@@ -95,7 +95,7 @@ def test_kernels_are_taken_before_xla():
 
 
 def test_candidates_that_load_ahead_spill_nothing():
-    device, record = CHIPS["sm_90"], record_of("documents")
+    device, record = GPUS["sm_90"], record_of("documents")
     for tiles in (x for x in config.candidates(record, device, "forward") if x.prefetch):
         with target_device(device), launch.collected() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles), record)

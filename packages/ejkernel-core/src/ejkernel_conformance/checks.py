@@ -20,7 +20,6 @@ from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.model import Op
 from ejkernel.ops.params import Direction
-from ejkernel.types.pullback import Pullback
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_close, assert_gradients_close, assert_same_bits, assert_same_shapes
 from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs, pinned_plan, refusal
@@ -78,37 +77,6 @@ def check_gradients(subject: Subject) -> None:
     _, got = running.forward_and_backward(subject)(subject.args, cotangent)
     _, want = running.expected(subject.op, subject.case)
     assert_gradients_close(got, want, subject.tolerance, str(subject))
-
-
-def check_gradients_after_another(subject: Subject) -> None:
-    """Where it is not paired, its backward pass needs no pocket: the family's residuals are enough.
-
-    Nothing is run for an implementation whose forward pass leaves no pocket: `check_residuals` and `check_gradients`
-    have shown the same of it.
-    """
-    op, implementation = subject.op, subject.implementation
-    plan = pinned_plan(op, implementation)
-    if implementation.paired or implementation.backward is None:
-        return
-    if not jax.tree.leaves(jax.eval_shape(plan.forward, subject.record).pocket):
-        return
-    wanted = differentiable_fields(op.family, subject.record)
-    choice = plan.choose(subject.record, "backward", wanted)
-    cotangent = running.normal_like(jax.eval_shape(op.family.reference, subject.record)[0])
-    output, residuals = running.family_answer(op, subject.case)
-
-    def pull(record: Any, output: Any, residuals: Any, cotangent: Any) -> dict[str, Any]:
-        made = {"output": output, "residuals": residuals, "cotangent": cotangent}
-        found = plan.backward(Pullback(record=record, wanted=wanted, **made), choice)
-        return {name: found[name] for name in wanted}
-
-    def value(fields: dict[str, Any]) -> Any:
-        return op.family.reference(dataclasses.replace(subject.record, **fields))[0]
-
-    got = jax.jit(pull)(subject.record, output, residuals, cotangent)
-    given = {name: getattr(subject.record, name) for name in wanted}
-    want = running.on_cpu(lambda fields, cotangent: jax.vjp(value, fields)[1](cotangent)[0])(given, cotangent)
-    assert_gradients_close(got, want, subject.tolerance, f"{subject}, after another's forward pass")
 
 
 def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:

@@ -9,9 +9,3 @@ from ejkernel_conformance.subjects import Subject
 def test_gradients(ejk_differentiable: Subject) -> None:
     """Gradients of every floating argument, at once."""
     checks.check_gradients(ejk_differentiable)
-
-
-@unless(refused("forward", "backward"))
-def test_gradients_after_another(ejk_differentiable: Subject) -> None:
-    """Gradients of the family's record, from the residuals that another implementation's forward pass leaves."""
-    checks.check_gradients_after_another(ejk_differentiable)

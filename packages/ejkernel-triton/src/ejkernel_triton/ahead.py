@@ -14,8 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.ops.chips import gpu_named
 from ejkernel_triton import _compat
-from ejkernel_triton.chips import named
 from ejkernel_triton.launch import Launch
 
 POINTERS = {
@@ -57,7 +57,7 @@ def shared_memory(call: Launch, chip: str) -> int:
 
     Args:
         call: From `launch.collected`.
-        chip: A name in `ejkernel_triton.chips.CHIPS`.
+        chip: A name in `ejkernel.ops.chips.GPUS`.
 
     Raises:
         ValueError: The chip is not known.
@@ -75,14 +75,14 @@ def compile_for(call: Launch, chip: str) -> Resources:
 
     Args:
         call: From `launch.collected`.
-        chip: A name in `ejkernel_triton.chips.CHIPS`.
+        chip: A name in `ejkernel.ops.chips.GPUS`.
 
     Raises:
         ValueError: The chip is not known.
     """
     from triton.compiler import ASTSource, compile
 
-    nvidia = named(chip).vendor == "nvidia"
+    nvidia = gpu_named(chip).vendor == "nvidia"
     with _compat.cache_folder():
         compiled: Any = compile(_source(call, ASTSource), _target(chip), _options(call))
     registers, spilled = _usage(compiled.asm["cubin"]) if nvidia else _amd_usage(compiled.asm["amdgcn"])
@@ -126,7 +126,7 @@ def mixed_lanes(ptx: str) -> list[str]:
 def _target(chip: str) -> Any:
     from triton.backends.compiler import GPUTarget
 
-    known = named(chip)
+    known = gpu_named(chip)
     # A target needs the threads per warp: 32 on NVIDIA's chips, 64 on CDNA.
     return GPUTarget("cuda", known.capability, 32) if known.vendor == "nvidia" else GPUTarget("hip", chip, 64)
 

@@ -12,8 +12,11 @@ piece; the compiler drops the one that is not used. It is a plain tuple because 
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from ejkernel.arithmetic import LN2 as LN2_VALUE
+from ejkernel.arithmetic import LOG2E as LOG2E_VALUE
+
+LOG2E = tl.constexpr(LOG2E_VALUE)
+LN2 = tl.constexpr(LN2_VALUE)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ DTYPES = frozenset({"float16", "bfloat16", "float32"})
 
 
 def triton_requires(
-    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]], head_dims: range | None = None
+    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]] = lambda record: (), head_dims: range | None = None
 ) -> Requires:
     """Returns the requirements: GPUs from Ampere on and AMD's, or CPUs if Triton's interpreter is enabled.
 

@@ -1,14 +1,4 @@
-"""Arithmetic of tile sizes, and constants of exponentials."""
-
-import math
-
-LOG2E = math.log2(math.e)
-"""Kernels compute exp(x) as exp2(LOG2E x)."""
-
-
-def ceil_div(size: int, block: int) -> int:
-    """Returns the number of blocks of a length that cover a size."""
-    return -(-size // block)
+"""Powers of two that tiles have for sizes."""
 
 
 def padded(size: int, least: int = 1) -> int:

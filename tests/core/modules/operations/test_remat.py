@@ -10,7 +10,7 @@ import pytest
 from ejkernel.modules import flash_attention, gla_attention
 
 KEEP = jax.checkpoint_policies.save_only_these_names
-NAMES = ("ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_pocket")
+NAMES = ("ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_private")
 
 
 def normal(*shape):

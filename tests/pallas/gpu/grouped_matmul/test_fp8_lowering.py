@@ -26,6 +26,7 @@ def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=
         rhs_scale=SHAPE((5, blocks[1], 1, width), jnp.bfloat16),
         transpose_rhs=True,
         precision=precision,
+        left_over="zero",
     )
 
 

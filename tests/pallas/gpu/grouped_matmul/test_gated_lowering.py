@@ -24,6 +24,7 @@ def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, activati
         group_sizes=SHAPE((5,), jnp.int32),
         indices=None if rows is None else SHAPE((rows,), jnp.int32),
         activation=activation,
+        left_over="zero",
     )
 
 

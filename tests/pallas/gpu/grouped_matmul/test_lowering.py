@@ -24,6 +24,7 @@ def make(rows=520, depth=128, width=320, transposed=False, out=jnp.bfloat16, dty
         group_sizes=SHAPE((5,), jnp.int32),
         out_dtype=jnp.dtype(out),
         transpose_rhs=transposed,
+        left_over="zero",
     )
 
 

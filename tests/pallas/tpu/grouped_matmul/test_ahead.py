@@ -34,6 +34,7 @@ def record(m, k, n, e, rhs="bfloat16", blocks=0, transpose=False, dtype="bfloat1
         rhs_scale=shaped((e, blocks, 1, n), "float32") if blocks else None,
         rhs_bias=shaped((e, 1, n), dtype),
         transpose_rhs=transpose,
+        left_over="zero",
     )
 
 
@@ -75,6 +76,7 @@ def model(target):
         rhs=shaped((8, 1024, 512)),
         group_sizes=np.full(8, 512, np.int32),
         out_dtype=jnp.dtype("bfloat16"),
+        left_over="zero",
     )
     device = DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[target].kind)
 
@@ -140,7 +142,7 @@ def test_an_exported_call_is_loaded_and_lowered_again():
     made, sizes = RECORDS["bfloat16"], jax.ShapeDtypeStruct((3,), "int32")
 
     def multiply(lhs, rhs, groups):
-        record = GroupedMatmul(lhs=lhs, rhs=rhs, group_sizes=groups, out_dtype=jnp.dtype("float32"))
+        record = GroupedMatmul(lhs=lhs, rhs=rhs, group_sizes=groups, out_dtype=jnp.dtype("float32"), left_over="zero")
         return forward(record, SMALL)[0]
 
     exported = jax.export.export(jax.jit(multiply), platforms=["tpu"])(made.lhs, made.rhs, sizes)

@@ -26,7 +26,7 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
     assert file.parent.name in {chip.kind.replace(" ", "_") for chip in CHIPS.values()}
     for key, entry in decode(file.read_bytes()).items():
         _, implementation, _, device, schema, _, _ = key.split(" | ")
-        assert (implementation, device.replace(" ", "_")) == ("pallas_tpu", file.parent.name)
+        assert (implementation, device.replace(" ", "_")) == ("mosaic_tpu", file.parent.name)
         assert schema == schema_hash(TpuMatmul)
         fitting(blocks_of(as_part(entry, TpuMatmul, key)), 2**20, 2**20)
 

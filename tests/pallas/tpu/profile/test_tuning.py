@@ -44,8 +44,8 @@ def faked(monkeypatch):
 
 def test_predictions_are_stored_and_exported_under_the_devices_name(run, faked, tmp_path):
     output = run(*SHAPES, "--target", "v6e", "--export", str(tmp_path / "tuned"))
-    assert "grouped_matmul, forward, pallas_tpu predicted for TPU v6 lite" in output
-    assert "grouped_matmul, backward, pallas_tpu predicted for TPU v6 lite" in output
+    assert "grouped_matmul, forward, mosaic_tpu predicted for TPU v6 lite" in output
+    assert "grouped_matmul, backward, mosaic_tpu predicted for TPU v6 lite" in output
     assert "no room" in output
     assert "ended without a report" in output
     table = json.loads((tmp_path / "tuned" / "TPU_v6_lite" / "grouped_matmul.json").read_text())["entries"]
@@ -56,7 +56,7 @@ def test_predictions_are_stored_and_exported_under_the_devices_name(run, faked, 
     args = OP.arguments(**{name: _shape(text) for name, text in _given().items()})
     with target_device(targets()["v6e"].device):
         choice = decide(OP, args, chain=ConfigSelectorChain(persistent=store)).forward
-    assert (choice.implementation.name, choice.tier, choice.config.block_n) == ("pallas_tpu", "heuristics", 512)
+    assert (choice.implementation.name, choice.tier, choice.config.block_n) == ("mosaic_tpu", "heuristics", 512)
 
 
 def _given():

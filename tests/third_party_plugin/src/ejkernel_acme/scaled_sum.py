@@ -164,5 +164,7 @@ IMPLEMENTATION = Implementation(
         dtypes=frozenset({"float32", "float64"}),
         handles=frozenset({"weights", "scale"}),
     ),
-    config=ConfigSpace(heuristic=_rule, candidates=_candidates, forward=SumPieces, faces={"pieces": "num_pieces"}),
+    config=ConfigSpace(
+        heuristic=_rule, candidates=_candidates, forward=SumPieces, public_fields={"pieces": "num_pieces"}
+    ),
 )

@@ -82,8 +82,7 @@ def _kernel_programs(plan: CallPlan, record: Any, choice: Choice) -> Iterator[Pr
         if not grad_fields or follower is None:
             continue
         back_piece, pull = _kernel(plan, record, _pinned(backward, follower))
-        same_kernel = follower.implementation is verdict.implementation
-        both = functools.partial(_output_and_gradients, forward, pull, grad_fields, same_kernel)
+        both = functools.partial(_output_and_gradients, forward, pull, grad_fields)
         names = " + ".join(dict.fromkeys((name, follower.implementation.name)))
         config = config if follower.implementation.paired else f"{config}; {given_values(back_piece)}"
         yield Program(implementation=names, passes=PASSES[1], config=config, function=both)
@@ -107,14 +106,13 @@ def _output(forward: Any, record: Any) -> Any:
 
 
 def _output_and_gradients(
-    forward: Any, pull: Any, grad_fields: frozenset[str], same_kernel: bool, record: Any
+    forward: Any, pull: Any, grad_fields: frozenset[str], record: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the output, and the gradients of its sum; `same_kernel` if one implementation runs both passes."""
+    """Returns the output, and the gradients of its sum."""
     results = Results(*forward(record))
-    results, output = results if same_kernel else results._replace(pocket=None), results.output
-    cotangent = jax.tree.map(jnp.ones_like, output)
+    cotangent = jax.tree.map(jnp.ones_like, results.output)
     saved = Pullback(record=record, cotangent=cotangent, wanted=grad_fields, **results._asdict())
-    return output, {name: gradient for name, gradient in pull(saved).items() if name in grad_fields}
+    return results.output, {name: gradient for name, gradient in pull(saved).items() if name in grad_fields}
 
 
 def _pinned(choice: Choice, verdict: Verdict) -> Choice:

@@ -55,8 +55,6 @@ class Family:
         lse: Axis letters of the residuals' lse, which operations with `return_lse` return with the output; None
             where the residuals have none, or the output has it already.
         unsplit: What to do instead, for letters that cannot be split; the message of a call that splits them ends so.
-        permissions: Optional record fields that allow something and ask for nothing. An implementation need not handle
-            them: what it does without them serves the call too.
         requests: Record -> how its arrays belong to the requests that the call serves, in one or several ways, each as
             `ejkernel.planning.requests` describes it; None where the requests are the rows of axis `b` and their
             segments. What one request holds never reaches another: the conformance suite poisons it.
@@ -75,7 +73,6 @@ class Family:
     aligned: tuple[tuple[str, str], ...] = ()
     localise: Callable[[Any, Mapping[str, Any]], Any] = _as_it_is
     lse: str | None = None
-    permissions: frozenset[str] = frozenset()
     unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
     isolate: Isolation | None = None

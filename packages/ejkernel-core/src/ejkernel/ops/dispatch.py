@@ -348,7 +348,7 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
         if bad:
             yield f"head size {', '.join(map(str, bad))} is not in {requires.head_dims}"
     for name in non_default_fields(record):
-        if name not in requires.handles | family.permissions:
+        if name not in requires.handles:
             yield f"{name} is not handled"
     symbolic = {name: x.shape for name, x in array_fields(record).items() if _is_symbolic(x)}
     if symbolic and not requires.symbolic:
@@ -357,11 +357,18 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
     empty = [
         name for name, x in array_fields(record).items() if any(size == 0 for size in x.shape if type(size) is int)
     ]
-    # What runs on every device is XLA's programs, which have no grid to be empty.
-    if empty and "cpu" not in requires.devices:
+    if empty and not _has_no_grid(requires.devices):
         yield f"{empty[0]} is empty"
         return
     yield from requires.extra(record)
+
+
+def _has_no_grid(devices: frozenset[str]) -> bool:
+    """Returns whether an implementation is XLA's programs, not a kernel with a grid, which must not be empty.
+
+    XLA's run on CPUs and on all GPUs, or on CPUs alone; kernels run on CPUs only where they are interpreted.
+    """
+    return "cpu" in devices and ("gpu" in devices or len(devices) == 1)
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Gradients, once for every operation.
 
 The forward and the backward implementation are chosen separately, unless they are a pair. What connects them is the
-family's residual type; private residuals (`pocket`) reach the backward function of the same implementation alone.
+family's residual type; private residuals reach the backward function of the same implementation alone, which is paired.
 """
 
 import dataclasses
@@ -100,7 +100,8 @@ class CallPlan:
         """
         choice = self.choose(record, "forward") if choice is None else choice
         isolate = None if self.op.padding_only or not self.isolates else self.op.family.isolate
-        return Results(*self._apply(choice, record if isolate is None else isolate.record(record)))
+        results = Results(*self._apply(choice, record if isolate is None else isolate.record(record)))
+        return _checked(choice, results)
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
         """`run(argument)`, the forward pass of a record or the backward pass of a pullback, for a second derivative.
@@ -130,19 +131,29 @@ class CallPlan:
         return self._apply(choice, pullback if isolate is None else isolate.pullback(pullback))
 
 
+def _checked(choice: Choice, results: Results) -> Results:
+    """Returns the results of a forward pass.
+
+    Raises:
+        ValueError: An implementation that is not paired returned private residuals, which nothing would read.
+    """
+    if results.private_residuals is not None and choice.implementation and not choice.implementation.paired:
+        name = choice.implementation.name
+        raise ValueError(f"{name}: its forward function returned private residuals, which wants paired=True")
+    return results
+
+
 @arguments
 class _Saved:
     """What a forward pass leaves for the backward pass.
 
     Attributes:
         pullback: The argument of the backward function, without the cotangent.
-        owner: Name of the implementation whose backward function may read the private residuals.
-        config: The configuration that a paired implementation has for both passes. It is not asked for again: the
-            backward pass may be traced outside of the block that gave it.
+        config: The configuration that a paired implementation has for both passes, which its private residuals depend
+            on. It is not asked for again: the backward pass may be traced outside of the block that gave it.
     """
 
     pullback: Pullback
-    owner: str = static()
     config: Any = static(None)
 
 
@@ -163,21 +174,17 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
         raise NoImplementationError(backward)
     forward = plan.configured(forward, record)
     with differentiating():
-        output, residuals, pocket = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
+        results = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
     assert forward.implementation is not None  # it has run
-    if backward.implementation is not forward.implementation:
-        pocket = None  # no other kernel's backward may read it, so it is not kept either
     # The caller gets the named output: a layer that read another would have the kernel run again.
-    output, residuals, pocket = _named(Results(output, residuals, pocket))
-    pullback = Pullback(
-        record=record, residuals=residuals, output=output, cotangent=None, wanted=grad_fields, pocket=pocket
-    )
+    results = _named(results)
+    pullback = Pullback(record=record, cotangent=None, wanted=grad_fields, **results._asdict())
     config = forward.config if forward.implementation.paired else None
-    result = (output, residuals.lse) if plan.returns_lse else output
-    return result, _Saved(pullback=pullback, owner=forward.implementation.name, config=config)
+    result = (results.output, results.residuals.lse) if plan.returns_lse else results.output
+    return result, _Saved(pullback=pullback, config=config)
 
 
-OUTPUT, LSE, STATE, POCKET = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_pocket"
+OUTPUT, LSE, STATE, PRIVATE = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_private"
 """Names by which policies of `jax.checkpoint` may keep the results of a forward pass."""
 
 
@@ -186,7 +193,7 @@ def _named(results: Results) -> Results:
     return Results(
         output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), results.output),
         residuals=jax.tree_util.tree_map_with_path(_named_residual, results.residuals),
-        pocket=jax.tree.map(functools.partial(checkpoint_name, name=POCKET), results.pocket),
+        private_residuals=jax.tree.map(functools.partial(checkpoint_name, name=PRIVATE), results.private_residuals),
     )
 
 
@@ -203,14 +210,12 @@ def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
     # The choice depends on shapes and the device alone, so it is the one that the forward pass made.
     _, backward = plan.pick_both(saved.record, saved.wanted)
-    same = backward.implementation is not None and backward.implementation.name == kept.owner
-    if same and kept.config is not None:
+    if kept.config is None:
+        backward = plan.configured(backward, saved.record)
+    else:
         # A paired kernel must use one configuration in both passes: its private residuals have its tile sizes.
         backward = dataclasses.replace(backward, config=kept.config)
-    else:
-        backward = plan.configured(backward, saved.record)
-    pocket = saved.pocket if same else None
-    pullback = dataclasses.replace(saved, cotangent=cotangent, pocket=pocket, lse_cotangent=lse_cotangent)
+    pullback = dataclasses.replace(saved, cotangent=cotangent, lse_cotangent=lse_cotangent)
     gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
     # To JAX, None is a cotangent of zeros of any dtype.
     cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}

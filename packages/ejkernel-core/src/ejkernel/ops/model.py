@@ -197,11 +197,11 @@ class Requires:
         min_compute_capability: Lowest NVIDIA compute capability.
         dtypes: Names of the accepted dtypes.
         head_dims: Container of accepted head sizes (a set or a range); None accepts all.
-        handles: Optional record fields it honours. A call that gives any other, but for the family's permissions, is
-            refused by that name. And `"lse_cotangent"`, where its backward pass honours that of the `Pullback`.
+        handles: Optional record fields it honours. A call that gives any other is refused by
+            that name. And `"lse_cotangent"`, where its backward pass honours that of the `Pullback`.
         symbolic: Whether sizes may be symbolic, as they can be in `jax.export`.
         extra: Record -> sentences saying why it cannot be served; empty if it can. Never raises, and is not asked
-            about symbolic sizes that are not accepted, nor, but for CPUs, about arrays that are empty.
+            about symbolic sizes that are not accepted, nor, of kernels, about empty arrays: dispatch refuses those.
     """
 
     devices: frozenset[str]
@@ -223,13 +223,13 @@ class Implementation:
         name: Unique among the implementations of an operation.
         platform: Toolchain: `"triton"`, `"pallas"`, `"cuda"` or `"xla"`, or a third party's own word.
         forward: `"module:function"`, called as `(record, config_part) -> (output, residuals)`, or `(output, residuals,
-            pocket)`: the residuals are the family's, and any backward of the family can use them; the pocket is any
-            tree of arrays that only `backward` of the same implementation is given, as `Pullback.pocket`.
+            private_residuals)` if `paired`: the residuals are the family's, and any backward of the family can use
+            them; private residuals are any tree of arrays that only `backward` of the same implementation is given.
         requires: What the forward pass needs.
         config: Its configurations; those of a kernel with nothing to choose unless given.
         backward: `"module:function"`, called as `(Pullback, config_part) -> {field: gradient}`; None leaves the
-            backward pass to another implementation of the same family. Unless `paired`, it must do without a pocket,
-            for the forward pass of another implementation may have run.
+            backward pass to another implementation of the same family. Unless `paired`, the forward pass of another
+            implementation may have run.
         gradients: Record fields `backward` gives a gradient for.
         backward_requires: What the backward pass needs, where that differs.
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device

@@ -1,6 +1,5 @@
 """Passes of one operation inside of another's kernels: whichever implementation serves them best."""
 
-import dataclasses
 from typing import Any
 
 from ejkernel.errors import NoImplementationError
@@ -12,45 +11,40 @@ from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 
 
-@dataclasses.dataclass(frozen=True)
-class Nested:
-    """An operation as a part of another's passes, which are differentiated by hand.
+def dispatched_forward(op: str, record: Any) -> tuple[Any, Any]:
+    """Returns the output and the residuals of a family record, which the caller's own backward pass hands on.
 
-    What connects the passes are the residuals of its family alone, so no paired implementation serves.
+    What connects the passes are the residuals of the family alone, so no paired implementation serves.
 
-    Attributes:
-        op: Its name.
+    Args:
+        op: Name of the operation.
+        record: The family record.
+
+    Raises:
+        NoImplementationError: No implementation serves it.
     """
-
-    op: str
-
-    def forward(self, record: Any) -> tuple[Any, Any]:
-        """Returns the output and the residuals of a family record.
-
-        Raises:
-            NoImplementationError: No implementation serves it.
-        """
-        plan = self._plan()
-        choice = exclude_paired(plan.pick(record, "forward"))
-        results = plan.forward(record, plan.configured(choice, record))
-        return results.output, results.residuals
-
-    def backward(self, pullback: Pullback) -> dict[str, Any]:
-        """Returns the wanted gradients of a family record, by field.
-
-        Raises:
-            NoImplementationError: No implementation serves it.
-        """
-        plan = self._plan()
-        choice = exclude_paired(plan.pick(pullback.record, "backward", pullback.wanted))
-        if choice.implementation is None:
-            raise NoImplementationError(choice)
-        return plan.backward(pullback, plan.configured(choice, pullback.record))
-
-    def _plan(self) -> CallPlan:
-        op = registry().ops[self.op]
-        return CallPlan(op=op, device=current_device(), platform="auto", cfg=None, chain=default_chain())
+    plan = _plan(op)
+    choice = exclude_paired(plan.pick(record, "forward"))
+    results = plan.forward(record, plan.configured(choice, record))
+    return results.output, results.residuals
 
 
-DISPATCHED = Nested("flash_attention")
-"""Tiled attention, by whichever implementation serves it best."""
+def dispatched_backward(op: str, pullback: Pullback) -> dict[str, Any]:
+    """Returns the wanted gradients of a family record, by field.
+
+    Args:
+        op: Name of the operation.
+        pullback: The record, and the output and residuals of `dispatched_forward`.
+
+    Raises:
+        NoImplementationError: No implementation serves it.
+    """
+    plan = _plan(op)
+    choice = exclude_paired(plan.pick(pullback.record, "backward", pullback.wanted))
+    if choice.implementation is None:
+        raise NoImplementationError(choice)
+    return plan.backward(pullback, plan.configured(choice, pullback.record))
+
+
+def _plan(op: str) -> CallPlan:
+    return CallPlan(op=registry().ops[op], device=current_device(), platform="auto", cfg=None, chain=default_chain())

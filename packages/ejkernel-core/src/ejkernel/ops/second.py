@@ -139,7 +139,7 @@ def forward_pass(family: Family, run: Run, record: Any) -> Results:
 def _forward_tangent(family: Family, run: Run, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Results, Results]:
     results = forward_pass(family, run, *primals)
     _, (output, residuals) = jax.jvp(family.reference, primals, tangents)
-    return results, Results(output, residuals, jax.tree.map(_no_tangent, results.pocket))
+    return results, Results(output, residuals, jax.tree.map(_no_tangent, results.private_residuals))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -149,7 +149,7 @@ def backward_pass(family: Family, run: Run, pullback: Pullback) -> dict[str, Any
     Args:
         family: What `run` is an implementation of.
         run: Pullback -> the wanted gradients, and no others.
-        pullback: The pieces. Residuals, output and pocket follow from the record.
+        pullback: The pieces. Residuals, private residuals and output follow from the record.
     """
     return run(pullback)
 
@@ -177,5 +177,5 @@ def _reference_gradients(
 
 
 def _no_tangent(x: jax.Array) -> Any:
-    """Only the backward pass of the same kernel reads a pocket, and that has its derivatives from the record."""
+    """Only the backward pass of the same kernel reads private residuals; its derivatives are of the record."""
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

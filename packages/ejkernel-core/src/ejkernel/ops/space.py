@@ -10,7 +10,8 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
 
 PUBLIC = (FwdParams, BwdParams, BaseOperationConfig)
-"""The classes that calls are configured with. A kernel may have one of them for its own; `faces` hold there too."""
+"""The classes that calls are configured with. A kernel may have one of them for its own, whose fields `public_fields`
+holds too."""
 
 
 def _of_no_kind(record: Any) -> str | None:
@@ -23,7 +24,7 @@ class ConfigSpace:
 
     A kernel declares frozen configuration types of its own, one per direction, whose fields are named for what they are
     in that kernel; a field may be such a type again, for a kernel of several loops. Its functions, rules, the store and
-    shipped tables use these types; `faces` says which public fields they are set by. A call that sets another public
+    shipped tables use these types; `public_fields` says which public fields set them. A call that sets another public
     field is served without it, and `explain` says so by name. A kernel with nothing to choose has `NO_CHOICE`.
 
     Attributes:
@@ -33,8 +34,8 @@ class ConfigSpace:
             calls of the same shapes do.
         forward: The type of the forward pass, or of both where they are paired.
         backward: The type of the backward pass, where that is another.
-        faces: Public configuration field -> field of the kernel's own types that has its value, or all that have it;
-            `"dkv.block_q"` is a field of a field. What a type does not have is left out.
+        public_fields: Public configuration field -> field of the kernel's own types that has its value, or all that
+            have it; `"dkv.block_q"` is a field of a field. What a type does not have is left out.
     """
 
     heuristic: Callable[[Any, DeviceInfo, Direction], Any]
@@ -42,7 +43,7 @@ class ConfigSpace:
     forward: type
     kind: Callable[[Any], str | None] = _of_no_kind
     backward: type | None = None
-    faces: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
+    public_fields: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
         default_factory=dict[str, str | tuple[str, ...]], hash=False
     )
 
@@ -60,8 +61,8 @@ class ConfigSpace:
         """
         settings = given_leaves(part)
         if not self.is_kernel_type(part, direction):
-            faces = self._faces(direction)
-            settings = {field: value for name, value in settings.items() for field in faces.get(name, ())}
+            public = self._public_fields(direction)
+            settings = {field: value for name, value in settings.items() for field in public.get(name, ())}
         for path, value in settings.items():
             ruled = _replaced(ruled, path.split("."), value)
         return ruled
@@ -79,7 +80,7 @@ class ConfigSpace:
 
     def read(self, direction: Direction) -> frozenset[str]:
         """Returns the public fields that the kernel has, by the names they are set by."""
-        return frozenset(self._faces(direction))
+        return frozenset(self._public_fields(direction))
 
     def public(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
         """Returns the public configuration of what the two directions chose.
@@ -94,21 +95,21 @@ class ConfigSpace:
         """
         if not self.is_kernel_type(part, direction):
             return part
-        face = config.part_types.get(direction, config)
-        has = {field.name for field in dataclasses.fields(face)}
+        public_type = config.part_types.get(direction, config)
+        has = {field.name for field in dataclasses.fields(public_type)}
         values, shown, expressed = given_leaves(part), dict[str, Any](), set[str]()
-        for name, fields in self._faces(direction).items():
+        for name, fields in self._public_fields(direction).items():
             choices = {values[field] for field in fields if field in values}
             if name in has and len(choices) == 1 and not expressed.issuperset(fields):
                 shown[name] = choices.pop()
                 expressed.update(fields)
-        return part if direction in config.part_types and len(expressed) < len(values) else face(**shown)
+        return part if direction in config.part_types and len(expressed) < len(values) else public_type(**shown)
 
-    def _faces(self, direction: Direction) -> dict[str, tuple[str, ...]]:
+    def _public_fields(self, direction: Direction) -> dict[str, tuple[str, ...]]:
         has = leaf_names(self.kernel_type(direction))
-        named = {face: (to,) if isinstance(to, str) else to for face, to in self.faces.items()}
-        present = {face: tuple(field for field in fields if field in has) for face, fields in named.items()}
-        return {face: fields for face, fields in present.items() if fields}
+        named = {public: (to,) if isinstance(to, str) else to for public, to in self.public_fields.items()}
+        present = {public: tuple(field for field in fields if field in has) for public, fields in named.items()}
+        return {public: fields for public, fields in present.items() if fields}
 
 
 @functools.cache

@@ -138,8 +138,6 @@ def _pullback(plan: CallPlan, record: Any, forward: Choice, grad_fields: frozens
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
     results = jax.jit(lambda r: Results(*kernel(r, config)))(record)
-    backward = plan.pick_both(record, grad_fields)[1].implementation
-    results = results if backward is forward.implementation else results._replace(pocket=None)
     return Pullback(record=record, cotangent=_cotangent(results.output), wanted=grad_fields, **results._asdict())
 
 

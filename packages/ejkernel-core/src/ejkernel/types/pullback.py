@@ -15,13 +15,13 @@ class Results(NamedTuple):
     Attributes:
         output: The family's output.
         residuals: The family's residuals, which any backward implementation of the family can use.
-        pocket: Any tree of arrays that only the backward function of the same implementation is given; None for
-            nothing.
+        private_residuals: Any tree of arrays that only the backward function of the same implementation is given. Only
+            a paired implementation may return it; None for nothing.
     """
 
     output: Any
     residuals: Any
-    pocket: Any = None
+    private_residuals: Any = None
 
 
 @arguments
@@ -35,8 +35,8 @@ class Pullback:
         cotangent: Cotangent of the output; same structure, shapes and dtypes. None until the backward pass runs.
         wanted: Names of the record fields whose gradient is asked for. A backward implementation returns
             `{name: gradient}` for at least these, each with the field's shape and dtype.
-        pocket: What the forward function of the same implementation returned after its residuals. None where it
-            returned nothing more, or another implementation ran the forward pass.
+        private_residuals: What the forward function of the same, paired implementation returned after its residuals;
+            None where it returned nothing more.
         lse_cotangent: Cotangent of the residuals' lse, where the call returned it; None for zero. Only an
             implementation whose `Requires.handles` has `"lse_cotangent"` is given one.
     """
@@ -46,7 +46,7 @@ class Pullback:
     output: Any
     cotangent: Any
     wanted: frozenset[str] = static()
-    pocket: Any = None
+    private_residuals: Any = None
     lse_cotangent: Any = None
 
 

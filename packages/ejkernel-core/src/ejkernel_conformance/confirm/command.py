@@ -81,7 +81,7 @@ def programs(**options: Any) -> None:
 
     \b
         PYTHONPATH=$(echo OTHER/packages/*/src | tr ' ' ':') \\
-            python packages/ejkernel-core/src/ejkernel_conformance/confirm/programs.py --out before.json --impl triton
+            python packages/ejkernel-core/src/ejkernel_conformance/confirm/programs --out before.json --impl triton
         python3 -m ejkernel_conformance.confirm programs --out after.json --impl triton --against before.json
         python3 -m ejkernel_conformance.confirm carry before.json after.json
     """

@@ -14,8 +14,6 @@ def _reasons(record: Any) -> Iterable[str]:
     if record.block_tables is not None or record.query_start is not None or record.kv_layout != "pshd":
         yield "the cache is not dense: one row of keys for each query"
         return
-    if not (query.size and keys.size and values.size):
-        yield "an array is empty"
     if {keys.dtype, values.dtype} != {query.dtype}:
         yield f"query is {query.dtype}, keys are {keys.dtype} and values {values.dtype}: wants one dtype"
     if query.shape[-1] % 8 or values.shape[-1] % 8:
@@ -35,7 +33,7 @@ IMPLEMENTATIONS = (
             heuristic=config.heuristic,
             candidates=config.candidates,
             forward=config.DecodeSplits,
-            faces=config.FACES,
+            public_fields=config.PUBLIC_FIELDS,
         ),
         priority=30,
     ),

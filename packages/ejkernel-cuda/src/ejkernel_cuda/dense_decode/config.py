@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.chips import KIBI, gpu_of
@@ -35,7 +36,7 @@ class DecodeSplits:
     num_splits: int
 
 
-FACES: dict[str, str] = dict.fromkeys(("num_key_splits", "num_kv_splits", "num_splits"), "num_splits")
+PUBLIC_FIELDS: dict[str, str] = dict.fromkeys(("num_key_splits", "num_kv_splits", "num_splits"), "num_splits")
 """Maps the fields of the public configurations to the number of splits."""
 
 
@@ -52,7 +53,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     # Rows of different lengths leave a wave partly idle. Several waves of shorter blocks balance that, as long as a
     # split has enough keys; a single row needs no balance.
     min_splits = (
-        min(-(-UNEVEN_WAVES * wave_blocks // blocks), _keys(record) // MIN_UNEVEN_KEYS)
+        min(cdiv(UNEVEN_WAVES * wave_blocks, blocks), _keys(record) // MIN_UNEVEN_KEYS)
         if record.query.shape[0] > 1
         else 1
     )
@@ -83,7 +84,7 @@ def _keys(record: PagedAttention) -> int:
 def _blocks(record: PagedAttention) -> int:
     rows, heads, _ = record.query.shape
     kv_heads = record.key_pages.shape[2]
-    return rows * kv_heads * -(-heads // kv_heads // HEADS_PER_BLOCK)
+    return rows * kv_heads * cdiv(heads // kv_heads, HEADS_PER_BLOCK)
 
 
 def _shared(record: PagedAttention) -> int:
@@ -93,4 +94,4 @@ def _shared(record: PagedAttention) -> int:
 
 
 def _fullness(blocks: int, wave_blocks: int) -> float:
-    return blocks / (-(-blocks // wave_blocks) * wave_blocks)
+    return blocks / (cdiv(blocks, wave_blocks) * wave_blocks)

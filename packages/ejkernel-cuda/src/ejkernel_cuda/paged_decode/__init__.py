@@ -30,8 +30,6 @@ def _reasons(record: Any) -> Iterable[str]:
     if record.kv_layout == paged_cache.LATENT:
         yield "a cache of latent vectors"
         return
-    if not (query.size and keys.size and values.size and record.kv_lens.size):
-        yield "an array is empty"
     if keys.dtype != values.dtype or str(keys.dtype) not in (str(query.dtype), *EIGHT_BITS):
         yield f"a cache of {keys.dtype} and {values.dtype} is neither of the query's {query.dtype} nor of 8 bits"
     rows, sequences = query.shape[0], record.kv_lens.shape[0]

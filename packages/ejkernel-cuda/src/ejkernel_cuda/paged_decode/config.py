@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.chips import KIBI, gpu_of
@@ -57,7 +58,7 @@ def launched(record: PagedAttention, config: PagedBlocks) -> tuple[int, int]:
 def _items(record: PagedAttention) -> int:
     """Returns the number of work items per row: blocks that its query heads need."""
     kv_heads = paged_cache.kv_heads(record)
-    return kv_heads * -(-record.query.shape[1] // kv_heads // HEADS_PER_BLOCK)
+    return kv_heads * cdiv(record.query.shape[1] // kv_heads, HEADS_PER_BLOCK)
 
 
 def _resident(record: PagedAttention, device: DeviceInfo) -> int:

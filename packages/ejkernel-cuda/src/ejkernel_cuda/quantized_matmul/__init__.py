@@ -30,8 +30,6 @@ def _reasons(record: Any) -> Iterable[str]:
     capability = current_device().compute_capability
     if capability is not None and capability >= 10.0:
         yield f"compute capability {capability}: the kernels are compiled for 9.0 alone"
-    if not (record.x.size and record.packed.size):
-        yield "an array is empty"
     if form.mode != "affine" or form.bits != 4:
         yield f"{form.mode} codes of {form.bits} bits: the kernels multiply affine ones of 4"
     if record.scales.dtype.name != "float16":
@@ -85,7 +83,7 @@ IMPLEMENTATIONS = (
             heuristic=config.heuristic,
             candidates=config.candidates,
             forward=config.QuantizedSplits,
-            faces=config.FACES,
+            public_fields=config.PUBLIC_FIELDS,
         ),
         priority=_priority,
         cases="ejkernel_cuda.quantized_matmul.cases:cases",

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul, columns
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -52,7 +53,7 @@ class QuantizedSplits:
     splits: int
 
 
-FACES = {"splits": "splits", "split_k": "splits"}
+PUBLIC_FIELDS = {"splits": "splits", "split_k": "splits"}
 """Maps fields of the public configuration to fields of `QuantizedSplits`."""
 
 
@@ -67,7 +68,7 @@ def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction)
 
 def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedSplits, ...]:
     """Returns all numbers of splits that leave no block without work."""
-    steps = -(-record.x.shape[1] // SHARE_STEP)
+    steps = cdiv(record.x.shape[1], SHARE_STEP)
     least = 0 if has_whole_columns(record) else 1
     return tuple(QuantizedSplits(splits=splits) for splits in range(least, min(MAX_SPLITS, steps) + 1))
 
@@ -107,8 +108,8 @@ def cost(record: QuantizedMatmul, splits: int) -> float:
     if has_warpgroups(record) or has_row_warpgroups(record):
         return _warpgroup_cost(record, splits)
     rows, width = tile(record)
-    blocks = -(-columns(record) // width) * -(-record.x.shape[0] // rows) * splits
-    share = -(-record.x.shape[1] // (splits * SHARE_STEP)) * SHARE_STEP
+    blocks = cdiv(columns(record), width) * cdiv(record.x.shape[0], rows) * splits
+    share = cdiv(record.x.shape[1], splits * SHARE_STEP) * SHARE_STEP
     waves, last = divmod(blocks, RESIDENT[splits])
     held = [2] * waves + ([2 if last > RESIDENT[splits] // 2 else 1] if last else [])
     return sum(PACE[blocks] * (share + OVERHEAD) for blocks in held)
@@ -116,7 +117,7 @@ def cost(record: QuantizedMatmul, splits: int) -> float:
 
 def _warpgroup_cost(record: QuantizedMatmul, splits: int) -> float:
     """Returns the same for the WGMMA kernels, whose blocks have a multiprocessor to themselves, and all rows."""
-    blocks = -(-columns(record) // WARPGROUP_COLUMNS) * splits
+    blocks = cdiv(columns(record), WARPGROUP_COLUMNS) * splits
     unit = 2 * WARPGROUP_UNIT if record.transpose else ROWS_FIRST_UNIT  # shares are multiples of it
-    share = -(-record.x.shape[1] // (splits * unit)) * unit
-    return -(-blocks // (RESIDENT[splits] // 2)) * (share + WARPGROUP_OVERHEAD)
+    share = cdiv(record.x.shape[1], splits * unit) * unit
+    return cdiv(blocks, RESIDENT[splits] // 2) * (share + WARPGROUP_OVERHEAD)

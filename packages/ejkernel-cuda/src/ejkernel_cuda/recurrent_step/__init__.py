@@ -43,9 +43,8 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
             yield f"query: {longest} of {tokens} tokens, more than {LONGEST + 1}"
     if tokens > STEP * sequences:
         yield f"query: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
-    arrays = (record.query, record.key, record.value, record.initial_state, record.sequence_state)
-    if not all(x.size for x in arrays if x is not None) or not sequences:
-        yield "an array is empty"
+    if not sequences:
+        yield "cu_seqlens: there is no sequence"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
         yield f"query, key and value differ in dtype: {', '.join(sorted(dtypes))}"
@@ -81,7 +80,7 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
 IMPLEMENTATIONS = (
     Implementation(
         family="linear_recurrence",
-        name="cuda_step",
+        name="cuda",
         platform="cuda",
         forward="ejkernel_cuda.recurrent_step.forward:forward",
         requires=Requires(

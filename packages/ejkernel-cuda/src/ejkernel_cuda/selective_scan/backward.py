@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import sequences, with_state_gradients
 from ejkernel.types.pullback import Pullback
@@ -33,7 +34,7 @@ def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
         (
             shape(x.shape, x.dtype),
             shape(step.shape, step.dtype),
-            shape((rows, -(-channels // WARPGROUP_CHANNELS), tokens, 2, LARGEST), float32),
+            shape((rows, cdiv(channels, WARPGROUP_CHANNELS), tokens, 2, LARGEST), float32),
             shape((states, channels, size), float32),
             shape((states, channels), float32),
             shape((states, channels, size), float32),

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import sequences
 from ejkernel.ops.device import DeviceInfo
@@ -66,7 +67,7 @@ idle.
 
 def warpgroups(record: SelectiveScan) -> int:
     """Returns the number of warpgroups of the backward kernel."""
-    return sequences(record) * -(-record.x.shape[2] // WARPGROUP_CHANNELS)
+    return sequences(record) * cdiv(record.x.shape[2], WARPGROUP_CHANNELS)
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import sequences, with_states
 from ejkernel_cuda.library import registered
@@ -25,7 +26,7 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
         raise ValueError(f"{config}: got {channels} channels, wants a multiple of {PIECE_CHANNELS}")
     float32, cu_seqlens = jnp.float32, record.cu_seqlens
     packed = cu_seqlens is not None
-    intervals = packed_scan.interval_count(tokens, sequences(record)) if packed else -(-tokens // INTERVAL)
+    intervals = packed_scan.interval_count(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
     call = jax.ffi.ffi_call(
         registered("ejkernel_selective_scan"),
         (

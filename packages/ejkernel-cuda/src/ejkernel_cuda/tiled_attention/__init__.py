@@ -25,8 +25,6 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     (_, t, _, d), s = record.query.shape, record.key.shape[1]
     left, right = band(record)
-    if not (record.query.size and record.key.size and record.value.size):
-        yield "an array is empty"
     if record.value.shape[-1] != d:
         yield f"values of size {record.value.shape[-1]}, queries and keys of {d}: wants one head size"
     if d > 128 and (current_device().compute_capability or 9.0) < 9.0:

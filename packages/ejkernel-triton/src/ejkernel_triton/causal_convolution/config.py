@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.causal_convolution import CausalConvolution
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ RESIDENT = 7
 program.
 """
 
-FACES = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
+PUBLIC_FIELDS = {"block_t": "block_t", "block_c": "block_c", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 
@@ -68,9 +68,9 @@ def heuristic(
     tokens = record.x.shape[1]
     if direction == "backward":
         block_t, blocks = _fitting(tokens, 4), 2 if interpreting() else 128
-        programs = record.x.shape[0] * ceil_div(record.x.shape[2], block_c)
+        programs = record.x.shape[0] * cdiv(record.x.shape[2], block_c)
         # More blocks per program read fewer halos and have fewer partial sums, if enough programs remain.
-        while blocks > 4 and programs * ceil_div(tokens, block_t * blocks) < RESIDENT * chip_of(device).multiprocessors:
+        while blocks > 4 and programs * cdiv(tokens, block_t * blocks) < RESIDENT * gpu_of(device).multiprocessors:
             blocks //= 2
         return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps, num_stages=4)
     return ConvolutionForward(block_t=8 if interpreting() else _fitting(tokens, 16), block_c=block_c, num_warps=warps)

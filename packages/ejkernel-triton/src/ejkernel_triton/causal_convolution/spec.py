@@ -4,10 +4,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ def make_spec(
         BLOCK_C=block_c,
         STEPS=steps,
         STAGES=stages,
-        BLOCKS=ceil_div(tokens, block_t * steps),
-        TILES=ceil_div(channels, block_c),
+        BLOCKS=cdiv(tokens, block_t * steps),
+        TILES=cdiv(channels, block_c),
         BIAS=record.bias is not None,
         STATE=record.initial_state is not None,
         PACKED=record.cu_seqlens is not None,

@@ -13,9 +13,7 @@ MOST_EXPERTS = 1024
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    tokens, experts = record.logits.shape
-    if not tokens:
-        yield "an array is empty"
+    experts = record.logits.shape[1]
     if experts > MOST_EXPERTS:
         yield f"{experts} experts, more than {MOST_EXPERTS}"
 
@@ -29,7 +27,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(handles=(), extra=_reasons),
             config=ConfigSpace(
                 forward=config.RoutingTiles,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -31,7 +31,7 @@ class RoutingTiles:
                 raise ValueError(f"{name}: got {value}, wants a power of two")
 
 
-FACES = {"block_t": "block_t", "num_warps": "num_warps"}
+PUBLIC_FIELDS = {"block_t": "block_t", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.expert_routing import ExpertRouting
 from ejkernel_triton.expert_routing.config import RoutingTiles
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 COUNTS = 4096
 """Counts that a program of `expert_offsets_kernel` adds up at a time, with eight warps."""
@@ -42,7 +45,7 @@ class RoutingSpec:
 def make_spec(record: ExpertRouting, config: RoutingTiles) -> RoutingSpec:
     """Returns the constants of a record's kernels."""
     (tokens, experts), top_k = record.logits.shape, record.top_k
-    blocks = ceil_div(tokens, config.block_t)
+    blocks = cdiv(tokens, config.block_t)
     return RoutingSpec(
         T=tokens,
         E=experts,

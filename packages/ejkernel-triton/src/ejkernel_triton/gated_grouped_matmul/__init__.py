@@ -11,9 +11,6 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    rows = record.lhs if record.indices is None else record.indices
-    if not (record.lhs.size and rows.shape[0]):
-        yield "an array is empty"
     if record.rhs.shape[1] * record.rhs.shape[2] > LARGEST:
         yield f"matrices of {record.rhs.shape[1]} by {record.rhs.shape[2]} have more than {LARGEST} elements"
 
@@ -27,7 +24,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(handles=("indices", "activation", "precision"), extra=_reasons),
             config=ConfigSpace(
                 forward=config.GatedTiles,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

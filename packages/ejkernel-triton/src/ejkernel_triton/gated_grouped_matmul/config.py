@@ -5,9 +5,9 @@ from typing import Any
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul.kinds import average_rows
+from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.grouped_matmul.config import TileChoice
 from ejkernel_triton.launch import Shape, interpreting
 
@@ -33,7 +33,7 @@ class GatedTiles:
     num_stages: int
 
 
-FACES = {name: name for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages")}
+PUBLIC_FIELDS = {name: name for name in ("block_m", "block_n", "block_k", "num_warps", "num_stages")}
 """Maps fields of the public configuration to fields of this one."""
 
 GROUP_M = 4
@@ -60,8 +60,8 @@ def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Directi
 def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GatedTiles, ...]:
     """Returns tiles worth measuring for a record on a device, the best first."""
     if interpreting():
-        return (_configured(TileChoice(32, 32, 32, 4, 1), chip_of(device)),)
-    chip, few = chip_of(device), average_rows(product_record(record, rows_shape(record), record.lhs.dtype))
+        return (_configured(TileChoice(32, 32, 32, 4, 1), gpu_of(device)),)
+    chip, few = gpu_of(device), average_rows(product_record(record, rows_shape(record), record.lhs.dtype))
     height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
     if record.lhs.dtype.itemsize > 2:
         tiles = WIDE_TILES
@@ -82,7 +82,7 @@ def _stage_bytes(tile: TileChoice, size: int) -> int:
     return (tile.m + 2 * tile.n) * tile.k * size
 
 
-def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Chip) -> TileChoice:
+def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Gpu) -> TileChoice:
     """Returns a tile with at most as many stages as the chip's shared memory holds; AMD's chips have two."""
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     while stages > 1 and stages * _stage_bytes(tile, record.lhs.dtype.itemsize) > chip.shared_memory - 2 * KIBI:
@@ -90,7 +90,7 @@ def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Chip) -> TileCho
     return tile._replace(stages=stages)
 
 
-def _configured(tile: TileChoice, chip: Chip) -> GatedTiles:
+def _configured(tile: TileChoice, chip: Gpu) -> GatedTiles:
     # Programs per multiprocessor, limited by shared memory and to 16 warps.
     held = chip.shared_memory // (tile.stages * _stage_bytes(tile, 2))
     resident = max(1, min(held, 16 // tile.warps))

@@ -1,17 +1,8 @@
 """Gather-reduce in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
-from collections.abc import Iterable
-from typing import Any
-
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.gather_reduce import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
-
-
-def _reasons(record: Any) -> Iterable[str]:
-    """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not (record.rows.size and record.indices.size and record.inverse.size):
-        yield "an array is empty"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -22,11 +13,11 @@ def implementations() -> tuple[Implementation, ...]:
             forward="gather_reduce.forward:forward",
             backward="gather_reduce.backward:backward",
             gradients=frozenset({"rows", "weights"}),
-            requires=triton_requires(handles={"weights"}, extra=_reasons),
+            requires=triton_requires(handles={"weights"}),
             config=ConfigSpace(
                 forward=config.GatherTiles,
                 backward=config.GatherTiles,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -35,7 +35,7 @@ class GatherTiles:
                 raise ValueError(f"{name}: got {value}, wants a power of two")
 
 
-FACES = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_warps"}
+PUBLIC_FIELDS = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel_triton.gather_reduce.config import GatherTiles
-from ejkernel_triton.sizes import ceil_div
 
 EMPTY_T = 256
 """Tokens that a program checks for a missing row."""
@@ -66,10 +66,10 @@ def make_spec(record: GatherReduce, config: GatherTiles, *, sums: int, terms: in
         DOTS=dots,
         UNROLL=terms <= UNROLLED,
         BLOCK_T=config.block_t,
-        BLOCKS=ceil_div(sums, config.block_t),
+        BLOCKS=cdiv(sums, config.block_t),
         BLOCK_D=config.block_d,
-        TILES=ceil_div(channels, config.block_d),
+        TILES=cdiv(channels, config.block_d),
         EMPTY_T=EMPTY_T,
         EMPTY_STEP=EMPTY_STEP,
-        EMPTY_BLOCKS=ceil_div(tokens, EMPTY_T),
+        EMPTY_BLOCKS=cdiv(tokens, EMPTY_T),
     )

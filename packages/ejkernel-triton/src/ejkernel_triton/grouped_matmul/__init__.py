@@ -7,9 +7,9 @@ from typing import Any
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.families.grouped_matmul.kinds import kind_of
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton import requirements
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.grouped_matmul import config
 from ejkernel_triton.grouped_matmul.spec import FLOAT8
 from ejkernel_triton.requirements import triton_implementation, triton_requires
@@ -26,12 +26,9 @@ LARGEST = 2**31 - 1
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    rows, contracted = record.lhs.shape
-    if not (rows and contracted):
-        yield "lhs is empty"
     if str(record.rhs.dtype) not in (*DTYPES, *NARROW_DTYPES):
         yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW_DTYPES))}"
-    chip = chip_of(current_device())
+    chip = gpu_of(current_device())
     if str(record.rhs.dtype) == "float8_e4m3fn" and (chip.vendor == "amd" or chip.capability < 89):
         yield f"rhs has dtype float8_e4m3fn, which {chip.target} does not convert"
     existing = None if record.existing_out is None else record.existing_out.dtype
@@ -56,7 +53,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 forward=config.GroupedForward,
                 backward=config.GroupedBackward,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
                 kind=kind_of,

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_rows, spread
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import gradient_of_lhs
 from ejkernel_triton.grouped_matmul.spec import GroupedMatricesSpec, dot_precision, operand_dtype, scaled_rows, widens
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.sizes import ceil_div
 
 
 def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
@@ -86,7 +86,7 @@ def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBac
     pair = record.lhs.astype(operand), cotangent.astype(operand)
     left, right = pair[::-1] if record.transpose_rhs else pair
     spec = _spec(record, (left, right), (config.rhs_block_m, config.rhs_block_n, config.rhs_block_k))
-    tiles = ceil_div(spec.HEIGHT, spec.BLOCK_P) * ceil_div(spec.WIDTH, spec.BLOCK_Q)
+    tiles = cdiv(spec.HEIGHT, spec.BLOCK_P) * cdiv(spec.WIDTH, spec.BLOCK_Q)
     (sums,) = launch(
         grouped_gemm_drhs_kernel,
         (left[None], right[None], _bounds(record)),
@@ -110,7 +110,7 @@ def _bias_sums(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
         (cotangent[None], _bounds(record)),
         (Shape((1, spec.MATRICES, 1, spec.WIDTH), jnp.float32),),
         batch=1,
-        grid=spec.MATRICES * ceil_div(spec.WIDTH, spec.BLOCK_Q),
+        grid=spec.MATRICES * cdiv(spec.WIDTH, spec.BLOCK_Q),
         num_warps=4,
         num_stages=2,
         constants={"spec": spec},

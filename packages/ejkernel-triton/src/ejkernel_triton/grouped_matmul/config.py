@@ -8,9 +8,9 @@ from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.grouped_matmul.kinds import average_rows
+from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.grouped_matmul.spec import blocks_of_scales, float8_step, operand_dtype, scaled_rows
 from ejkernel_triton.launch import interpreting
 
@@ -59,7 +59,7 @@ class GroupedBackward(GroupedForward):
     rhs_num_stages: int
 
 
-FACES = {
+PUBLIC_FIELDS = {
     "block_m": "block_m",
     "block_n": "block_n",
     "block_k": "block_k",
@@ -143,7 +143,7 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:
     """Returns tile sizes worth measuring for a record on a device, the best first."""
-    chip = chip_of(device)
+    chip = gpu_of(device)
     step = float8_step(record) if direction == "forward" else 0
     tiles = _float8_tiles(record, step, chip) if step else _row_tiles(scaled_rows(record), chip, direction)
     if interpreting():
@@ -156,7 +156,7 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     return tuple(_backward(forward, tile) for forward, tile in pairs)
 
 
-def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple[TileChoice, ...]:
+def _row_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple[TileChoice, ...]:
     """Returns tiles of `grouped_gemm_kernel` for operands of 16 and 32 bits."""
     adds = record.existing_out is not None or record.rhs_bias is not None
     adds = direction == "forward" and (adds or (_is_wide_output(record) and chip.architecture != "hopper"))
@@ -177,7 +177,7 @@ def _row_tiles(record: GroupedMatmul, chip: Chip, direction: Direction) -> tuple
     return tuple(tile for tile in shrunk if tile.stages > 2) or shrunk
 
 
-def _float8_tiles(record: GroupedMatmul, step: int, chip: Chip) -> tuple[TileChoice, ...]:
+def _float8_tiles(record: GroupedMatmul, step: int, chip: Gpu) -> tuple[TileChoice, ...]:
     """Returns tiles of the forward kernel where tensor cores multiply 8-bit operands."""
     height = _height(record)
     if height < 128:
@@ -214,7 +214,7 @@ def _warps(record: GroupedMatmul) -> int:
     return 8 if record.precision == lax.Precision.HIGHEST else 4
 
 
-def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
+def _matrix_tiles(record: GroupedMatmul, chip: Gpu) -> tuple[TileChoice, ...]:
     """Returns tiles of `grouped_gemm_drhs_kernel`."""
     if _wide(record, "backward"):
         tiles = (TileChoice(64, 64, 32, _warps(record), 3), TileChoice(64, 128, 32, 8, 3))
@@ -225,7 +225,7 @@ def _matrix_tiles(record: GroupedMatmul, chip: Chip) -> tuple[TileChoice, ...]:
     return tuple(_shrunk(tile, chip) for tile in tiles)
 
 
-def _shrunk(tile: TileChoice, chip: Chip, size: int = 2, stored: int = 2) -> TileChoice:
+def _shrunk(tile: TileChoice, chip: Gpu, size: int = 2, stored: int = 2) -> TileChoice:
     """Returns a tile with at most as many stages as the chip's shared memory holds; AMD's chips have two.
 
     Args:
@@ -245,7 +245,7 @@ def _shrunk(tile: TileChoice, chip: Chip, size: int = 2, stored: int = 2) -> Til
     return tile._replace(stages=stages)
 
 
-def _forward(tile: TileChoice, chip: Chip) -> GroupedForward:
+def _forward(tile: TileChoice, chip: Gpu) -> GroupedForward:
     bytes_of_stages = tile.stages * (tile.m + tile.n) * tile.k * 2
     # Programs per multiprocessor, limited by shared memory and to 16 warps.
     resident = max(1, min(chip.shared_memory // max(1, bytes_of_stages), 16 // tile.warps))

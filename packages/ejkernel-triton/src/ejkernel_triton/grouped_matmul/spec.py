@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, rows
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 
 
@@ -125,7 +125,7 @@ def float8_step(record: GroupedMatmul) -> int:
     """
     if record.lhs_scale is None or record.rhs_scale is None:
         return 0
-    chip = chip_of(current_device())
+    chip = gpu_of(current_device())
     able = interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
     if not able or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8:
         return 0

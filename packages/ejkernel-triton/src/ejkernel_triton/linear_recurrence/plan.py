@@ -10,13 +10,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, make_spec
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 MOST_SEQUENCES = 1023
 """The largest number of packed sequences whose chunk index one kernel computes."""
@@ -110,7 +113,7 @@ def _index_in_one_launch(cu_seqlens: jax.Array, sequences: int, spec: Recurrence
         (cu_seqlens,),
         [Shape((1, n), jnp.int32) for n in shapes],
         batch=1,
-        grid=ceil_div(max(spec.CHUNKS, sequences + 2), entries),
+        grid=cdiv(max(spec.CHUNKS, sequences + 2), entries),
         num_warps=4,
         num_stages=1,
         constants={
@@ -125,7 +128,7 @@ def _index_in_one_launch(cu_seqlens: jax.Array, sequences: int, spec: Recurrence
 
 def _index_of_many_sequences(bounds: jax.Array, spec: RecurrenceSpec) -> ChunkIndex:
     """Computes the tables of `ChunkIndex` for more sequences than one program reads, or for none."""
-    counts = -(-jnp.diff(bounds) // spec.CHUNK)
+    counts = cdiv(jnp.diff(bounds), spec.CHUNK)
     first_chunks = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     chunk = jnp.arange(spec.CHUNKS, dtype=jnp.int32)
     # There are few elements: comparing all of them is one fused operation, where a binary search would be a loop.
@@ -199,7 +202,7 @@ def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, chunk_index:
         (decay, *chunk_index.per_chunk),
         [Shape((rows, spec.H, spec.CHUNKS * spec.CHUNK, spec.WIDTH), jnp.float32)],
         batch=rows,
-        grid=rows * spec.CHUNKS * ceil_div(columns, block),
+        grid=rows * spec.CHUNKS * cdiv(columns, block),
         num_warps=4,
         num_stages=1,
         constants={"spec": spec, "T": decay.shape[1], "BLOCK": block},
@@ -217,16 +220,16 @@ def state_stages(call: RecurrenceCall, most: int, *, block_k: int, block_v: int,
         block_v: Value channels per tile of the state.
         written: Whether the tokens' writes are read, in addition to keys and `w`.
     """
-    chip = chip_of(current_device())
+    chip = gpu_of(current_device())
     fitting = (n for n in range(most, 1, -1) if _bytes(call, chip, n, (block_k, block_v), written) <= _room(chip))
     return next(fitting, 1)
 
 
-def _room(chip: Chip) -> int:
+def _room(chip: Gpu) -> int:
     return chip.shared_memory - (KIBI if chip.vendor == "nvidia" else 0)
 
 
-def _bytes(call: RecurrenceCall, chip: Chip, stages: int, state: tuple[int, int], written: bool) -> int:
+def _bytes(call: RecurrenceCall, chip: Gpu, stages: int, state: tuple[int, int], written: bool) -> int:
     """Returns the bytes of the chunks in flight and of the state, which is an operand of the product with `w`."""
     size, chunk = call.query.dtype.itemsize, call.spec.CHUNK
     block_k, block_v = state

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
-from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,10 +81,10 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
     """
     tokens, packed = record.query.shape[1], record.cu_seqlens is not None
     chunk = max(MIN_TILE, 1 << (chunk.bit_length() - 1))
-    chunks = ceil_div(tokens, chunk)
+    chunks = cdiv(tokens, chunk)
     sequences = max(1, min(segments, chunks))
-    per_sequence = ceil_div(chunks, sequences)
-    sequences = ceil_div(chunks, per_sequence)
+    per_sequence = cdiv(chunks, sequences)
+    sequences = cdiv(chunks, per_sequence)
     if record.cu_seqlens is not None:
         sequences, per_sequence = record.cu_seqlens.shape[0] - 1, 0
         # Every sequence may end with a partial chunk. The lengths are traced, so this is an upper bound.

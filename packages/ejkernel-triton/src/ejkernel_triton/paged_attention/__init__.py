@@ -34,10 +34,6 @@ CACHES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    arrays = (record.query, record.key_pages, record.kv_lens, record.value_pages)
-    if not all(array.size for array in arrays if array is not None):
-        yield "an array is empty"
-        return
     if str(record.key_pages.dtype) not in CACHES:
         yield f"caches of {record.key_pages.dtype} are not among {', '.join(CACHES)}"
     if record.compute_dtype is not None and str(record.compute_dtype) not in CACHES[:3]:
@@ -61,7 +57,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.PagedForward,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -11,13 +11,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ class PagedForward:
     whole_pages: bool = False
 
 
-FACES = {
+PUBLIC_FIELDS = {
     "q_blocksize": "block_q",
     "kv_blocksize": "block_kv",
     "block_k": "block_kv",
@@ -130,13 +133,13 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
         return _prefill_candidates(record, device)[0]
     wide = _is_wide(record)
     block_kv = 32 if wide else 64
-    sized = fitted(record, _sized(record, device, block_kv, 4, 2 if wide else 3), chip_of(device))
+    sized = fitted(record, _sized(record, device, block_kv, 4, 2 if wide else 3), gpu_of(device))
     whole = paged_cache.page_size(record) % sized.block_kv == 0
     if _query_rows(record, device) == 1 and not wide and not whole:
         # Loading a page index per key gives 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
         # With two warps, the page indices of a tile need no separate pipeline stage, so that two tiles of keys and
         # values are in flight instead of one with four warps.
-        return fitted(record, _sized(record, device, 64, 2, 3), chip_of(device))
+        return fitted(record, _sized(record, device, 64, 2, 3), gpu_of(device))
     return dataclasses.replace(sized, whole_pages=whole)
 
 
@@ -147,13 +150,13 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     if _score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
-    sized = [fitted(record, _sized(record, device, *option), chip_of(device)) for option in options]
+    sized = [fitted(record, _sized(record, device, *option), gpu_of(device)) for option in options]
     return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=whole) for x in sized for whole in (False, True)))
 
 
 def too_large(record: PagedAttention, device: DeviceInfo) -> str:
     """Returns why the kernel cannot run for a record on a device; empty where it can."""
-    chip, smallest = chip_of(device), heuristic(record, device, "forward")
+    chip, smallest = gpu_of(device), heuristic(record, device, "forward")
     if fits(record, smallest, chip):
         return ""
     took = shared_memory(record, smallest, chip)
@@ -164,7 +167,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     """Returns tile sizes for latent caches: key tile, warps, stages and programs per multiprocessor, the best guess
     first.
     """
-    chip = chip_of(device)
+    chip = gpu_of(device)
     group = group_of(record, chip)
     rows, splits = _query_rows(record, device) * group, record.query.shape[1] // group
     options = LATENT_FEW if rows <= 16 else LATENT_SOME if rows <= 32 else LATENT_MANY
@@ -179,7 +182,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
 
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Returns tile sizes for sequences with many query rows, the best guess first."""
-    chip, page = chip_of(device), paged_cache.page_size(record)
+    chip, page = gpu_of(device), paged_cache.page_size(record)
     sized = [_sized(record, device, *x) for x in PREFILL]
     sized = [x for x in sized if fits(record, x, chip)] or [fitted(record, sized[-1], chip)]
     return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page % x.block_kv == 0) for x in sized))
@@ -192,25 +195,25 @@ def _is_wide(record: PagedAttention) -> bool:
 
 def _average_query_rows(record: PagedAttention) -> int:
     """Returns the average number of query rows per sequence."""
-    return 1 if record.query_start is None else ceil_div(record.query.shape[0], max(1, record.kv_lens.shape[0]))
+    return 1 if record.query_start is None else cdiv(record.query.shape[0], max(1, record.kv_lens.shape[0]))
 
 
 def _score_rows(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns the largest number of rows of a tile of scores."""
     # Twice as many, so that batches of decoding sequences with a few long ones keep the smaller tiles.
-    many = _average_query_rows(record) * group_of(record, chip_of(device)) >= 2 * PREFILL_SCORE_ROWS
+    many = _average_query_rows(record) * group_of(record, gpu_of(device)) >= 2 * PREFILL_SCORE_ROWS
     return PREFILL_SCORE_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
 
 
 def _query_rows(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns query rows per tile: a power of two for which the rows of all heads fit a tile of scores."""
-    most = max(1, _score_rows(record, device) // group_of(record, chip_of(device)))
+    most = max(1, _score_rows(record, device) // group_of(record, gpu_of(device)))
     return min(padded(_average_query_rows(record)), 1 << (most.bit_length() - 1))
 
 
 def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
     # The interpreter runs programs one after the other; a few suffice to test splits and merges.
-    programs = 3 if interpreting() else PROGRAMS_PER_SM * chip_of(device).multiprocessors
+    programs = 3 if interpreting() else PROGRAMS_PER_SM * gpu_of(device).multiprocessors
     return PagedForward(
         block_q=_query_rows(record, device),
         block_kv=min(block_kv, 16) if interpreting() else block_kv,
@@ -220,7 +223,7 @@ def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int
     )
 
 
-def group_of(record: PagedAttention, chip: Chip) -> int:
+def group_of(record: PagedAttention, chip: Gpu) -> int:
     """Returns the query heads of a KV head per tile: all, or an equal part of them if they are too many for the
     chip.
     """
@@ -229,7 +232,7 @@ def group_of(record: PagedAttention, chip: Chip) -> int:
     return next(group // parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= most)
 
 
-def _most_heads(record: PagedAttention, chip: Chip) -> int:
+def _most_heads(record: PagedAttention, chip: Gpu) -> int:
     wide = max(record.query.dtype.itemsize, record.key_pages.dtype.itemsize) > 2
     if record.latent is not None:
         most = FLOAT32_LATENT_HEADS if wide else LATENT_HEADS
@@ -242,7 +245,7 @@ def _most_heads(record: PagedAttention, chip: Chip) -> int:
     return min(most, 1 << (held.bit_length() - 1))
 
 
-def shared_memory(record: PagedAttention, config: Any, chip: Chip) -> int:
+def shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> int:
     """Returns the most bytes of shared memory that a program of the kernel takes.
 
     Args:
@@ -254,12 +257,12 @@ def shared_memory(record: PagedAttention, config: Any, chip: Chip) -> int:
     return _on_amd(shape) if chip.vendor == "amd" else _on_nvidia(shape, chip)
 
 
-def fits(record: PagedAttention, config: Any, chip: Chip) -> bool:
+def fits(record: PagedAttention, config: Any, chip: Gpu) -> bool:
     """Returns whether a program of the kernel fits the chip."""
     return shared_memory(record, config, chip) <= chip.shared_memory
 
 
-def fitted(record: PagedAttention, config: Any, chip: Chip) -> Any:
+def fitted(record: PagedAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer stages, rows and keys until it fits the chip; the smallest one if none
     fits.
     """
@@ -280,7 +283,7 @@ def fitted(record: PagedAttention, config: Any, chip: Chip) -> Any:
     return config
 
 
-def _shape(record: PagedAttention, config: Any, chip: Chip) -> TileShape:
+def _shape(record: PagedAttention, config: Any, chip: Gpu) -> TileShape:
     size, values = record.query.shape[-1], padded(paged_cache.value_size(record), MIN_TILE)
     latent = 0 if record.latent is None else record.latent[0]
     columns = padded(latent, MIN_TILE) + padded(size - latent, MIN_TILE) if latent else padded(size, MIN_TILE)
@@ -302,7 +305,7 @@ def _shape(record: PagedAttention, config: Any, chip: Chip) -> TileShape:
     )
 
 
-def _on_nvidia(shape: TileShape, chip: Chip) -> int:
+def _on_nvidia(shape: TileShape, chip: Gpu) -> int:
     wide, parts = shape.operand > 2, 2 if shape.operand > 2 else 1  # float32 operands are split in two
     unit = chip.architecture in ("hopper", "blackwell")
     wgmma = unit and shape.rows >= WGMMA_ROWS and shape.warps >= WGMMA_WARPS

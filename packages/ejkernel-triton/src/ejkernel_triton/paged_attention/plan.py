@@ -17,8 +17,8 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import Rotary
 from ejkernel.families.paged_attention.work import Deal, Work, deal, find_work
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import SCORE_ROWS, PagedForward, fitted, group_of
 from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
@@ -103,7 +103,7 @@ def split_prefix(record: PagedAttention) -> tuple[PagedAttention, PagedAttention
 
 def prefix_config(record: PagedAttention, config: PagedForward) -> PagedForward:
     """Returns the configuration with as many query rows per tile as a tile of scores, and shared memory, allow."""
-    chip = chip_of(current_device())
+    chip = gpu_of(current_device())
     most = max(1, SCORE_ROWS // group_of(record, chip))
     rows = max(config.block_q, min(padded(record.query.shape[0]), 1 << (most.bit_length() - 1)))
     return fitted(record, dataclasses.replace(config, block_q=rows), chip)

@@ -6,14 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import Rotary
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, group_of
-from ejkernel_triton.sizes import LOG2E, padded_for_dot
+from ejkernel_triton.sizes import (
+    padded_for_dot,
+)
 
 Strides = tuple[int, int, int]
 
@@ -181,7 +184,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
     kv_heads, value_size = paged_cache.kv_heads(record), paged_cache.value_size(record)
     latent = 0 if record.latent is None else record.latent[0]
     tail = size - latent if rotary is not None and rotary.values else 0
-    group = group_of(record, chip_of(current_device()))
+    group = group_of(record, gpu_of(current_device()))
     left, right = band(record)
     stored = record.key_pages if record.value_pages is None else record.value_pages
     plain = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None

@@ -17,8 +17,6 @@ LARGEST = 2**31 - 1
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not (record.x.size and record.packed.size):
-        yield "an array is empty"
     if record.format.bits not in (4, 8):
         yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
     if record.packed.size > LARGEST:
@@ -43,7 +41,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 forward=config.QuantizedTiles,
                 backward=config.QuantizedTiles,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

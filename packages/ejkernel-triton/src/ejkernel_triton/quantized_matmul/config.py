@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class QuantizedTiles:
     num_stages: int
 
 
-FACES = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)} | {"split_k": "splits"}
+PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)} | {"split_k": "splits"}
 """Maps fields of the public configuration to fields of this one."""
 
 OVER_ROWS = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
@@ -78,10 +78,8 @@ def _splits(
         return 2
     block_m, block_r, block_w = blocks
     rows, words = record.packed.shape
-    tiles = ceil_div(rows, block_r) if over_rows else ceil_div(words, block_w)
-    programs = (ceil_div(words, block_w) if over_rows else ceil_div(rows, block_r)) * ceil_div(
-        record.x.shape[0], block_m
-    )
-    wanted = ceil_div(per_sm * chip_of(device).multiprocessors, programs)
+    tiles = cdiv(rows, block_r) if over_rows else cdiv(words, block_w)
+    programs = (cdiv(words, block_w) if over_rows else cdiv(rows, block_r)) * cdiv(record.x.shape[0], block_m)
+    wanted = cdiv(per_sm * gpu_of(device).multiprocessors, programs)
     # Four tiles fill the pipeline of a program; every split also stores float32 sums that are read again.
     return max(1, min(wanted, tiles // 4))

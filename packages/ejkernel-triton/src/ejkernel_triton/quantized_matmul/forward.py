@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
 from ejkernel.planning.quantized_formats import NF4
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.quantized_matmul.config import QuantizedTiles
 from ejkernel_triton.quantized_matmul.spec import QuantizedSpec, make_spec
-from ejkernel_triton.sizes import ceil_div
 
 
 def forward(record: QuantizedMatmul, config: QuantizedTiles) -> tuple[jax.Array, tuple[()]]:
@@ -69,7 +69,7 @@ def _launch(
         (left.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zeros, table),
         (Shape((1, spec.SPLITS, *shape), jnp.float32),),
         batch=1,
-        grid=ceil_div(extent, block) * ceil_div(spec.M, spec.BLOCK_M) * spec.SPLITS,
+        grid=cdiv(extent, block) * cdiv(spec.M, spec.BLOCK_M) * spec.SPLITS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},

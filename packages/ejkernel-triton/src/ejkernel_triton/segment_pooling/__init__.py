@@ -1,17 +1,8 @@
 """Segment pooling in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
-from collections.abc import Iterable
-from typing import Any
-
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.segment_pooling import config
-
-
-def _reasons(record: Any) -> Iterable[str]:
-    """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not record.values.size or (record.ranges is not None and not record.ranges.size):
-        yield "an array is empty"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -22,11 +13,11 @@ def implementations() -> tuple[Implementation, ...]:
             forward="segment_pooling.forward:forward",
             backward="segment_pooling.backward:backward",
             gradients=frozenset({"values"}),
-            requires=triton_requires(handles={"lengths", "ranges"}, extra=_reasons),
+            requires=triton_requires(handles={"lengths", "ranges"}),
             config=ConfigSpace(
                 forward=config.PoolingForward,
                 backward=config.PoolingBackward,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -3,12 +3,15 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 RESIDENT = {True: 12, False: 21}
 """Programs of one warp that fit a multiprocessor, by whether they prefetch a tile."""
@@ -59,7 +62,7 @@ class PoolingBackward:
         _check(self)
 
 
-FACES = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warps"}
+PUBLIC_FIELDS = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 
@@ -74,7 +77,7 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     # Short pools are loops of few steps, with nothing to prefetch.
     long = _typical(record) >= 64
     block_t = 8 if interpreting() else min(8, padded(tokens))
-    span = 32 if interpreting() else _span(rows * ceil_div(channels, block_c), tokens, device, RESIDENT[long])
+    span = 32 if interpreting() else _span(rows * cdiv(channels, block_c), tokens, device, RESIDENT[long])
     # Blocks are whole chunks, if chunks have equal lengths: then no pool crosses blocks.
     if record.ranges is None and record.chunk_size <= span:
         span -= span % record.chunk_size
@@ -92,11 +95,11 @@ def _span(programs: int, tokens: int, device: DeviceInfo, resident: int) -> int:
         device: The device, whose multiprocessors they fill.
         resident: Resident programs per multiprocessor.
     """
-    resident *= chip_of(device).multiprocessors
+    resident *= gpu_of(device).multiprocessors
     # All programs of a wave wait for their pools first, and for their last tokens: fewer waves wait less often.
-    waves = max(1, ceil_div(tokens * programs, LONGEST * resident))
+    waves = max(1, cdiv(tokens * programs, LONGEST * resident))
     blocks = max(1, waves * resident // programs)
-    return max(32, 8 * ceil_div(tokens, 8 * blocks))
+    return max(32, 8 * cdiv(tokens, 8 * blocks))
 
 
 def candidates(

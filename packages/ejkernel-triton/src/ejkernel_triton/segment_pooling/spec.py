@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.segment_pooling.config import PoolingBackward, PoolingForward
-from ejkernel_triton.sizes import ceil_div
 
 AT_ONCE = 8
 """Sums of a pool that the second kernel loads at a time."""
@@ -89,7 +89,7 @@ class BackwardSpec(PoolingSpec):
 
 def _shared(record: SegmentPooling) -> dict[str, Any]:
     _, tokens, heads, size = record.values.shape
-    pools = ceil_div(tokens, record.chunk_size) if record.ranges is None else record.ranges.shape[0]
+    pools = cdiv(tokens, record.chunk_size) if record.ranges is None else record.ranges.shape[0]
     levels = pools.bit_length()
     return {
         "T": tokens,
@@ -112,13 +112,13 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
     return ForwardSpec(
         **shared,
         SPAN=config.span,
-        BLOCKS=ceil_div(shared["T"], config.span),
+        BLOCKS=cdiv(shared["T"], config.span),
         BLOCK_T=config.block_t,
         BLOCK_C=config.block_c,
-        TILES=ceil_div(channels, config.block_c),
+        TILES=cdiv(channels, config.block_c),
         AT_ONCE=AT_ONCE,
         WIDE=wide,
-        WIDE_TILES=ceil_div(channels, wide),
+        WIDE_TILES=cdiv(channels, wide),
         WAYS=ways,
         WIDE_LEVELS=next(n for n in range(1, 33) if ways**n >= shared["M"]),
         PREFETCH=config.prefetch,
@@ -128,13 +128,13 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
 def backward_spec(record: SegmentPooling, config: PoolingBackward) -> BackwardSpec:
     """Returns the constants of a record's backward kernel."""
     shared = _shared(record)
-    tiles = ceil_div(shared["C"], config.block_c)
+    tiles = cdiv(shared["C"], config.block_c)
     steps = min(config.tiles, tiles)
     return BackwardSpec(
         **shared,
         BLOCK_T=config.block_t,
-        BLOCKS=ceil_div(shared["T"], config.block_t),
+        BLOCKS=cdiv(shared["T"], config.block_t),
         BLOCK_C=config.block_c,
         STEPS=steps,
-        GROUPS=ceil_div(tiles, steps),
+        GROUPS=cdiv(tiles, steps),
     )

@@ -33,8 +33,8 @@ HEADS = 64
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not (record.query.size and record.key.size and record.value.size and slots(record)):
-        yield "an array is empty"
+    if not slots(record):
+        yield "no block is selected"
     elif config.group_size(record) > HEADS:
         yield f"{config.group_size(record)} query heads a KV head are more than {HEADS}"
     elif too_large := config.too_large(record, current_device()):
@@ -53,7 +53,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 forward=config.SelectedForward,
                 backward=config.SelectedBackward,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
                 kind=config.kind,

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
@@ -25,7 +26,9 @@ from ejkernel_triton.selected_attention.config import SelectedBackward, group_si
 from ejkernel_triton.selected_attention.forward import operands
 from ejkernel_triton.selected_attention.plan import DENSE, Readers, block_ends, find_readers
 from ejkernel_triton.selected_attention.spec import SelectedSpec, make_spec
-from ejkernel_triton.sizes import LOG2E, ceil_div, padded_for_dot
+from ejkernel_triton.sizes import (
+    padded_for_dot,
+)
 
 Gradients = dict[str, jax.Array]
 Rows = tuple[jax.Array, jax.Array, jax.Array]
@@ -85,7 +88,7 @@ def _key_gradients(
     readers, ends = find_readers(record, config.list_length), block_ends(record)
     query, key, value, _, starts, q_positions, q_ids, k_ids = operands(record)
     batch, parts = record.query.shape[0], readers.parts.shape[2]
-    tiles = ceil_div(spec.SIZE, config.key_block_kv)
+    tiles = cdiv(spec.SIZE, config.key_block_kv)
     sums = [(batch, spec.HK, readers.slots, tiles, config.key_block_kv, width) for width in (spec.BD, spec.BV)]
     shapes = [Shape(record.key.shape, record.key.dtype), Shape(record.value.shape, record.value.dtype)]
     gradients = launch(
@@ -129,7 +132,7 @@ def _merge_split_lists(
         (key_sums, value_sums, readers.merges, *block_bounds, dkey, dvalue),
         (5, 6),
         batch=batch,
-        grid=ceil_div(spec.SIZE, config.key_block_kv) * spec.M * spec.HK * batch,
+        grid=cdiv(spec.SIZE, config.key_block_kv) * spec.M * spec.HK * batch,
         num_warps=8,
         num_stages=1,
         constants={"spec": spec, "BLOCK_KV": config.key_block_kv, "SUMS": readers.slots},

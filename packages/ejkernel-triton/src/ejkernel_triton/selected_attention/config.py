@@ -8,9 +8,9 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.selected_attention import SelectedAttention, slots
+from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import KIBI, Chip, chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded, padded_for_dot
 
@@ -61,7 +61,7 @@ class SelectedBackward:
     key_stages: int
 
 
-FACES = {
+PUBLIC_FIELDS = {
     "block_k": "block_kv",
     "num_warps": "num_warps",
     "num_stages": "num_stages",
@@ -110,12 +110,12 @@ def candidates(
 ) -> tuple[SelectedForward | SelectedBackward, ...]:
     """Returns tile sizes worth measuring for a record on a device, the most likely first."""
     made = _forward(record, device) if direction == "forward" else _backward(record, device)
-    return tuple(dict.fromkeys(fitted(record, x, chip_of(device)) for x in made))
+    return tuple(dict.fromkeys(fitted(record, x, gpu_of(device)) for x in made))
 
 
 def too_large(record: SelectedAttention, device: DeviceInfo) -> str:
     """Returns why the kernels cannot run for a record on a device; empty where they can."""
-    chip = chip_of(device)
+    chip = gpu_of(device)
     passes: tuple[Direction, ...] = ("forward", "backward")
     took = max(shared_memory(record, heuristic(record, device, x), chip) for x in passes)
     if took <= chip.shared_memory:
@@ -179,7 +179,7 @@ def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, 
     if interpreting():
         return min(padded_for_dot(record.block_size), 16), 16, 4
     row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
-    architecture = chip_of(device).architecture
+    architecture = gpu_of(device).architecture
     if wide:
         keys, rows, warps = (32, 32, 4) if row <= 256 else (16, 16, 4)
     elif row <= 256:
@@ -197,7 +197,7 @@ def _row_bytes(record: SelectedAttention) -> int:
     return padded_for_dot(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
 
 
-def fitted(record: SelectedAttention, config: Any, chip: Chip) -> Any:
+def fitted(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer keys and stages until it fits the chip; the smallest one if none fits."""
     backward = hasattr(config, "key_block_kv")
     while _of_queries(record, config, chip, backward) > chip.shared_memory:
@@ -217,7 +217,7 @@ def fitted(record: SelectedAttention, config: Any, chip: Chip) -> Any:
     return config
 
 
-def shared_memory(record: SelectedAttention, config: Any, chip: Chip) -> int:
+def shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> int:
     """Returns the bytes of the largest program of a pass."""
     backward = hasattr(config, "key_block_kv")
     of_queries = _of_queries(record, config, chip, backward)
@@ -232,7 +232,7 @@ def _columns(record: SelectedAttention) -> tuple[int, int]:
     return padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
 
 
-def _buffers(chip: Chip, rows: int, warps: int, stages: int) -> int:
+def _buffers(chip: Gpu, rows: int, warps: int, stages: int) -> int:
     """Returns the pipeline stages in shared memory: all for Hopper's and Blackwell's products, else the last is in
     registers.
     """
@@ -240,7 +240,7 @@ def _buffers(chip: Chip, rows: int, warps: int, stages: int) -> int:
     return stages if unit and rows >= WGMMA_ROWS and warps >= WGMMA_WARPS else stages - 1
 
 
-def _of_queries(record: SelectedAttention, config: Any, chip: Chip, backward: bool) -> int:
+def _of_queries(record: SelectedAttention, config: Any, chip: Gpu, backward: bool) -> int:
     """Returns the bytes of a query's program: its heads' rows, in the backward pass the cotangent's, and tiles of
     keys.
     """
@@ -257,7 +257,7 @@ def _of_queries(record: SelectedAttention, config: Any, chip: Chip, backward: bo
     )
 
 
-def _of_keys(record: SelectedAttention, config: Any, chip: Chip) -> int:
+def _of_keys(record: SelectedAttention, config: Any, chip: Gpu) -> int:
     """Returns the bytes of a program of one tile of keys: those, their values, and tiles of queries and cotangents."""
     (keys, values), size = _columns(record), record.query.dtype.itemsize
     rows = padded(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)

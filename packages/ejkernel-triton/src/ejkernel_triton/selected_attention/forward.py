@@ -5,17 +5,20 @@ attention.
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.block_selection import current_blocks
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.selected_attention.config import SelectedForward, group_size
 from ejkernel_triton.selected_attention.plan import DENSE
 from ejkernel_triton.selected_attention.spec import make_spec
-from ejkernel_triton.sizes import LOG2E, ceil_div, padded_for_dot
+from ejkernel_triton.sizes import (
+    padded_for_dot,
+)
 
 SCORE_TILE = (64, 64)
 """Rows of a tile of scores (queries times heads of the group), and its blocks."""
@@ -84,8 +87,8 @@ def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
     heads = 1 << (group_size(record) - 1).bit_length()
     rows, block_tile = FLOAT32_SCORE_TILE if record.query.dtype.itemsize > 2 or interpreting() else SCORE_TILE
     queries = max(1, rows // heads)
-    items = ceil_div(spec.T, queries) * spec.HK
-    chip = chip_of(current_device())
+    items = cdiv(spec.T, queries) * spec.HK
+    chip = gpu_of(current_device())
     programs = 3 if interpreting() else max(1, min(items, PROGRAMS_PER_SM * chip.multiprocessors // batch))
     width = max(block_tile, padded_for_dot(spec.M))
     shift = compressed.lse.swapaxes(1, 2) * LOG2E

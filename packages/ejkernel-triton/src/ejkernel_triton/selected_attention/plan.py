@@ -15,19 +15,20 @@ leaves most of a GPU idle. So its queries are split, and the splits are more bat
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import SelectedAttention, blocks, starts
 from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel.ops.nested import DISPATCHED
+from ejkernel.ops.nested import dispatched_backward, dispatched_forward
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.chips import chip_of
-from ejkernel_triton.sizes import ceil_div
 
 UINT32_RANGE = 2**32
 
@@ -55,6 +56,8 @@ PROGRAMS_PER_SM = 2
 """Programs per multiprocessor that registers allow."""
 MIN_QUERIES = 256
 """The smallest number of queries per split."""
+DENSE_OP = "flash_attention"
+"""The operation that computes the branches that are tiled attention."""
 
 
 def find_readers(record: SelectedAttention, length: int) -> Readers:
@@ -67,7 +70,7 @@ def find_readers(record: SelectedAttention, length: int) -> Readers:
     entries = tokens.shape[2]
     sizes = jnp.diff(bounds)
     # A block that no query lists has one empty split, whose program stores its zeros.
-    part_counts = jnp.maximum(-(-sizes // length), 1)
+    part_counts = jnp.maximum(cdiv(sizes, length), 1)
     part_ends = jnp.cumsum(part_counts, axis=-1)
     part_starts = part_ends - part_counts
     max_parts = count + entries // length
@@ -137,8 +140,8 @@ def backward_in_splits(pullback: Pullback) -> dict[str, jax.Array]:
     record: TiledAttention = pullback.record
     splits = query_splits(record)
     if splits == 1:
-        return DISPATCHED.backward(pullback)
-    found = DISPATCHED.backward(_split_queries(pullback, splits))
+        return dispatched_backward(DENSE_OP, pullback)
+    found = dispatched_backward(DENSE_OP, _split_queries(pullback, splits))
     batch, tokens = record.query.shape[:2]
     made: dict[str, jax.Array] = {}
     for name, gradient in found.items():
@@ -150,7 +153,7 @@ def backward_in_splits(pullback: Pullback) -> dict[str, jax.Array]:
     return made
 
 
-DENSE = DenseKernel(DISPATCHED.forward, backward_in_splits)
+DENSE = DenseKernel(functools.partial(dispatched_forward, DENSE_OP), backward_in_splits)
 """The kernels of the dense branches, which are tiled attention."""
 
 
@@ -161,16 +164,16 @@ def query_splits(record: TiledAttention) -> int:
     # As many splits as fill the chip. With 8192 queries and 128 keys the backward pass took 4.78 ms in one call, 0.93
     # in 17 splits and 0.58 in 32 (docs/lab/native_sparse_attention_gpu.md).
     batch, keys, heads, _ = record.key.shape
-    programs = PROGRAMS_PER_SM * chip_of(current_device()).multiprocessors
-    key_programs = batch * heads * ceil_div(keys, BLOCK_KV)
-    return max(1, min(ceil_div(programs, key_programs), record.query.shape[1] // MIN_QUERIES))
+    programs = PROGRAMS_PER_SM * gpu_of(current_device()).multiprocessors
+    key_programs = batch * heads * cdiv(keys, BLOCK_KV)
+    return max(1, min(cdiv(programs, key_programs), record.query.shape[1] // MIN_QUERIES))
 
 
 def _split_queries(pullback: Pullback, splits: int) -> Pullback:
     """Returns the same backward pass with splits of the queries as batch rows."""
     record: TiledAttention = pullback.record
     batch, tokens = record.query.shape[:2]
-    length = ceil_div(tokens, splits)
+    length = cdiv(tokens, splits)
     missing = splits * length - tokens
 
     def split(x: Any, value: Any = 0) -> Any:

@@ -4,10 +4,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import LOG2E, padded_for_dot
+from ejkernel_triton.sizes import (
+    padded_for_dot,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 forward=config.ScanForward,
                 backward=config.ScanBackward,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class ScanBackward:
     prefetch_recomputed: bool
 
 
-FACES = {"block_d": "block_e", "num_warps": "num_warps"}
+PUBLIC_FIELDS = {"block_d": "block_e", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 WARPS_PER_SM = 4
@@ -67,7 +67,7 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     if direction == "backward":
         # A thread has 255 registers, for five tiles of states in addition to those of a block.
         # Measured on an H200 with N 16 (docs/lab/selective_scan_gpu.md): blocks of 4 tokens 4.24 ms, of 2 tokens 5.66.
-        block_t = 1 if size > 16 else 2 if interpreting() or chip_of(device).architecture == "ampere" else 4
+        block_t = 1 if size > 16 else 2 if interpreting() or gpu_of(device).architecture == "ampere" else 4
         return ScanBackward(
             block_e=block_e,
             block_t=block_t,
@@ -80,7 +80,7 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     block_t, columns = 4 if interpreting() or size > 16 else 16, 0
     # Measured on an H200 with N 16: 1.11 ms with columns prefetched by 3 tokens instead of 3.11, which waits for each
     # of them. Wider columns leave too few registers for that.
-    if chip_of(device).architecture == "hopper" and size <= 16 and record.write.dtype.itemsize == 2:
+    if gpu_of(device).architecture == "hopper" and size <= 16 and record.write.dtype.itemsize == 2:
         # Masked loads of a last, partial block take registers as well: longer blocks with masks would spill. Each
         # packed sequence has such a block.
         masked = record.cu_seqlens is not None or record.x.shape[1] % 8 > 0
@@ -129,9 +129,9 @@ def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
     rows, tokens, channels = record.x.shape
     if record.cu_seqlens is not None:
         return 1  # packed sequences are scanned in parallel anyway
-    warps = max(1, rows * ceil_div(channels, block_e))
-    chunks = ceil_div(tokens, INTERVAL)
+    warps = max(1, rows * cdiv(channels, block_e))
+    chunks = cdiv(tokens, INTERVAL)
     if interpreting():
         return min(2, chunks)
-    wanted = WARPS_PER_SM * chip_of(device).multiprocessors
-    return max(1, min(ceil_div(wanted, warps) if warps < wanted else 1, chunks // 4))
+    wanted = WARPS_PER_SM * gpu_of(device).multiprocessors
+    return max(1, min(cdiv(wanted, warps) if warps < wanted else 1, chunks // 4))

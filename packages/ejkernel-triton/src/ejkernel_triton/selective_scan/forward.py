@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import with_states
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanForward
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
-from ejkernel_triton.sizes import LOG2E
 
 
 @with_states

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import sequences
-from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,20 +72,20 @@ def make_spec(
     """
     (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
     packed = record.cu_seqlens is not None
-    chunks = packed_scan.interval_count(tokens, sequences(record)) if packed else ceil_div(tokens, INTERVAL)
-    part = ceil_div(chunks, max(1, splits))
+    chunks = packed_scan.interval_count(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
+    part = cdiv(chunks, max(1, splits))
     return ScanSpec(
         T=tokens,
         E=channels,
         N=size,
         BN=1 << (size - 1).bit_length(),
         BLOCK_E=block_e,
-        TILES=ceil_div(channels, block_e),
+        TILES=cdiv(channels, block_e),
         INTERVAL=INTERVAL,
         CHUNKS=chunks,
         PACKED=packed,
         # Packed sequences are scanned in parallel without a split.
-        SPLITS=sequences(record) if packed else ceil_div(chunks, part),
+        SPLITS=sequences(record) if packed else cdiv(chunks, part),
         PART=part,
         BLOCK_T=block_t,
         PREFETCH=prefetch,

@@ -16,8 +16,6 @@ HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern", "lse_cotang
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not (record.query.size and record.key.size and record.value.size):
-        yield "an array is empty"
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
         yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
     yield from pattern_reasons(record)
@@ -37,7 +35,7 @@ def implementations() -> tuple[Implementation, ...]:
             kind=kind_of_large,
             forward=config.TritonForward,
             backward=config.TritonBackward,
-            faces=config.FACES,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     )
     return (implementation,)

@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, added_up, less_lse_cotangent, sinks_gradient
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.sizes import LOG2E
 from ejkernel_triton.tiled_attention.config import Tile, TritonBackward, backward_tiles
 from ejkernel_triton.tiled_attention.plan import bias_blocks, key_blocks, operands, query_blocks
 from ejkernel_triton.tiled_attention.spec import LOWEST, in_pieces, make_spec, splits

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import KIBI, chip_of
 from ejkernel_triton.sizes import padded_for_dot
 from ejkernel_triton.tiled_attention.spec import padded_row, pair_bytes, row_bytes
 
@@ -73,7 +73,7 @@ def _everywhere(field: str) -> tuple[str, ...]:
     return field, f"dkv.{field}", f"dq.{field}"
 
 
-FACES = {
+PUBLIC_FIELDS = {
     "q_blocksize": _everywhere("block_q"),
     "kv_blocksize": _everywhere("block_kv"),
     "num_warps": _everywhere("num_warps"),
@@ -296,7 +296,7 @@ def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
     """Returns the kind of matrix unit that multiplies a record's operands."""
     if device.platform == "cpu":
         return "interpreter"
-    architecture, wide = chip_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
+    architecture, wide = gpu_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
     if architecture == "cdna3":
         return "amd"
     if wide and record.precision == lax.Precision.HIGHEST:
@@ -315,7 +315,7 @@ def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[T
     unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
     exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
     first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
-    memory = chip_of(device).shared_memory
+    memory = gpu_of(device).shared_memory
     budget = memory - (0 if which == "forward" else 4 * KIBI)
     fits = [tile for tile in dict.fromkeys((*first, *preferred)) if row_bytes(record, which, tile) <= budget]
     if unit in ("hopper", "blackwell"):  # all stages are in shared memory, which leaves the least room

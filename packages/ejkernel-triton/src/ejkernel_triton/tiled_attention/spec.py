@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import LOG2E, padded_for_dot
+from ejkernel_triton.sizes import (
+    padded_for_dot,
+)
 
 LOWEST = -3e38
 """The lowest score in base 2: scores that a bias sets to the lowest float must stay finite."""

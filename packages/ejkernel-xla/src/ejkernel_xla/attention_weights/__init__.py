@@ -11,7 +11,10 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.WeightRows, faces=config.FACES
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.WeightRows,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

@@ -23,7 +23,7 @@ class WeightRows:
         check_positive(self)
 
 
-FACES = {"weights_block_q": "block_q"}
+PUBLIC_FIELDS = {"weights_block_q": "block_q"}
 """Public configuration field -> field of this."""
 
 

@@ -13,7 +13,10 @@ IMPLEMENTATIONS = (
         dtypes=FLOATS | {"float8_e4m3fn", "float8_e5m2"},
         handles=OPTIONAL,
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.RowTiles, faces=config.FACES
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.RowTiles,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

@@ -26,7 +26,7 @@ class RowTiles:
         check_positive(self)
 
 
-FACES = {"block_m": "block_m"}
+PUBLIC_FIELDS = {"block_m": "block_m"}
 """Public configuration field -> field of this."""
 
 

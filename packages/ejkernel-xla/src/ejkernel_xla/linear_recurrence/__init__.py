@@ -12,7 +12,10 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=optional_fields(FAMILY.record),
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.RecurrenceChunk, faces=config.FACES
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.RecurrenceChunk,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

@@ -27,7 +27,7 @@ class RecurrenceChunk:
         check_positive(self)
 
 
-FACES = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
+PUBLIC_FIELDS = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
 """Public configuration field -> field of this."""
 
 

@@ -12,7 +12,10 @@ IMPLEMENTATIONS = (
         backward=None,
         handles=optional_fields(FAMILY.record),
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedTiles, faces=config.FACES
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.PagedTiles,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

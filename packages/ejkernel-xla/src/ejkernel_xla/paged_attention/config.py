@@ -36,7 +36,7 @@ class PagedTiles:
         check_positive(self)
 
 
-FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "seq_blocksize": "stack"}
+PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "seq_blocksize": "stack"}
 """Public configuration field -> field of this."""
 
 

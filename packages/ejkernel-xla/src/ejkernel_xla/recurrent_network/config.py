@@ -28,7 +28,7 @@ class TokenBlocks:
         check_positive(self)
 
 
-FACES = {"block_t": "block_t", "unroll": "unroll"}
+PUBLIC_FIELDS = {"block_t": "block_t", "unroll": "unroll"}
 """Public configuration field -> field of this."""
 
 

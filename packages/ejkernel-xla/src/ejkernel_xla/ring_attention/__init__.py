@@ -3,7 +3,7 @@
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.ring_attention import config
-from ejkernel_xla.tiled_attention.config import FACES, ChunkedSoftmax
+from ejkernel_xla.tiled_attention.config import PUBLIC_FIELDS, ChunkedSoftmax
 
 IMPLEMENTATIONS = (
     xla_implementation(
@@ -28,7 +28,7 @@ IMPLEMENTATIONS = (
             heuristic=config.heuristic,
             candidates=config.candidates,
             forward=ChunkedSoftmax,
-            faces=FACES,
+            public_fields=PUBLIC_FIELDS,
         ),
     ),
 )

@@ -10,7 +10,10 @@ IMPLEMENTATIONS = (
         gradients={"values"},
         handles={"lengths", "ranges"},
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.TokenTiles, faces=config.FACES
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.TokenTiles,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

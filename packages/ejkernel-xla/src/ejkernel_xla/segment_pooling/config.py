@@ -25,7 +25,7 @@ class TokenTiles:
         check_positive(self)
 
 
-FACES = {"block_size": "block_size"}
+PUBLIC_FIELDS = {"block_size": "block_size"}
 """Public configuration field -> field of this."""
 
 

@@ -23,7 +23,10 @@ IMPLEMENTATIONS = (
             "window_size",
         },
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.SelectedTiles, faces=config.FACES
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.SelectedTiles,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

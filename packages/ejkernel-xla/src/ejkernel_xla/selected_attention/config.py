@@ -30,7 +30,7 @@ class SelectedTiles:
         check_positive(self)
 
 
-FACES = {"block_q": "block_q"}
+PUBLIC_FIELDS = {"block_q": "block_q"}
 """Public configuration field -> field of this."""
 
 

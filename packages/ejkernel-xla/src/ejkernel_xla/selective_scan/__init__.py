@@ -14,7 +14,7 @@ IMPLEMENTATIONS = (
             heuristic=config.heuristic,
             candidates=config.candidates,
             forward=config.ScanSteps,
-            faces={"associative": "associative"},
+            public_fields={"associative": "associative"},
         ),
     ),
 )

@@ -15,7 +15,7 @@ IMPLEMENTATIONS = (
             heuristic=config.heuristic,
             candidates=config.candidates,
             forward=config.ChunkedSoftmax,
-            faces=config.FACES,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

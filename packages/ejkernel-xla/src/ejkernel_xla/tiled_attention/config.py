@@ -32,7 +32,7 @@ class ChunkedSoftmax:
         check_positive(self)
 
 
-FACES = {"q_blocksize": "block_q", "kv_blocksize": "block_kv"}
+PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv"}
 """Public configuration field -> field of this."""
 
 

@@ -83,7 +83,6 @@ FAMILY = Family(
     head_dims=lambda record: (record.lhs.shape[-1], record.rhs.shape[-1]),
     axes=axes,
     shardable="",
-    permissions=frozenset({"left_over"}),
     unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,
     requests=requests,

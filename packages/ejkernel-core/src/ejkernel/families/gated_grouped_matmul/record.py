@@ -50,7 +50,7 @@ class GatedGroupedMatmul:
     beta: float = static(0.0)
     limit: float | None = static(None)
     precision: lax.Precision | None = static(default=None)
-    left_over: str = static("zero")
+    left_over: str = static()
 
 
 def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> GroupedMatmul:

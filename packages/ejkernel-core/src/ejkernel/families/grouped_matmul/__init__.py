@@ -102,7 +102,6 @@ FAMILY = Family(
     head_dims=lambda record: (record.lhs.shape[-1], columns(record)),
     axes=axes,
     shardable="mn",
-    permissions=frozenset({"left_over"}),
     localise=localise,
     unsplit={"e": EXPERTS_OVER_DEVICES},
     reference=reference,

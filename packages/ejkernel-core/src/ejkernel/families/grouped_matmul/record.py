@@ -44,7 +44,7 @@ class GroupedMatmul:
     lhs_scale: jax.Array | None = None
     transpose_rhs: bool = static(False)
     precision: lax.Precision | None = static(default=None)
-    left_over: str = static("zero")
+    left_over: str = static()
 
 
 def accumulator(record: GroupedMatmul) -> Any:

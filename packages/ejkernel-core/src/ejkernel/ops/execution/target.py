@@ -94,6 +94,5 @@ def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> A
     if paired:
         grad_fields = pair_gradients(plan, record, choice)
         return Pullback(record=record, residuals=None, output=None, cotangent=results.output, wanted=grad_fields)
-    results = results if choice.implementation is forward.implementation else results._replace(pocket=None)
     grad_fields = frozenset(plan.op.family.differentiable) & set(array_fields(record))
     return Pullback(record=record, cotangent=results.output, wanted=grad_fields, **results._asdict())

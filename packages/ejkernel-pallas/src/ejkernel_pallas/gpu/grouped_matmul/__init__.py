@@ -49,7 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 forward=config.HopperGrouped,
                 backward=config.HopperGroupedBackward,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
                 kind=kind_of,
             ),
             # Above Triton's, whose kernels were slower in both passes of every shape of `grouped_matmul_gpu.py`.
@@ -58,7 +58,7 @@ def implementations() -> tuple[Implementation, ...]:
         ),
         Implementation(
             family="grouped_matmul",
-            name="mosaic_gpu_8_bits",
+            name="mosaic_gpu_fp8",
             platform="pallas",
             forward="ejkernel_pallas.gpu.grouped_matmul.forward:forward_fp8",
             backward=None,
@@ -71,7 +71,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.scaled_heuristic,
                 candidates=config.scaled_candidates,
                 forward=config.HopperScaled,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
                 kind=kind_of,
             ),
             # Above Triton's, on an H200: 1.0 to 1.1 times as fast where tensor cores sum, 1.5 times with scales of rows
@@ -90,7 +90,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,
                 forward=config.HopperGated,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
             ),
             priority=_gated_priority,
             cases="ejkernel_pallas.gpu.grouped_matmul.cases:gated_cases",

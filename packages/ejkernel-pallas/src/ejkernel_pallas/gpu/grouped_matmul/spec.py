@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import most_tiles
@@ -157,12 +158,12 @@ class GroupedSpec:
     @property
     def across(self) -> int:
         """Returns tiles of columns, of all members of a cluster."""
-        return -(-self.columns // (self.tile.block_n * self.tile.cluster_n))
+        return cdiv(self.columns, self.tile.block_n * self.tile.cluster_n)
 
     @property
     def down(self) -> int:
         """Returns tiles of rows of a matrix, of all members of a cluster, for the kernel that owns matrices."""
-        return -(-self.contracted // (BLOCK_M * self.tile.cluster_m))
+        return cdiv(self.contracted, BLOCK_M * self.tile.cluster_m)
 
     @property
     def overlapped(self) -> bool:

@@ -11,6 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
+from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, scalar, with_registers
 from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WARPS, WGMMA_M
@@ -190,4 +191,4 @@ def _exchanged(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, Any]:
 def _has_rows(rows: int) -> Any:
     """Returns whether this thread's warp has some of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
     warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
-    return arith.cmpi(arith.CmpIPredicate.ult, warp, constant(-(-rows // WARP_ROWS)))
+    return arith.cmpi(arith.CmpIPredicate.ult, warp, constant(cdiv(rows, WARP_ROWS)))

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.gpu.hopper.registers import number, pair, with_registers
 
-LOG2E = math.log2(math.e)
 TANH = 2 * math.sqrt(2 / math.pi)
 """What the tanh formula of gelu multiplies its argument with, twice: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
 CUBE = 0.044715

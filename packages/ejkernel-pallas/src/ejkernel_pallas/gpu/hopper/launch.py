@@ -7,6 +7,8 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
+
 
 def launch(
     body: Callable[[dict[str, Any], Any, dict[str, Any]], None],
@@ -75,5 +77,5 @@ def whole(x: jax.Array, rows: int) -> jax.Array:
     Copies leave out what lies beyond an array's end, so that no more is needed.
     """
     # The eight rows of a swizzle atom are the least that a copy moves.
-    rows = max(rows, -(-x.shape[1] // 8) * 8)
+    rows = max(rows, cdiv(x.shape[1], 8) * 8)
     return jnp.pad(x, ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))

@@ -1,4 +1,11 @@
-"""Sizes of Hopper's instructions and shared memory."""
+"""Sizes of Hopper's instructions and shared memory, and the dtype of indices."""
+
+import jax.numpy as jnp
+
+from ejkernel.ops.chips import GPUS
+
+I32 = jnp.int32
+"""The dtype of indices and counts in kernels: a Python int would become a constant of another one under x64."""
 
 WGMMA_M = 64
 """Rows of one warpgroup's product instruction: M of WGMMA."""
@@ -10,5 +17,5 @@ WARPS = 4
 """Warps of a warpgroup."""
 WARP_ROWS = 16
 """Rows of a product that one warp holds."""
-SHARED_MEMORY = 227 * 1024
+SHARED_MEMORY = GPUS["sm_90"].shared_memory
 """Bytes of shared memory of a thread block on Hopper."""

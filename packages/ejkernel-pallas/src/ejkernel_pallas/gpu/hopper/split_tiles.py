@@ -11,6 +11,8 @@ has some of the query blocks of a key tile, and its gradients are added.
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
+
 BEGINNING = 2
 """Cost of an item beside its key blocks, in key blocks: its first scores and its last product overlap nothing."""
 MERGING = 16
@@ -45,7 +47,7 @@ def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
     # A part keeps at least two blocks, counted over the heads.
     left, most = tiles % blocks, min(steps, steps * heads // 2)
     # Waves that the parts take; of their costs the least, in key blocks. One part is the tile as it is.
-    waves = {parts: -(-left * parts // blocks) for parts in range(1, max(1, most) + 1)}
-    costs = {n: count * (-(-steps // n) * heads + BEGINNING) + (MERGING if n > 1 else 0) for n, count in waves.items()}
+    waves = {parts: cdiv(left * parts, blocks) for parts in range(1, max(1, most) + 1)}
+    costs = {n: count * (cdiv(steps, n) * heads + BEGINNING) + (MERGING if n > 1 else 0) for n, count in waves.items()}
     parts = min(costs, key=lambda n: costs[n])
     return Split(left, parts) if parts > 1 else WHOLE

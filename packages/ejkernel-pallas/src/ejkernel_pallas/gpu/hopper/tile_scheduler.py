@@ -27,11 +27,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
+from ejkernel.ops.chips import GPUS
 from ejkernel_pallas.gpu.hopper.registers import constant, i32
-from ejkernel_pallas.gpu.hopper.sizes import THREADS
+from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS
 from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split
 
-I32 = jnp.int32
 _NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 CACHE = 32 * 2**20
 """Bytes of L2 for what the blocks of a bundle share: their keys and values."""
@@ -151,7 +151,7 @@ def make_plan(
 def multiprocessors() -> int:
     """Returns multiprocessors of the device in use; those of an H200 where there is none."""
     device = jax.local_devices()[0]
-    return device.core_count if device.platform == "gpu" else 132
+    return device.core_count if device.platform == "gpu" else GPUS["sm_90"].multiprocessors
 
 
 def counter() -> Any:

@@ -26,7 +26,7 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
         ),
         config=ConfigSpace(
             forward=config.HopperLatent,
-            faces=config.PUBLIC_FIELDS,
+            public_fields=config.PUBLIC_FIELDS,
             heuristic=config.heuristic,
             candidates=config.candidates,
         ),

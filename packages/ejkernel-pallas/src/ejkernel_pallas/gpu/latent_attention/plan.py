@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
@@ -84,11 +85,11 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     owner, keys, low = make_extents(record, spec)
     # Steps begin at multiples of UNIT, so that a block lies inside one page or is made of whole pages. Keys before
     # `low` are masked.
-    steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
+    steps = jnp.maximum(cdiv(keys, UNIT) - low // UNIT, 1)  # an item without keys has an output, too
     ends = jnp.cumsum(steps, dtype=jnp.int32)
     total = ends[-1]
     # Lengths are arrays, so shares follow them without a new compilation.
-    share = -(-total // spec.programs)
+    share = cdiv(total, spec.programs)
     if spec.growth:
         share = _whole(share, steps, spec.growth)
     begin = jnp.minimum(jnp.arange(spec.programs + 1, dtype=jnp.int32) * share, total)
@@ -102,5 +103,5 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
 def _whole(share: jax.Array, steps: jax.Array, growth: int) -> jax.Array:
     """The share that has whole items alone, if all items are as long and it is at most `growth` percent larger."""
     longest = jnp.max(steps)
-    whole = -(-share // longest) * longest
+    whole = cdiv(share, longest) * longest
     return jnp.where((jnp.min(steps) == longest) & ((whole - share) * 100 <= share * growth), whole, share)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.tiled_attention import TiledAttention
@@ -149,10 +150,6 @@ class LatentSpec:
         return self.programs * self.tiles
 
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-
-
 def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> LatentSpec:
     """Returns the constants of a record's kernel.
 
@@ -169,7 +166,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
     if params.growth < 0:
         raise ValueError(f"growth={params.growth}: wants 0 or more")
     rows, heads, _ = record.query.shape
-    tiles, page_size = -(-heads // WGMMA_M), paged_cache.page_size(record)
+    tiles, page_size = cdiv(heads, WGMMA_M), paged_cache.page_size(record)
     return LatentSpec(
         rows=rows,
         heads=heads,
@@ -209,8 +206,6 @@ def reasons(record: PagedAttention) -> Iterable[str]:
     if record.block_tables is None and slots % GROUP:
         yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
     yield from _head_reasons(record.query.shape[1])
-    if not (record.query.size and record.key_pages.size and record.kv_lens.size):
-        yield "an array is empty"
 
 
 def _head_reasons(heads: int) -> Iterable[str]:
@@ -226,5 +221,3 @@ def decode_reasons(record: TiledAttention) -> Iterable[str]:
     if slots % GROUP:
         yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
     yield from _head_reasons(record.query.shape[2])
-    if not (record.query.size and record.key.size):
-        yield "an array is empty"

@@ -38,7 +38,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=hopper_requires(handles=HANDLES, extra=spec.reasons),
             config=ConfigSpace(
                 forward=config.HopperPaged,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

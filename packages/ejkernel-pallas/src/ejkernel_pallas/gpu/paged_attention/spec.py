@@ -6,14 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 HEAD_DIMS = (64, 128)
 """Sizes of keys and of values."""
 RESERVED = 4 * 1024
@@ -87,7 +86,7 @@ def rows_of_token(record: PagedAttention) -> int:
 
     A tile may begin at any token, but a copy in the order of products only at a multiple of eight rows.
     """
-    return -(-record.query.shape[1] // paged_cache.kv_heads(record) // GROUP) * GROUP
+    return cdiv(record.query.shape[1] // paged_cache.kv_heads(record), GROUP) * GROUP
 
 
 def tokens_of_tile(record: PagedAttention) -> int:
@@ -161,5 +160,3 @@ def reasons(record: PagedAttention) -> Iterable[str]:
         yield f"pages of {slots} slots are neither a multiple of {UNIT} nor a divisor of at least {GROUP}"
     if record.block_tables is None and slots % GROUP:
         yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
-    if not (record.query.size and record.key_pages.size and record.kv_lens.size):
-        yield "an array is empty"

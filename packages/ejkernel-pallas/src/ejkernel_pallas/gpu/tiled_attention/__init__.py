@@ -23,8 +23,6 @@ HANDLES = (
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not (record.query.size and record.key.size and record.value.size):
-        yield "an array is empty"
     size, value_size = record.query.shape[3], record.value.shape[3]
     if value_size not in config.VALUES.get(size, (value_size,)):
         yield f"value has head size {value_size}, query has {size}: values of {config.VALUES[size][0]} go with that"
@@ -52,7 +50,7 @@ def implementations() -> tuple[Implementation, ...]:
                 kind=kind_of_large,
                 forward=config.HopperForward,
                 backward=config.HopperBackward,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
             ),
             priority=20,
         ),

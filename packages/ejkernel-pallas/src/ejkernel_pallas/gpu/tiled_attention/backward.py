@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import in_rows
@@ -39,7 +40,10 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward import backward_
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import padded_ids, query_block_ranges, tiles, without_padding
 from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import first_adders
 from ejkernel_pallas.gpu.tiled_attention.plan.pattern import query_lists
-from ejkernel_pallas.gpu.tiled_attention.spec import LOG2E, HopperSpec, make_spec
+from ejkernel_pallas.gpu.tiled_attention.spec import (
+    HopperSpec,
+    make_spec,
+)
 
 Operands = dict[str, jax.Array]
 BLOCKS_BETWEEN = 2

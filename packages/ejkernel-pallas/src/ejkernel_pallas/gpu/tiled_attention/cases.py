@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
 from ejkernel.modules.operations.cases.tables import tagged
@@ -20,7 +21,7 @@ SIZES = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat
 
 def _blocks(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
     """Returns blocks of 64: full, partial and empty tiles, and none for the queries from 128 to 191."""
-    seen = np.random.RandomState(7).rand(-(-q_len // 64), -(-kv_len // 64)) < 0.5
+    seen = np.random.RandomState(7).rand(cdiv(q_len, 64), cdiv(kv_len, 64)) < 0.5
     seen[2] = False
     return NumpyMask(np.kron(seen, np.ones((64, 64), bool))[:q_len, :kv_len])
 

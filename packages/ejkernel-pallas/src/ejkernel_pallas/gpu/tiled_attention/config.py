@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction, given_values
@@ -248,7 +249,7 @@ def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     packed = tile.wide or tile.register_bound
     small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if packed else [1, *extras]
     small += [tile.keys] * len(tile.extras(spec, "k"))
-    return accumulated + streamed + ds + dq + sum(-(-words * 4 // ALIGNMENT) * ALIGNMENT for words in small)
+    return accumulated + streamed + ds + dq + sum(cdiv(words * 4, ALIGNMENT) * ALIGNMENT for words in small)
 
 
 VALUES = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}

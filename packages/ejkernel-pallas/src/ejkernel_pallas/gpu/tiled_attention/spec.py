@@ -1,20 +1,22 @@
 """What a tiled-attention kernel is compiled for: all of a record that is neither an array nor a tile size."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.planning import dropout
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
 FIXED_MAX_LIMIT = 80.0
 """The largest exponent of two for which a fixed maximum of 0 serves: float32 then holds the sums of 2**80."""
 LOWEST = -1e38
 """Where running maxima start: below every score, and finite, so that no difference of two of them is NaN."""
+WORD = 32
+"""Bits of a word of a bit mask."""
+SPAN = 4 * WORD
+"""Columns of a tile of which each thread has a fourth, as many as a word has bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

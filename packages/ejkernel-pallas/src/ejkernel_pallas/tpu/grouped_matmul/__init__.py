@@ -68,7 +68,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         Implementation(
             family="grouped_matmul",
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
@@ -82,13 +82,13 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 kind=config.kind,
                 forward=config.TpuMatmul,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
             ),
             priority=10,
         ),
         Implementation(
             family="gated_grouped_matmul",
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:gated_forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:gated_backward",
@@ -100,7 +100,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,
                 forward=config.TpuMatmul,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
             ),
             # Neither the products nor their activation are in memory, which XLA's path writes and reads again.
             priority=10,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.ops.chips import MEBI, Tpu, tpu_of
 from ejkernel.ops.params import Direction
 
 
@@ -43,38 +44,35 @@ TABLE_LIMIT = 2**20 - 2**16
 """Bytes of SMEM for the work list: a chip has 1 MiB, of which the compiler and the pipeline take some."""
 
 
-class Chip(NamedTuple):
-    """What tiles depend on.
+class TileLimits(NamedTuple):
+    """What bounds tiles on a kind of TPU, in addition to its figures in `ejkernel.ops.chips`.
 
     Attributes:
-        operations: In bfloat16, a nanosecond.
-        bandwidth: Bytes of HBM a nanosecond.
         memory: Bytes of VMEM for the blocks of candidates.
         deepest: Multiplications of a tile at most: libtpu takes seconds for more, or they need a loop.
         quick: Bytes of VMEM for blocks by default: libtpu takes a minute for kernels with more.
     """
 
-    operations: float
-    bandwidth: float
     memory: int
     deepest: int = 2**32
-    quick: int = 64 * 2**20
+    quick: int = 64 * MEBI
 
 
-CHIPS = {
-    "v5 lite": Chip(197e3, 819, 60 * 2**20),
-    "v5": Chip(459e3, 2765, 36 * 2**20),
-    "v6": Chip(918e3, 1640, 64 * 2**20),
-    "7x": Chip(1154e3, 3690, 44 * 2**20, 2**31, 36 * 2**20),
+LIMITS = {
+    "v5e": TileLimits(60 * MEBI),
+    "v5p": TileLimits(36 * MEBI),
+    "v6e": TileLimits(64 * MEBI),
+    "v7x": TileLimits(44 * MEBI, 2**31, 36 * MEBI),
 }
-"""By words in the kind of a device; the first that is found."""
+"""The limits of each kind of TPU, by its short name."""
 
 
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
     """Returns the tiles for a record on a device: those that wait least, by operations and bytes alone."""
-    chip = _chip(device)
-    chip = chip._replace(memory=min(chip.memory, chip.quick))
-    return min(_fitting(record, chip, direction), key=lambda tiles: _nanoseconds(record, chip, tiles))
+    tpu = tpu_of(device)
+    limits = LIMITS[tpu.name]
+    limits = limits._replace(memory=min(limits.memory, limits.quick))
+    return min(_fitting(record, limits, direction), key=lambda tiles: _seconds(record, tpu, tiles))
 
 
 def gated_heuristic(record: GatedGroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
@@ -130,7 +128,7 @@ def _halved(tiles: TpuMatmul) -> TpuMatmul:
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    return tuple(_fitting(record, _chip(device), direction))
+    return tuple(_fitting(record, LIMITS[tpu_of(device).name], direction))
 
 
 def kind(record: GroupedMatmul) -> str:
@@ -140,17 +138,13 @@ def kind(record: GroupedMatmul) -> str:
     return " ".join((*fields, f"out={jnp.dtype(record.out_dtype)}", f"scaled={record.rhs_scale is not None}", sizes))
 
 
-def _chip(device: Any) -> Chip:
-    return next((chip for word, chip in CHIPS.items() if word in device.kind), CHIPS["v5"])
-
-
 def _rows(record: GroupedMatmul) -> int:
     """Returns rows a tile: no more than a group has, about."""
     average = record.lhs.shape[0] / record.group_sizes.shape[0]
     return next((rows for rows in ROW_TILES if rows <= average), ROW_TILES[-1])
 
 
-def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterator[TpuMatmul]:
+def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) -> Iterator[TpuMatmul]:
     """Yields tiles that memory has room for, each once."""
     depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
@@ -160,7 +154,8 @@ def _fitting(record: GroupedMatmul, chip: Chip, direction: Direction) -> Iterato
         for k, n in sizes:
             tiles = (min(max(LANES, height), _padded(record.lhs.shape[0])), min(k, depth), min(n, width))
             laid_out = tiles[2] if direction == "backward" else min(tiles[2], UNROLLED_COLUMNS)
-            small = tiles[0] * tiles[1] * laid_out <= chip.deepest and _bytes(record, direction, *tiles) <= chip.memory
+            small = _bytes(record, direction, *tiles) <= limits.memory
+            small = small and tiles[0] * tiles[1] * laid_out <= limits.deepest
             if tiles not in seen and (small or not seen):
                 seen.add(tiles)
                 yield TpuMatmul(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
@@ -177,7 +172,7 @@ def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) 
     return 2 * (m * k * rows + k * n * matrices + m * n * (out + existing)) + 4 * m * n
 
 
-def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
+def _seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> float:
     """Returns the larger of the time that products take, with what tiles compute in vain, and that copies take."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
@@ -189,7 +184,7 @@ def _nanoseconds(record: GroupedMatmul, chip: Chip, tiles: TpuMatmul) -> float:
     copied += rows * width * jnp.dtype(record.out_dtype).itemsize
     # Beginning and ending a tile costs what 40 of its contracted elements do, and more where it has several steps.
     products = 2 * (rows + groups * min(m, 256) / 2) * steps * (k + 40) * across * n
-    return max(products / chip.operations, copied / chip.bandwidth)
+    return max(products / tpu.flops, copied / tpu.bandwidth)
 
 
 def _padded(size: int) -> int:

@@ -29,7 +29,7 @@ def implementations() -> tuple[Implementation, ...]:
         Implementation(
             family="tiled_attention",
             only=frozenset({"mla_decode"}),
-            name="pallas_tpu_latent",
+            name="mosaic_tpu_latent",
             platform="pallas",
             forward="ejkernel_pallas.tpu.latent_attention.forward:forward",
             requires=tpu_requires(
@@ -41,7 +41,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
                 forward=config.TpuPaged,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
             ),
             priority=20,
         ),

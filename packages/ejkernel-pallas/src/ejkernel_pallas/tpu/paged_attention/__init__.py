@@ -133,7 +133,7 @@ def implementations() -> tuple[Implementation, ...]:
         Implementation(
             family="paged_attention",
             only=OPS,
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.paged_attention.forward:forward",
             requires=tpu_requires(
@@ -145,7 +145,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
                 forward=config.TpuPaged,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
             ),
             priority=10,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",

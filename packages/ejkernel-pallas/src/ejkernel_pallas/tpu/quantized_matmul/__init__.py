@@ -26,7 +26,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         Implementation(
             family="quantized_matmul",
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.quantized_matmul.forward:forward",
             backward="ejkernel_pallas.tpu.quantized_matmul.backward:backward",
@@ -38,7 +38,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 forward=config.TpuQuantized,
                 backward=config.TpuQuantized,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

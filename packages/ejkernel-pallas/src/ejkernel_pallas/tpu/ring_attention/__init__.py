@@ -13,7 +13,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         Implementation(
             family="ring_attention",
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.ring_attention.forward:forward",
             backward="ejkernel_pallas.tpu.ring_attention.backward:backward",
@@ -27,7 +27,7 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.candidates,
                 forward=TpuForward,
                 backward=TpuBackward,
-                faces=PUBLIC_FIELDS,
+                public_fields=PUBLIC_FIELDS,
             ),
             priority=10,
         ),

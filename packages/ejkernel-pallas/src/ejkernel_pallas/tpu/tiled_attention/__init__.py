@@ -50,7 +50,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         Implementation(
             family="tiled_attention",
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
@@ -66,7 +66,7 @@ def implementations() -> tuple[Implementation, ...]:
                 kind=config.kind,
                 forward=config.TpuForward,
                 backward=config.TpuBackward,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
             ),
             priority=10,
         ),

@@ -1,8 +1,5 @@
 """Chunked linear recurrences without the delta rule, in both passes."""
 
-from collections.abc import Iterable
-from typing import Any
-
 from ejkernel.families.linear_recurrence import plain_states as recurrent_states
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
@@ -16,12 +13,6 @@ HANDLES = recurrent_states.HANDLES | {
 GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
 
 
-def reasons(record: Any) -> Iterable[str]:
-    """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not all(x.size for x in (record.query, record.key, record.value)):
-        yield "an array is empty"
-
-
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of recurrences without the delta rule."""
     return (
@@ -31,10 +22,10 @@ def implementations() -> tuple[Implementation, ...]:
             backward="linear_recurrence.chunked.backward:backward",
             gradients=GRADIENTS,
             paired=True,
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES),
             config=ConfigSpace(
                 forward=chunked_config.RecurrencePasses,
-                faces=chunked_config.FACES,
+                public_fields=chunked_config.PUBLIC_FIELDS,
                 heuristic=chunked_config.heuristic,
                 candidates=chunked_config.candidates,
                 kind=chunked_config.kind_of_large,

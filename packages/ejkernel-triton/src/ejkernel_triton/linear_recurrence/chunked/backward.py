@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
 from ejkernel.types.pullback import Pullback
@@ -19,7 +20,6 @@ from ejkernel_triton.linear_recurrence.config import ChunkPasses
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, canonical, state_dtype
-from ejkernel_triton.sizes import ceil_div
 
 Gradients = dict[str, jax.Array]
 OF_VALUES = frozenset({"value", "dt", "skip"})
@@ -41,8 +41,8 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, wanted, pocket = canonical(pullback.record), pullback.wanted, pullback.pocket
-    call = make_call(record, config, config.backward_chunk, pocket.gates, pocket.scores)
+    record, wanted, private = canonical(pullback.record), pullback.wanted, pullback.private_residuals
+    call = make_call(record, config, config.backward_chunk, private.gates, private.scores)
     if call.scores is None:
         call = dataclasses.replace(call, scores=intra_chunk_scores(call))
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
@@ -53,7 +53,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
         made = value_gradients(call, cotangent, dstates)
         gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
     if wanted & OF_KEYS:
-        states = chunk_states(record, call, pocket.starts) if pocket.states is None else pocket.states
+        states = chunk_states(record, call, private.starts) if private.states is None else private.states
         made = key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, wanted))
         gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
     if record.cu_seqlens is not None:
@@ -114,7 +114,7 @@ def value_gradients(
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import chunk_bwd_dv_kernel
 
     spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
-    tiles, shared = ceil_div(spec.V, config.output_block_v), shared_heads(spec.H, value.shape[2])
+    tiles, shared = cdiv(spec.V, config.output_block_v), shared_heads(spec.H, value.shape[2])
     # If several groups share a value head, their partial sums are float32, and XLA adds them up.
     groups = spec.H // shared
     # A program has a tile of value channels, so sums over channels are partial sums, which are added below.
@@ -172,7 +172,7 @@ def key_gradients(
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import chunk_bwd_dqkg_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    tiles, shared = ceil_div(spec.K, config.gradient_block_k), _sum_of_shared(spec)
+    tiles, shared = cdiv(spec.K, config.gradient_block_k), _sum_of_shared(spec)
     groups = spec.H // shared
     # Gradients of unshared queries and keys are stored by head; shared ones by group, which `over_groups` adds up.
     heads = [spec.H if n == spec.H else groups for n in (spec.HQ, spec.HK)]

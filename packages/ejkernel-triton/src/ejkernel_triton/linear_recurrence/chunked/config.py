@@ -5,13 +5,16 @@ from typing import Any
 
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,7 @@ class RecurrencePasses(ChunkPasses):
     """Configuration of both passes without the delta rule."""
 
 
-FACES = {
+PUBLIC_FIELDS = {
     "block_q": "chunk",
     "chunk_size": "chunk",
     "block_k": "output_block_k",
@@ -34,7 +37,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns the default chunks and tiles for a record on a device, not measured."""
     default = RecurrencePasses(**config_fields(sized(record, device, 64)))
     # The chunks of a scan are sequential: with few scans, processing the chunks in parallel is faster.
-    if not interpreting() and 4 * _scan_programs(record, default) < 3 * chip_of(device).multiprocessors:
+    if not interpreting() and 4 * _scan_programs(record, default) < 3 * gpu_of(device).multiprocessors:
         return default
     return _fused(record, device, default)
 
@@ -45,7 +48,7 @@ def config_fields(made: ChunkPasses) -> dict[str, Any]:
 
 def _scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
     """Returns the number of programs that compute states and outputs in one scan, for the default value tiles."""
-    tiles = ceil_div(record.value.shape[3], config.state_block_v)
+    tiles = cdiv(record.value.shape[3], config.state_block_v)
     return record.query.shape[0] * sequence_count(record) * head_count(record) * tiles * config.segments
 
 
@@ -64,7 +67,7 @@ def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePass
     # One scan per multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several scans: with 2 stages two are resident,
     # 0.634 ms for 65536 tokens instead of 0.724 with 3 stages; but packed sequences, where the longest decides, 0.340
     # and 0.301 (docs/lab/linear_recurrence_gpu.md).
-    many = record.cu_seqlens is None and _scan_programs(record, default) > chip_of(device).multiprocessors
+    many = record.cu_seqlens is None and _scan_programs(record, default) > gpu_of(device).multiprocessors
     if record.dt is not None or record.skip is not None:
         # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes per thread spill; with gradients two kernels run instead.
         return dataclasses.replace(default, fused=True, fused_stages=2)
@@ -76,7 +79,7 @@ def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
     """Returns whether a scan's state and tiles fit: float16's range is too small, and float32 needs twice the shared
     memory.
     """
-    chip = chip_of(device)  # only Hopper was measured
+    chip = gpu_of(device)  # only Hopper was measured
     wide = record.query.dtype.name != "bfloat16" or record.precision == lax.Precision.HIGHEST
     return chip.architecture == "hopper" and not wide and padded(record.query.shape[3], MIN_TILE) <= 128
 
@@ -126,7 +129,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         device: What it runs on.
         chunk: Tokens per chunk.
     """
-    chip = chip_of(device)
+    chip = gpu_of(device)
     wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     small = wide or chip.shared_memory < 128 * 1024
     keys, values = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
@@ -192,7 +195,7 @@ def _segments(record: LinearRecurrence, multiprocessors: int, chunk: int, block_
     if interpreting():
         return 2
     rows, tokens, _, keys = record.query.shape
-    tiles = ceil_div(keys, block_k) * ceil_div(record.value.shape[3], block_v)
+    tiles = cdiv(keys, block_k) * cdiv(record.value.shape[3], block_v)
     # A scan is sequential over its chunks, so fewer scans than multiprocessors leave some idle.
     scans = rows * head_count(record) * tiles
     if scans >= multiprocessors:

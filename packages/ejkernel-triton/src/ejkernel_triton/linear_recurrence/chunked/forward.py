@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel.types.pullback import is_differentiated
@@ -16,7 +17,9 @@ from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS
 from ejkernel_triton.linear_recurrence.plan import ChunkIndex, RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import canonical, state_dtype
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 PADDING_ROWS = 64
 PADDING_COLUMNS = 128
@@ -113,7 +116,7 @@ def zero_padding(array: jax.Array, chunk_index: ChunkIndex) -> jax.Array:
         (array, chunk_index.bounds),
         [0],
         batch=batch,
-        grid=batch * ceil_div(tokens, PADDING_ROWS),
+        grid=batch * cdiv(tokens, PADDING_ROWS),
         num_warps=4,
         num_stages=1,
         constants={
@@ -154,7 +157,7 @@ def fused_chunk_scan(
         ],
         batch=batch,
         # Packed rows have one program more, which writes zeros for padding tokens.
-        grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * ceil_div(spec.V, config.fused_block_v),
+        grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * cdiv(spec.V, config.fused_block_v),
         num_warps=WARPS,
         num_stages=config.fused_stages,
         constants={
@@ -215,7 +218,7 @@ def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
         ),
         [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H * (spec.CHUNK // block_t) * ceil_div(spec.V, config.output_block_v),
+        grid=batch * spec.CHUNKS * spec.H * (spec.CHUNK // block_t) * cdiv(spec.V, config.output_block_v),
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={

@@ -31,7 +31,6 @@ def _reasons(record: Any) -> Iterable[str]:
     if record.cu_seqlens is not None and tokens - sequences > LONGEST:
         longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
         yield f"query: {longest} of {tokens} tokens, which a step works on one after the other"
-    yield from chunked.reasons(record)
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -46,7 +45,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.DecodeTile,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -2,12 +2,15 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 WIDEST = 64
 """Default value channels per program: their row of a float32 state is two cache lines."""
@@ -41,7 +44,7 @@ class DecodeTile:
             raise ValueError(f"block_v: got {self.block_v}, wants a power of two")
 
 
-FACES = {"block_d": "block_v", "num_warps": "num_warps"}
+PUBLIC_FIELDS = {"block_d": "block_v", "num_warps": "num_warps"}
 """Maps fields of the public configurations to fields of this one."""
 
 
@@ -52,11 +55,11 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     tokens, sequences = record.query.shape[0] * record.query.shape[1], state_count(record) // head_count(record)
     if device.vendor == "nvidia" and not record.transposed_states and tokens >= SEVERAL * sequences:
         widest, held = WIDEST // 2, 2 * HELD
-    block, most = min(widest, padded(columns)), chip_of(device).multiprocessors
+    block, most = min(widest, padded(columns)), gpu_of(device).multiprocessors
     if interpreting():
         return _sized(record, device, min(block, 8), held)
     # Half a cache line is still whole sectors, so few states are split more finely to reach every multiprocessor.
-    while block > 16 and state_count(record) * ceil_div(columns, block) < most:
+    while block > 16 and state_count(record) * cdiv(columns, block) < most:
         block //= 2
     return _sized(record, device, block, held)
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, in_slots
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile, state_count
-from ejkernel_triton.sizes import ceil_div
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         V=columns,
         BLOCK_K=1 << (keys - 1).bit_length(),
         BLOCK_V=config.block_v,
-        TILES=ceil_div(columns, config.block_v),
+        TILES=cdiv(columns, config.block_v),
         DECAY=gates,
         DECAY_T=gate_tokens,
         DECAY_STRIDE=heads * gates if gate_tokens > 1 else 0,

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.linear_recurrence import chunked
-from ejkernel_triton.linear_recurrence.chunked.config import FACES, kind_of_large
+from ejkernel_triton.linear_recurrence.chunked.config import PUBLIC_FIELDS, kind_of_large
 from ejkernel_triton.linear_recurrence.delta import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
@@ -19,7 +19,6 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
         yield "beta is not given: that is served by 'triton'"
-    yield from chunked.reasons(record)
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -35,7 +34,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=config.DeltaPasses,
-                faces=FACES,
+                public_fields=PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
                 kind=kind_of_large,

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.backward import (
     Gradients,
@@ -34,7 +35,9 @@ from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, effective_lengths
 from ejkernel_triton.linear_recurrence.segments.plan import split_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 
 class StateGradients(NamedTuple):
@@ -63,21 +66,21 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, wanted, pocket = pullback.record, pullback.wanted, pullback.pocket
-    if pocket.wy is None:
+    record, wanted, private = pullback.record, pullback.wanted, pullback.private_residuals
+    if private.wy is None:
         # The WY form and the inverse are recomputed, since the forward pass did not store them.
         wy, call = wy_form(record, config, config.backward_chunk, keep=True)
-        pocket = pocket._replace(wy=wy)
+        private = private._replace(wy=wy)
     else:
         call = make_call(record, config, tokens_of_chunk(record, config.backward_chunk), cumulative=False)
-        call = with_arrays(call, pocket.arrays)
-    if pocket.segments is None:
-        pocket = pocket._replace(segments=segment_states(record, call, pocket.wy, keep=True))
-    if pocket.states is None:
-        states, _, value = chunk_states(record, call, pocket.wy, pocket.segments)
-        pocket = pocket._replace(states=states, value=value)
+        call = with_arrays(call, private.arrays)
+    if private.segments is None:
+        private = private._replace(segments=segment_states(record, call, private.wy, keep=True))
+    if private.states is None:
+        states, _, value = chunk_states(record, call, private.wy, private.segments)
+        private = private._replace(states=states, value=value)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
-    gradients = _gradients(record, call, pocket, cotangent, pullback.cotangent[1], gate_dtype(record, wanted))
+    gradients = _gradients(record, call, private, cotangent, pullback.cotangent[1], gate_dtype(record, wanted))
     if record.cu_seqlens is not None:
         gradients = zero_padding_gradients(call, gradients)
     return {name: sum_to_shape(gradients[name], getattr(record, name)) for name in sorted(wanted)}
@@ -230,7 +233,7 @@ def _chunk_bwd_dhu(
             Shape(tokens, call.query.dtype),
         ],
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * ceil_div(spec.V, config.dh_block_v),
+        grid=batch * spec.SEQUENCES * spec.H * cdiv(spec.V, config.dh_block_v),
         num_warps=config.dh_warps,
         num_stages=_state_gradient_stages(call),
         constants={
@@ -239,7 +242,7 @@ def _chunk_bwd_dhu(
             "BLOCK_V": config.dh_block_v,
             "FINAL": final is not None,
             "WRITE": final is not None,
-            "OFFSET": ceil_div(spec.CHUNKS, spec.PER_SEQUENCE) - spec.SEQUENCES if spec.PER_SEQUENCE else 0,
+            "OFFSET": cdiv(spec.CHUNKS, spec.PER_SEQUENCE) - spec.SEQUENCES if spec.PER_SEQUENCE else 0,
             "LENGTH_TILES": 0 if lengths is None else lengths.shape[3],
         },
     )
@@ -259,7 +262,7 @@ def _state_gradient_stages(call: RecurrenceCall) -> int:
     key_channels = padded(spec.K, MIN_TILE)
     # Shared memory holds the products' operands: q, k and W of all key channels, do and A^T do of the tile.
     bytes_of_chunk = spec.CHUNK * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
-    room = chip_of(current_device()).shared_memory * 4 // 5
+    room = gpu_of(current_device()).shared_memory * 4 // 5
     return max(1, min(config.dh_stages, room // bytes_of_chunk))
 
 
@@ -324,7 +327,7 @@ def key_gradients(
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dqkwg import chunk_bwd_dqkwg_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    tiles = ceil_div(spec.K, config.gradient_block_k)
+    tiles = cdiv(spec.K, config.gradient_block_k)
     numbers, tokens = (batch, tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
     whole = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
     gate_shape = (batch,) if gates is None else tokens if spec.WIDTH > 1 else numbers

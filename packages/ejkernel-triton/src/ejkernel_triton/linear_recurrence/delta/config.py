@@ -3,14 +3,17 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.chunked.config import config_fields, fits_fused_scan, sequence_count, sized
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,17 +38,17 @@ class DeltaPasses(ChunkPasses):
 
 def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
     """Returns chunks and tiles of the forward pass for a record with beta on a device."""
-    made, multiprocessors = sized(record, device, 64), chip_of(device).multiprocessors
+    made, multiprocessors = sized(record, device, 64), gpu_of(device).multiprocessors
     columns, block = record.value.shape[3], made.state_block_v
     scans, segments = record.query.shape[0] * sequence_count(record) * head_count(record), made.segments
     if not interpreting():
         # Segments are scanned twice more, for which one scan per multiprocessor suffices: 65536 tokens of 16 heads take
         # 2.43 ms with 4 segments, 2.55 with 8, and 2.66 with none and narrow tiles.
-        segments = multiprocessors // (scans * ceil_div(columns, block)) if fits_fused_scan(record, device) else 1
+        segments = multiprocessors // (scans * cdiv(columns, block)) if fits_fused_scan(record, device) else 1
         segments = max(1, min(segments, record.query.shape[1] // (16 * made.chunk))) if record.cu_seqlens is None else 1
     # A scan has all key channels of a state, so there are few scans: tiles are made narrower to fill the chip.
     enough = 3 * multiprocessors // 4
-    while not interpreting() and block > MIN_TILE and scans * segments * ceil_div(columns, block) < enough:
+    while not interpreting() and block > MIN_TILE and scans * segments * cdiv(columns, block) < enough:
         block //= 2
     return dataclasses.replace(
         made,
@@ -58,7 +61,7 @@ def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
     """Returns the default chunks and tiles of both passes for a record with beta on a device, not measured."""
-    made, chip = _forward_sizes(record, device), chip_of(device)
+    made, chip = _forward_sizes(record, device), gpu_of(device)
     small, hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
     keys, values = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
     # Programs that pass states hold all key channels: except on Hopper, one pass or the other spills with more than 32
@@ -113,7 +116,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
 
 def _holds_state(record: LinearRecurrence, device: DeviceInfo, columns: int) -> bool:
     """Returns whether shared memory holds all key channels of `columns` columns of a state, and of a chunk of keys."""
-    chip, size = chip_of(device), record.query.dtype.itemsize
+    chip, size = gpu_of(device), record.query.dtype.itemsize
     parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 operands are split in two
     rows = parts * columns + (32 if size > 2 else 64)
     return padded(record.query.shape[3], MIN_TILE) * rows * size <= chip.shared_memory

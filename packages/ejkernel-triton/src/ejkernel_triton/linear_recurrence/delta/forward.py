@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel.types.pullback import is_differentiated
@@ -28,7 +29,6 @@ from ejkernel_triton.linear_recurrence.segments.forward import (
 )
 from ejkernel_triton.linear_recurrence.segments.plan import split_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
-from ejkernel_triton.sizes import ceil_div
 
 LARGE_DECAY_CHANNELS = 32
 """Key channels per step where gates decay too much for one product per chunk: `cut_weights` needs registers."""
@@ -111,13 +111,13 @@ def forward(
         states, final, value = chunk_states(record, call, wy, begin)
         # With the tokens' writes in place of their values, outputs are those of a plain recurrence.
         output = chunk_outputs(dataclasses.replace(call, value=value), states)
-    pocket = DeltaResiduals()
+    private = DeltaResiduals()
     if kept:
-        pocket = DeltaResiduals(wy, arrays_of(call), begin if stored else None, states, value)
+        private = DeltaResiduals(wy, arrays_of(call), begin if stored else None, states, value)
     if record.cu_seqlens is None:
-        return (output, final[:, -1]), (), pocket
+        return (output, final[:, -1]), (), private
     # No chunk contains padding tokens, so the two kernels do not write their outputs.
-    return (output if fuse else zero_padding(output, call.chunk_index), final[0]), (), pocket
+    return (output if fuse else zero_padding(output, call.chunk_index), final[0]), (), private
 
 
 def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
@@ -281,7 +281,7 @@ def wy_channel_gates(
         (*arrays, exponents, *made),
         [*range(first, first + len(made)), Shape((*pairs[:3], spec.K), jnp.float32)],
         **options,
-        grid=batch * spec.H * ceil_div(spec.CHUNKS, group),
+        grid=batch * spec.H * cdiv(spec.CHUNKS, group),
         constants={**constants, "BLOCK_K": min(config.wy_block_k, LARGE_DECAY_CHANNELS), "GROUP": group},
     )
     arrays = {"query": query, "key": key, "gates": factors, "scores": scores}

@@ -6,14 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS, ChunkPasses
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, state_stages
 from ejkernel_triton.linear_recurrence.segments.plan import SegmentSplit, split_segments
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 LONGEST_CHUNKS = 128
 """The number of chunks after which `effective_lengths` gives up: the state does not decay to nothing."""
@@ -90,7 +93,7 @@ def launch_chunk_fwd_h(
         (left, right, call.gates, call.dt, initial, w, *call.chunk_index.per_scan, lengths),
         outputs,
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * ceil_div(spec.K, block_k) * ceil_div(outputs[1].shape[4], block_v),
+        grid=batch * spec.SEQUENCES * spec.H * cdiv(spec.K, block_k) * cdiv(outputs[1].shape[4], block_v),
         num_warps=num_warps,
         num_stages=num_stages,
         constants={
@@ -133,7 +136,7 @@ def effective_lengths(call: RecurrenceCall, w: jax.Array, split: SegmentSplit) -
     if spec.WIDTH == 0 or w.dtype == jnp.float16:
         return None
     block = min(LENGTH_COLUMNS, config.state_block_v)
-    tiles, block_k, most = ceil_div(spec.K, block), padded(spec.K, MIN_TILE), min(config.state_stages, LENGTH_STAGES)
+    tiles, block_k, most = cdiv(spec.K, block), padded(spec.K, MIN_TILE), min(config.state_stages, LENGTH_STAGES)
     (made,) = launch(
         effective_length_kernel,
         (call.key, call.gates, w),
@@ -210,7 +213,7 @@ def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
     # More programs per multiprocessor, so that one computes while the other waits for its state.
     config = dataclasses.replace(call.config, state_stages=min(call.config.state_stages, 2))
     whole = spec.K == spec.V == 128 and call.query.dtype.itemsize == 2
-    if spec.CONSTANT and whole and chip_of(current_device()).architecture == "hopper":
+    if spec.CONSTANT and whole and gpu_of(current_device()).architecture == "hopper":
         # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention. Heads
         # without decay are the last to finish, so no second program hides their latency: a third stage gives 0.455
         # instead of 0.466.
@@ -246,7 +249,7 @@ def decayed_initial_states(
         (ends, call.gates, first),
         [Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
         batch=batch,
-        grid=batch * spec.H * ceil_div(spec.K, block_k) * ceil_div(spec.V, block_v),
+        grid=batch * spec.H * cdiv(spec.K, block_k) * cdiv(spec.V, block_v),
         num_warps=4,
         num_stages=1,
         constants={
@@ -290,7 +293,7 @@ def delta_initial_states(
         (ends, transitions, first, used),
         [Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
         batch=batch,
-        grid=batch * spec.H * ceil_div(spec.V, block_v),
+        grid=batch * spec.H * cdiv(spec.V, block_v),
         num_warps=4,
         num_stages=2,
         constants={

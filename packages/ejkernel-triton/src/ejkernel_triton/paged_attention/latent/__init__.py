@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import current_device
-from ejkernel_triton.paged_attention.config import FACES, PagedForward
+from ejkernel_triton.paged_attention.config import PUBLIC_FIELDS, PagedForward
 from ejkernel_triton.paged_attention.latent import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
@@ -17,9 +17,6 @@ HANDLES = frozenset(
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record of `mla_decode` that `Requires` cannot express."""
-    if not (record.query.size and record.key.size):
-        yield "an array is empty"
-        return
     if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):
         yield f"rows of {record.key.shape[-1]} are more than 512 of the latent vector and 128 behind it"
         return
@@ -38,7 +35,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_reasons),
             config=ConfigSpace(
                 forward=PagedForward,
-                faces=FACES,
+                public_fields=PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -36,9 +36,6 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def scan_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why neither the scan nor its decode step can serve a record that `Requires` cannot express."""
-    arrays = (record.x, record.decay, record.initial_state)
-    if not all(array.size for array in arrays if array is not None):
-        yield "an array is empty"
     if str(record.step.dtype) not in DTYPES:
         yield f"dt of {record.step.dtype} is not among {', '.join(DTYPES)}"
 
@@ -57,7 +54,7 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             config=ConfigSpace(
                 forward=config.StepTile,
-                faces=config.FACES,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

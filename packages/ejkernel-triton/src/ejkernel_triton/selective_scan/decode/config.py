@@ -2,12 +2,15 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.chips import chip_of
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 HELD = 16
 """State elements per thread, and as many of A."""
@@ -30,7 +33,7 @@ class StepTile:
             raise ValueError(f"block_e: got {self.block_e}, wants a power of two")
 
 
-FACES = {"block_d": "block_e", "num_warps": "num_warps"}
+PUBLIC_FIELDS = {"block_d": "block_e", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 
@@ -47,9 +50,7 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     block, programs = max(1, 4 * HELD * lanes // numbers), sequences(record)
     block = min(block, padded(record.x.shape[2]))
     # Few states are split more finely, to reach every multiprocessor.
-    while (
-        block * numbers > 16 * lanes and programs * ceil_div(record.x.shape[2], block) < chip_of(device).multiprocessors
-    ):
+    while block * numbers > 16 * lanes and programs * cdiv(record.x.shape[2], block) < gpu_of(device).multiprocessors:
         block //= 2
     return _sized(block, numbers, lanes)
 

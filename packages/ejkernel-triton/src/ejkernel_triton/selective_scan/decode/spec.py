@@ -4,9 +4,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel_triton.selective_scan.decode.config import StepTile, sequences
-from ejkernel_triton.sizes import ceil_div, padded
+from ejkernel_triton.sizes import (
+    padded,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ def make_spec(record: SelectiveScan, config: StepTile) -> StepSpec:
         N=size,
         BLOCK_E=config.block_e,
         BLOCK_N=padded(size),
-        TILES=ceil_div(channels, config.block_e),
+        TILES=cdiv(channels, config.block_e),
         PACKED=packed,
         STATE=states is not None,
         SLOTS=slots,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.families import gated_grouped_matmul as family
 from ejkernel.modules.operations.cases.tables import normal_like, tagged
 from ejkernel.ops.model import Case
+from ejkernel.types.arguments import optional_fields
 
 # name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, other options, tags
 _Row = tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any], tuple[str, ...]]
@@ -59,7 +60,7 @@ def _case(arguments: type, row: _Row) -> Case:
             rhs = rhs.swapaxes(1, 2)
         return arguments(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **kwargs)
 
-    exercises = {*options, *(() if rows is None else ("indices",))} - family.FAMILY.permissions
+    exercises = {*options, *(() if rows is None else ("indices",))} & optional_fields(family.FAMILY.record).keys()
     return tagged(name, make, tuple(sorted(exercises)), tags)
 
 

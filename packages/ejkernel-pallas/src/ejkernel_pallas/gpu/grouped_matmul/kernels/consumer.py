@@ -31,10 +31,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, cluster_tiles, split, tile_of
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import arrays, clusters
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-
-I32 = jnp.int32
-
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 Multiply = Callable[[Call, Tile, Any], None]
 """A warpgroup's part of a tile: (call, tile, steps of all tiles before it) -> None."""

@@ -5,14 +5,11 @@ from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.hopper.row_ranges import store_rows
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-
-I32 = jnp.int32
 
 
 def write_rows(call: Call, tiles: list[Any], row: Any, column: Any, end: Any) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
@@ -25,9 +24,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import arrays, gating, wgmma
-from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
-
-I32 = jnp.int32
+from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 
 
 def gated_grouped_matmul_kernel(call: Call) -> None:

@@ -15,9 +15,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, tile_of
 from ejkernel_pallas.gpu.grouped_matmul.spec import LEAD
 from ejkernel_pallas.gpu.hopper import arrays
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-
-I32 = jnp.int32
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 def grouped_matmul_kernel(call: Call) -> None:

@@ -15,8 +15,6 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.scaled_products import Rows, sca
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
-I32 = jnp.int32
-
 
 def grouped_matmul_fp8_kernel(call: Call) -> None:
     """Runs one thread block of the kernel."""

@@ -10,8 +10,6 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS
 
-I32 = jnp.int32
-
 
 def fetch_panels(call: Call, tile: Tile, inner: Any, slot: Any) -> None:
     """Copies a step's panels of the gate and of what it gates."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels import panels, scaled_products, work_queue
@@ -20,9 +19,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, single_rows, tile_of
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import clusters, row_gathers
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-
-I32 = jnp.int32
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 class Kind(NamedTuple):

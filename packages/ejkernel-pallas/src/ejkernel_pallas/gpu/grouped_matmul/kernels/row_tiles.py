@@ -9,9 +9,7 @@ from jax import lax
 from ejkernel.families.grouped_matmul.row_tiles import FIELDS
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import GroupedSpec
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-
-I32 = jnp.int32
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 @dataclasses.dataclass(frozen=True)

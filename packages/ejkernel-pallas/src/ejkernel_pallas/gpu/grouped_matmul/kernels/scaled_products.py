@@ -25,9 +25,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.spec import COPIED_BLOCKS, WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied, load_scalar, load_scales
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-
-I32 = jnp.int32
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 class ScaleIndex(NamedTuple):

@@ -20,8 +20,8 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.sizes import I32
 
-I32 = jnp.int32
 SLOTS = 2
 """Numbers in shared memory: consumers may not have read the last one when the producer has the next."""
 

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec, ScheduledSpec
-
-I32 = jnp.int32
 
 
 @dataclasses.dataclass(frozen=True)

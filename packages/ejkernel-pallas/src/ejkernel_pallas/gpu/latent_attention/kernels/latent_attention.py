@@ -29,12 +29,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import LN2
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import moved_lazily, rescale_lazily
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
-from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WARP_ROWS, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.kernels.producer import produce
 from ejkernel_pallas.gpu.latent_attention.spec import (
@@ -42,7 +43,6 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
     CHUNKS,
     GROUP,
     HALF,
-    LN2,
     PIECES,
     REGISTERS,
     SLACK,
@@ -50,7 +50,6 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
     WARPGROUPS,
 )
 
-I32 = jnp.int32
 EVERY_GROUP = (1 << BLOCK_KV // GROUP) - 1
 """Bits of a block whose keys are all present."""
 Queries = dict[int, Any]

@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, ScheduledCall
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP
 
-I32 = jnp.int32
 Places = list[tuple[Any, Any]]
 """Page and slot of every copy of a block."""
 

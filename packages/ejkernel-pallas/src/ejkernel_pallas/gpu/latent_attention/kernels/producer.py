@@ -4,15 +4,12 @@ from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Item, every_item
 from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import Places, block_places
 from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, CHUNK, CHUNKS, PIECES, ROTARY, UNIT
-
-I32 = jnp.int32
 
 
 def produce(call: Call, place: tuple[Any, Any]) -> None:

@@ -22,11 +22,10 @@ from jaxlib.mlir.dialects import arith, memref, vector
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.registers import constant, i32
-from ejkernel_pallas.gpu.hopper.sizes import THREADS
+from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, make_extents
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
 
-I32 = jnp.int32
 COLUMNS = 5
 """How many columns the table of items has."""
 SHIFT = UNIT.bit_length() - 1

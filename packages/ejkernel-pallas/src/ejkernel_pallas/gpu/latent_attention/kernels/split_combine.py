@@ -18,11 +18,10 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.in_place import update
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import LOWEST, ScheduledSpec
 
-I32 = jnp.int32
 COLUMNS = 64
 """Columns that a thread block merges at a time."""
 BLOCKS = 528

@@ -26,7 +26,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import whole
 from ejkernel_pallas.gpu.hopper.registers import as_int32
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 from ejkernel_pallas.gpu.paged_attention.kernels.producer import cache_index
 from ejkernel_pallas.gpu.paged_attention.plan.prefill import FIELDS, LIVE, TILE, make_prefill
@@ -36,7 +36,6 @@ from ejkernel_pallas.gpu.tiled_attention.forward import run_plan
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import PagedTile
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-I32 = jnp.int32
 STAGES = 2
 """Blocks of keys, and of values, in shared memory."""
 OPERANDS = ("q", "k", "v", "tables", "table")

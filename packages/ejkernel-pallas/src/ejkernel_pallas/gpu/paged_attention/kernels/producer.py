@@ -8,14 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention.pages import COMBINED
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, every_item, program_of
 from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import Places, block_places
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
-
-I32 = jnp.int32
 
 
 def produce(call: Call) -> None:

@@ -7,13 +7,13 @@ programs have equal shares; lengths are read on the device.
 
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import QueryTiles
+from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT
-
-I32 = jnp.int32
 
 
 def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered: int = 0) -> LatentSchedule:
@@ -39,12 +39,12 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered
     keys = jnp.where((tiles.rows > 0) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
     # As in the latent kernel's plan: steps begin at multiples of UNIT, programs have equal shares of all of them.
-    steps = jnp.maximum(-(-keys // UNIT) - low // UNIT, 1)  # an item without keys has an output, too
+    steps = jnp.maximum(cdiv(keys, UNIT) - low // UNIT, 1)  # an item without keys has an output, too
     # Tiles behind the last one have no tokens, and no program comes by.
     steps = jnp.where(jnp.arange(steps.shape[0]) < tiles.total, steps, 0)
     ends = jnp.cumsum(steps, dtype=I32)
     total = ends[-1]
-    share = -(-total // programs)
+    share = cdiv(total, programs)
     begin = jnp.minimum(jnp.arange(programs + 1, dtype=I32) * share, total)
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=I32)
     # Tokens of the batch before this tile's first.

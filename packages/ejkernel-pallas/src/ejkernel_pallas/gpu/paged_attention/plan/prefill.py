@@ -5,11 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 
-I32 = jnp.int32
 TILE = 128
 """Query rows of a work tile."""
 FIELDS = slice(4, 11)
@@ -100,7 +101,7 @@ def _tiles(runs: Runs, bound: int) -> RowTiles:
     number = jnp.arange(runs.keys.shape[0], dtype=I32)
     # Copies begin at multiples of eight rows.
     before = runs.starts % GROUP
-    count = jnp.where(runs.rows > 0, -(-(before + runs.rows) // TILE), 0)
+    count = jnp.where(runs.rows > 0, cdiv(before + runs.rows, TILE), 0)
     # Sums of comparisons: a sort, a running sum and a search are a launch each, and more than one where they are long.
     keys, other = runs.keys[:, None], runs.keys[None]
     earlier = (other > keys) | ((other == keys) & (number[None] < number[:, None]))
@@ -128,13 +129,13 @@ def _key_blocks(
     low = jnp.maximum(start if left is None else jnp.maximum(start, head - left), 0)
     keys = jnp.where((tiles.end > tiles.first) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
-    first, stop = low // UNIT, jnp.maximum(-(-keys // UNIT), low // UNIT + 1)
+    first, stop = low // UNIT, jnp.maximum(cdiv(keys, UNIT), low // UNIT + 1)
     # Full blocks: all rows attend all keys, those of the first row's right end and of the last row's left one.
     begin = start if left is None else jnp.maximum(start, tail - 1 - left)
     end = keys if right is None else jnp.minimum(keys, head + right + 1)
     full_end = jnp.clip(end // UNIT, first, stop)
     # No further than full blocks end: the kernel masks blocks before `full_start` at their lower end alone.
-    full_start = jnp.clip(-(-begin // UNIT), first, full_end)
+    full_start = jnp.clip(cdiv(begin, UNIT), first, full_end)
     # A page that is absent masks its keys, which full blocks do not.
     holes = runs.holes[tiles.run]
     full_start, full_end = jnp.where(holes, first, full_start), jnp.where(holes, first, full_end)

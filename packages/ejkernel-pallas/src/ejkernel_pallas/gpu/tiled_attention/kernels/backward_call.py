@@ -6,17 +6,15 @@ from typing import Any, Literal
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import BackwardTile
 from ejkernel_pallas.gpu.tiled_attention.kernels import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.kernels.padding import clean_rows
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-I32 = jnp.int32
 Buffers = dict[str, Any]
 
 

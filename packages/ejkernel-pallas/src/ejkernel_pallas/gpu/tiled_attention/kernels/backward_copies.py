@@ -14,8 +14,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
-from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import I32, Call, adder, dq_barrier
+from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
+    Call,
+    adder,
+    dq_barrier,
+)
 
 
 def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:

@@ -24,10 +24,9 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.arrays import over_rows
-from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
-    I32,
     Call,
     clean,
     dq_barrier,

@@ -21,19 +21,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import LN2, LOG2E
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import over_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels import forward_producer, online_softmax, paged_producer, tile_masks
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, next_tile, queries_of
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_outputs import release_queries, write_output
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import MIXED
-from ejkernel_pallas.gpu.tiled_attention.spec import LN2, LOG2E, LOWEST
+from ejkernel_pallas.gpu.tiled_attention.spec import (
+    LOWEST,
+)
 
-I32 = jnp.int32
 Masking = Literal["lower", "both"] | None
 """The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
 bound alone; None for a full block."""

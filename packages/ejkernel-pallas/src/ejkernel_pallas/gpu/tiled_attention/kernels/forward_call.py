@@ -4,15 +4,12 @@ import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
-
-I32 = jnp.int32
 
 
 @dataclasses.dataclass(frozen=True)

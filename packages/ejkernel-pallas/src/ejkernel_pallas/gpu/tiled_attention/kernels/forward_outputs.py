@@ -10,10 +10,8 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.row_ranges import store_row_numbers, store_rows
-from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, queries_of
-
-I32 = jnp.int32
 
 
 def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:

@@ -10,15 +10,12 @@ from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, next_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.padding import clean_rows
-
-I32 = jnp.int32
 
 
 def produce(call: Call, carry: Any) -> Any:

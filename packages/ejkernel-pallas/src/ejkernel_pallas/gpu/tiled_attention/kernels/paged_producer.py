@@ -17,11 +17,10 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
-from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, PagedTile, next_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_producer import fetch_next
 
-I32 = jnp.int32
 MAX_PREFETCHED = 4
 """Copies of a block up to which its pages are kept in registers: more of them would not fit beside the next block's."""
 

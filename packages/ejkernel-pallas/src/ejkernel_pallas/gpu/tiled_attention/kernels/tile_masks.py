@@ -11,16 +11,13 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
+from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, of_rows, pair, scalar, with_registers
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+from ejkernel_pallas.gpu.tiled_attention.spec import SPAN, WORD, HopperSpec
 
 FAR = 2**30
-WORD = 32
-"""Bits of a word."""
-SPAN = 4 * WORD
-"""Columns of which a thread has as many as a word has bits: a fourth."""
 
 
 class Mixed(NamedTuple):
@@ -82,7 +79,7 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
         row: The first of the 64 rows.
         width: Columns.
     """
-    spans = -(-width // SPAN)
+    spans = cdiv(width, SPAN)
     template = plgpu.layout_cast(jnp.full((WGMMA_M,), 0, jnp.int32), ROW_LAYOUT)
     first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (WGMMA_M,), ())
 
@@ -141,7 +138,7 @@ def within(
             [scalar(register) for register in next(given_limits).registers.flat] if there else (None, None)
             for there in here
         ]
-        numbers = range(-(-scores.shape[1] // SPAN))
+        numbers = range(cdiv(scores.shape[1], SPAN))
         # Ranges, ids and patterns become words of the same form first: what masks a score is one bit then.
         words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
         if mixed is not None:
@@ -266,7 +263,7 @@ def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
     """Bits of the columns whose ids are those of a thread's rows: the words of the first row, then of the second."""
     row = _thread_row()
     ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
-    words = [[constant(0)] * -(-width // SPAN) for _ in ids]
+    words = [[constant(0)] * cdiv(width, SPAN) for _ in ids]
     for place in range(width // 4):
         eight, n = divmod(place, 2)
         column = _number(columns, arith.addi(_thread_column(), constant(eight * 8 + n)))

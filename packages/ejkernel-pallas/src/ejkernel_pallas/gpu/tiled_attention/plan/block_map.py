@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MAXIMUM, MINIMUM, SUM, Extent, extent, reduced
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -38,7 +39,7 @@ def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) 
 
 def tiles(length: int, block: int) -> int:
     """Returns tiles that cover a length."""
-    return -(-length // block)
+    return cdiv(length, block)
 
 
 def padded_ids(values: jax.Array, block: int, padding: int) -> jax.Array:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
-from ejkernel_pallas.gpu.tiled_attention.kernels.tile_masks import SPAN
+from ejkernel_pallas.gpu.tiled_attention.spec import SPAN
 
 QUAD = 4
 """Threads that share a row."""

@@ -5,7 +5,7 @@ to a cubin, an ELF file with a section of instructions for each kernel. A kernel
 instructions with their control codes, registers, the layout of its parameters and its shared memory. Its name does not
 count. The host's code, which launches kernels, is not in a cubin.
 
-This file imports nothing of its package: `programs` uses it against the packages of another tree.
+This file imports nothing of ejkernel, for it runs against the packages of another tree, too.
 """
 
 import functools
