@@ -122,4 +122,4 @@ def test_kernels_refuse_an_empty_array_by_name():
     with target_device(H200):
         choice = explain(op.function, query, key, key).forward
     assert choice.implementation.name == "xla"
-    assert {"query is empty", "an array is empty"} & {r for v in choice.verdicts for r in v.reasons}
+    assert "query is empty" in {r for v in choice.verdicts for r in v.reasons}

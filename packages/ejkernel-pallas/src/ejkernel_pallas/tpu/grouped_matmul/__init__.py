@@ -93,9 +93,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:gated_forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:gated_backward",
             gradients=frozenset(GATED_FAMILY.differentiable),
-            requires=tpu_requires(
-                handles=optional_fields(GATED_FAMILY.record).keys() - GATED_FAMILY.permissions, extra=_gated_reasons
-            ),
+            requires=tpu_requires(handles=optional_fields(GATED_FAMILY.record), extra=_gated_reasons),
             config=ConfigSpace(
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,
