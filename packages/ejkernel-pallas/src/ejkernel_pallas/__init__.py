@@ -1,7 +1,7 @@
 """The Pallas backend: Mosaic TPU kernels for TPUs, and Mosaic GPU kernels for NVIDIA's Hopper.
 
-Importing this module does not import Pallas. What a kernel needs is data in its `Implementation`, so a machine
-without the device gets a refusal that says so, not an import error.
+Importing this module does not import Pallas. What a kernel needs is data in its `Implementation`, so that on a machine
+without the device a call is refused with a reason, and the import succeeds.
 """
 
 from ejkernel.ops import hookimpl
@@ -22,7 +22,7 @@ from ejkernel_pallas.tpu import tiled_attention as tpu_tiled_attention
 
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
-    """Return the implementations this package registers; an operation it does not serve is simply absent."""
+    """Return the implementations that this package registers."""
     return (
         *gpu_tiled_attention.implementations(),
         *gpu_ring_attention.implementations(),

@@ -1,4 +1,4 @@
-"""What all kernels in Mosaic GPU need of device, toolchain and dtypes."""
+"""The requirements of all Mosaic GPU kernels on device, toolchain and dtypes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,13 +15,13 @@ def hopper_requires(
     head_dims: tuple[int, ...] | None = None,
     dtypes: Iterable[str] = ("float16", "bfloat16"),
 ) -> Requires:
-    """Returns NVIDIA's GPUs of compute capability 9.0, and 16-bit dtypes unless others are named.
+    """Returns the requirements: NVIDIA GPUs of compute capability 9.0, and 16-bit dtypes by default.
 
     Args:
         handles: Optional fields that the kernels honour.
-        extra: Sentences for what data cannot say.
-        head_dims: Head dimensions that the kernels have; None for what has none, or whose `extra` refuses them.
-        dtypes: Of the first operand.
+        extra: Yields reasons that the other requirements cannot express.
+        head_dims: Head dimensions that the kernels support; None for families without, or if `extra` checks them.
+        dtypes: Dtypes of the first operand.
     """
 
     def reasons(record: Any) -> Iterable[str]:

@@ -1,6 +1,6 @@
 """Grouped matmul in Mosaic GPU, for NVIDIA's Hopper.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
@@ -16,22 +16,24 @@ HANDLES = frozenset({"group_offset", "transpose_rhs"})
 
 
 FEWEST_ROWS = 32
-"""Rows of a group in the mean from which on the gated kernel comes before Triton's.
+"""The mean number of rows per group from which on the gated kernel has priority over Triton's.
 
-On an H200, K2048 F768 G128: with 4 rows a group 0.250 ms, where Triton's kernel takes 0.235; with 32, 0.240 and 0.268.
+On an H200, K2048 F768 G128: with 4 rows per group 0.250 ms, where Triton's kernel takes 0.235; with 32, 0.240 and
+0.268.
 """
 
 
 def _gated_priority(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> int:
-    """Returns above Triton's 10: an expert layer of 65536 rows takes 1.20 ms forward instead of 1.31.
+    """Returns a priority above Triton's 10: an expert layer of 65536 rows takes 1.20 ms forward instead of 1.31.
 
-    With fewer rows a group Triton's tiles have fewer, and no chip has run the suite's cases with this kernel.
+    With fewer rows per group Triton's smaller tiles are faster, and this kernel has not run the conformance cases on a
+    chip.
     """
     return 20 if average_rows(config.product_of(record)) >= FEWEST_ROWS else -1
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one for operands of 16 bits, one for those of 8 bits with scales, and one for gated products."""
+    """Returns the implementations for 16-bit operands, for 8-bit ones with scales, and for gated products."""
     return (
         Implementation(
             family="grouped_matmul",
@@ -74,8 +76,8 @@ def implementations() -> tuple[Implementation, ...]:
                 public_fields=config.PUBLIC_FIELDS,
                 kind=kind_of,
             ),
-            # Above Triton's, on an H200: 1.0 to 1.1 times as fast where tensor cores sum, 1.5 times with scales of rows
-            # and columns, and 1.6 to 2.3 times with scales of blocks.
+            # Above Triton's, on an H200: 1.0 to 1.1 times as fast where tensor cores accumulate, 1.5 times with scales
+            # per row and column, and 1.6 to 2.3 times with block scales.
             priority=20,
             cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases_of_8_bits",
         ),

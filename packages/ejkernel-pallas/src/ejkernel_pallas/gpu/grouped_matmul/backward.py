@@ -24,7 +24,7 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
         params: Tile sizes and stages of both kernels.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for a kernel.
 
     Returns:
         The gradient of each requested field, in its shape and dtype.

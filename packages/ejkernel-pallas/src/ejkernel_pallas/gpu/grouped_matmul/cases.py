@@ -1,4 +1,6 @@
-"""Conformance cases of these kernels, which take whole swizzled rows of 16 bits: tiles of every kind of group."""
+"""Conformance cases of these kernels, which need contracted axes of whole swizzled rows: tiles of every kind of
+group.
+"""
 
 from typing import Any
 
@@ -11,9 +13,9 @@ from ejkernel.modules.operations.gated_grouped_matmul import GatedGroupedMatmulA
 from ejkernel.modules.operations.grouped_matmul import GroupedMatmulArguments
 from ejkernel.ops.model import Case
 
-# Empty groups, groups of fewer rows than a warpgroup has, of fewer than a tile and of several, and rows left over.
+# Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
 UNEVEN = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
-# Whole tiles of 256 columns, in pairs: those that clusters share.
+# Whole tiles of 256 columns, in pairs, for clusters.
 PAIRS = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
 SOME = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
 
@@ -32,18 +34,19 @@ def cases() -> dict[str, tuple[Case, ...]]:
     return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}
 
 
-# As above: empty, smaller than a warpgroup, than a tile, of several tiles, and rows left over.
+# As above: groups that are empty, smaller than a warpgroup's rows, than a tile, of several tiles, and unassigned rows.
 EIGHT = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
 EIGHT_PAIRS = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
 EIGHT_SOME = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
 
 
 def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
-    """Returns rows and matrices of 8 bits, with as many scales of a row and of a column."""
+    """Returns 8-bit rows and matrices with the given numbers of scales per row and per column."""
     keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
     shapes = (sizes.m, sizes.k), (matrices, sizes.n, sizes.k)
     lhs, rhs = ((2 * jax.random.normal(k, s)).astype(jnp.float8_e4m3fn) for k, s in zip(keys[:2], shapes, strict=True))
-    # Outputs of about 0.05. Tensor cores sum 128 products at about 14 bits: 1.3e-4 of the norm, seen on an H200.
+    # Outputs of about 0.05. Tensor cores sum 128 products with about 14 bits: an error of 1.3e-4 of the norm on an
+    # H200.
     scales = {
         "lhs_scale": jax.random.uniform(keys[2], (sizes.m, blocks[0]), jnp.float32, 0.25, 1.0),
         "rhs_scale": jax.random.uniform(keys[3], (matrices, blocks[1], 1, sizes.n), jnp.float32, 2e-4, 2e-3),
@@ -52,21 +55,23 @@ def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **
 
 
 def _quick_sums(key: jax.Array) -> dict[str, Any]:
-    """Returns operands that round the least: `precision` is that of the gradients, too.
+    """Returns operands with the smallest rounding errors, for `precision`, which also applies to the gradients.
 
-    Their products are of float32 numbers, which tensor cores cut to 11 bits: scales that are powers of two and a
-    cotangent of 16 bits have no more.
+    The gradients' products have float32 operands, which tensor cores truncate to 11 bits: scales that are powers of two
+    and a 16-bit cotangent are exact.
     """
     static = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.bfloat16}
     made, keys = _eight_bits(key, EIGHT, (1, 1), **static), jax.random.split(key)
-    # Outputs below 0.03, where a digit of bfloat16 is less than what their comparison allows.
+    # Outputs below 0.03, where bfloat16's rounding is below the tolerance of the comparison.
     for name, place, most in (("lhs_scale", keys[0], 0), ("rhs_scale", keys[1], -14)):
         made[name] = jnp.ldexp(jnp.float32(1), jax.random.randint(place, made[name].shape, most - 2, most + 1))
     return made
 
 
 def _shared_scales(key: jax.Array) -> dict[str, Any]:
-    """Returns operands with scales of 128 x 128: a kernel need not load one a column."""
+    """Returns operands with scales of 128 x 128, for which the kernel loads a single scale instead of one per
+    column.
+    """
     made = _eight_bits(key, EIGHT_PAIRS, (4, 4))
     return {**made, "rhs_scale": jnp.repeat(made["rhs_scale"][..., ::128], 128, axis=-1)}
 
@@ -91,9 +96,9 @@ def cases_of_8_bits() -> dict[str, tuple[Case, ...]]:
     return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}
 
 
-# Empty groups, groups of fewer rows than a warpgroup has, of fewer than a tile and of several, and rows left over.
+# Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
 GROUPS = (40, 0, 63, 1, 130, 200)
-# As above, with so few rows in the mean that one warpgroup multiplies the last of a group.
+# As above, with a mean so small that one warpgroup alone multiplies the last tile of a group.
 SMALL_GROUPS = (40, 0, 63, 1, 130, 64, 65, 0, 5, 120)
 # name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, options
 _ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (
@@ -123,7 +128,7 @@ def _case(
         keys = jax.random.split(key, 3)
         lhs = jax.random.normal(keys[0], (tokens, contracted))
         rhs = jax.random.normal(keys[1], (len(groups), contracted, 2 * columns)) * contracted**-0.5
-        # Some name no token.
+        # Some indices refer to no token.
         indices = None if rows is None else jax.random.randint(keys[2], (rows,), -1, tokens + 1, jnp.int32)
         return GatedGroupedMatmulArguments(
             lhs=lhs.astype(dtype),

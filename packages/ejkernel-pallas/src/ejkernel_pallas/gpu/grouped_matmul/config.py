@@ -1,4 +1,4 @@
-"""Configurations of the grouped-matmul kernels on Hopper: the rule for calls without a measured one, and candidates."""
+"""Configurations of the grouped-matmul kernels on Hopper: their types, the heuristics, and the candidates."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -18,15 +18,15 @@ class HopperGrouped:
     """Configuration of the kernel that multiplies rows with matrices (kernels/grouped_matmul.py).
 
     Attributes:
-        block_n: Columns of a tile.
+        block_n: Columns per tile.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
-        band: Tiles of rows, or of all rows of a cluster, that are gone down before the next column.
-        cluster_m: Blocks of a cluster below one another, 1 or 2: they read the part of a matrix that both have once.
-        cluster_n: Blocks of a cluster next to each other, 1 or 2: they read the rows that both have once.
-        overlap: Whether a tile of 16 bits is written while the first products of the next one run, for which it stays
-            in registers.
-        halves: Whether tiles of at most 64 rows are multiplied by halves of their columns, one per warpgroup.
+        slots: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device memory.
+        band: Tile rows, over all blocks of a cluster, per swizzle group: they run before the next column of tiles.
+        cluster_m: Blocks per cluster along rows, 1 or 2: they share the loads of a matrix.
+        cluster_n: Blocks per cluster along columns, 1 or 2: they share the loads of rows.
+        overlap: Whether a 16-bit tile is stored during the first products of the next one; until then it stays in
+            registers.
+        halves: Whether the two warpgroups multiply a tile of at most 64 rows by half of its columns each.
     """
 
     block_n: int
@@ -44,12 +44,12 @@ class HopperGroupedBackward(HopperGrouped):
     """Configuration of the backward pass: the fields of the gradient of lhs, and those of the gradient of rhs.
 
     Attributes:
-        rhs_block_n: Columns of a tile of a matrix's gradient.
+        rhs_block_n: Columns per tile of a matrix's gradient.
         rhs_stages: Pipeline stages of that kernel.
-        rhs_slots: Parts of a warpgroup's output on their way out.
-        rhs_band: Tiles of rows that are gone down before the next column.
-        rhs_cluster_m: Blocks of a cluster below one another.
-        rhs_cluster_n: Blocks of a cluster next to each other.
+        rhs_slots: Output buffers per warpgroup of that kernel.
+        rhs_band: Tile rows per swizzle group of that kernel.
+        rhs_cluster_m: Blocks per cluster along rows.
+        rhs_cluster_n: Blocks per cluster along columns.
     """
 
     rhs_block_n: int
@@ -61,7 +61,7 @@ class HopperGroupedBackward(HopperGrouped):
 
     @property
     def rhs(self) -> HopperGrouped:
-        """Returns the configuration of the kernel that owns matrices."""
+        """Returns the configuration of the kernel of matrix gradients."""
         names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in ROWS_ONLY]
         return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, halves=False)
 
@@ -71,14 +71,14 @@ class HopperScaled:
     """Configuration of the kernel for operands of 8 bits with scales (kernels/grouped_matmul_fp8.py).
 
     Attributes:
-        block_n: Columns of a tile.
-        product_n: Columns of a product, which divide those of a tile.
+        block_n: Columns per tile.
+        product_n: Columns per WGMMA product, a divisor of those of a tile.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
-        band: Tiles of rows that are gone down before the next column.
-        by_columns: Whether a warpgroup has all rows of a tile, and half of its columns, where these are two products.
-            Tiles of at most 64 rows then take half of the products, and tensor cores never sum over all steps.
-        dynamic: Whether a counter gives blocks the number of their next tile; else they take every `blocks`-th.
+        slots: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device memory.
+        band: Tile rows per swizzle group: they run before the next column of tiles.
+        by_columns: Whether a warpgroup has all rows of a tile and half of its columns, if these are two products. Tiles
+            of at most 64 rows then take half of the products, and tensor cores never accumulate over all steps.
+        dynamic: Whether blocks get their next tile from an atomic counter; otherwise they take every `blocks`-th tile.
     """
 
     block_n: int
@@ -95,10 +95,10 @@ class HopperGated:
     """Configuration of the kernel of a gated product (kernels/gated_grouped_matmul.py).
 
     Attributes:
-        block_n: Columns of a tile of the output; as many of the gate and of the others are multiplied.
+        block_n: Output columns per tile; it multiplies as many columns of the gate and of the values.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Parts of a warpgroup's output, of 64 rows, that are in shared memory on their way out.
-        band: Tiles of rows that are gone down before the next column.
+        slots: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device memory.
+        band: Tile rows per swizzle group: they run before the next column of tiles.
         alone: Whether one warpgroup alone multiplies tiles of at most 64 rows.
     """
 
@@ -110,14 +110,16 @@ class HopperGated:
 
 
 ROWS_ONLY = ("overlap", "halves")
-"""Fields that the kernel that owns matrices does not have."""
+"""Fields that the kernel of matrix gradients does not have."""
 
 PUBLIC_FIELDS = {"block_n": "block_n", "num_stages": "stages"}
-"""Public configuration field -> field of these."""
+"""Maps fields of the public configuration to fields of these."""
 
 
 class TileSizes(NamedTuple):
-    """Columns of a tile, stages, slots, band, and blocks of a cluster below one another and next to each other."""
+    """Columns per tile, stages, slots, band, blocks per cluster along rows and along columns, `overlap` and
+    `halves`.
+    """
 
     n: int
     stages: int
@@ -130,16 +132,16 @@ class TileSizes(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Returns by the names of a configuration."""
+        """Returns the sizes by the field names of a configuration."""
         names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves")
         return dict(zip(names, self, strict=True))
 
 
 HALVES = TileSizes(256, 4, 2, 16, halves=True)
-"""Where groups have few rows: each warpgroup has half of a matrix's columns, and no tile has rows for the other alone.
+"""The tile for groups of few rows: each warpgroup has half of a matrix's columns, so both have work in every tile.
 
-On an H100, of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83, 0.84, 0.90 and
-0.90, the first of `ROW_TILES` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and 0.88.
+On an H100, as a fraction of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83,
+0.84, 0.90 and 0.90, the first of `ROW_TILES` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and 0.88.
 """
 
 ROW_TILES = (
@@ -150,16 +152,19 @@ ROW_TILES = (
     HALVES,
     TileSizes(256, 4, 2, 4, 2, 1),
 )
-"""Tiles of the kernels of rows. The first has passed the whole suite on a chip; the others' values were compared there.
+"""Tiles of the kernels of rows. The first one passed all conformance cases on a chip; the others' values were
+compared.
 
 On an H200, M65536 K2048 N1536 G128, forward: 540, 554, 575, 569, 558 and 547 TFLOP/s.
 """
 
 NARROW = (TileSizes(128, 5, 4, 8), TileSizes(128, 5, 4, 8, overlap=True))
-"""Where the last tile of 256 columns would have half of them: 540 and 548 TFLOP/s with 1408 columns, instead of 504."""
+"""Tiles if the last tile of 256 columns would be half empty: 540 and 548 TFLOP/s with 1408 columns, instead of 504."""
 
 FEW_ROWS = 32
-"""Rows of a group in the mean up to which they are few: with 64, K4096 N14336 G8, both take the same time."""
+"""The mean number of rows per group up to which `HALVES` comes first: with 64, K4096 N14336 G8, both take the same
+time.
+"""
 
 MATRIX_TILES = (
     TileSizes(256, 4, 2, 8),
@@ -167,7 +172,9 @@ MATRIX_TILES = (
     TileSizes(256, 4, 2, 8, 1, 2),
     TileSizes(256, 4, 2, 8, 2, 1),
 )
-"""Tiles of the kernel of matrices. The same shape: 571 TFLOP/s with the first on an H200. Clusters bring nothing."""
+"""Tiles of the kernel of matrix gradients. 571 TFLOP/s for the same shape with the first on an H200. Clusters gain
+nothing.
+"""
 
 
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
@@ -198,18 +205,19 @@ def _scaled_tile(n: int, stages: int, slots: int, *, by_columns: bool = False, d
 
 
 BY_COLUMNS = _scaled_tile(256, 3, 4, by_columns=True, dynamic=True)
-"""A warpgroup for each half of the columns, and a counter of tiles.
+"""A tile whose warpgroups have half of the columns each, with a counter of tiles.
 
-On one H100, times bfloat16's speed, next to `BY_ROWS`: M65536 K2048 N1536 G128 1.61 and 1.45 with scales of 128 x 128,
-1.23 and 1.12 with one a column in every block; M32768 K2048 N1408 G64 1.53 and 1.43, 1.28 and 1.17; M32768 K7168 N4096
-G32 1.72 and 1.68, 1.22 and 1.16. With scales of rows and columns 1.73, 1.66 and 1.77; by rows 1.61, 1.58 and 1.80.
+On one H100, relative to bfloat16, and `BY_ROWS` in comparison: M65536 K2048 N1536 G128 1.61 and 1.45 with scales of 128
+x 128, 1.23 and 1.12 with one per column and block; M32768 K2048 N1408 G64 1.53 and 1.43, 1.28 and 1.17; M32768 K7168
+N4096 G32 1.72 and 1.68, 1.22 and 1.16. With scales per row and column 1.73, 1.66 and 1.77; by rows 1.61, 1.58 and 1.80.
 """
 
 BY_ROWS = _scaled_tile(256, 3, 4)
 
 QUICK = (BY_ROWS, _scaled_tile(256, 4, 1), BY_COLUMNS)
-"""Where tensor cores may sum over all contracted elements. The last does not leave it to them, and is 5% faster in the
-first of these shapes and 5% slower in the last."""
+"""Candidates if tensor cores may accumulate over all contracted elements. The last one does not, and is 5% faster in
+the first of these shapes and 5% slower in the last.
+"""
 
 
 def scaled_heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperScaled:
@@ -223,9 +231,10 @@ def scaled_candidates(record: GroupedMatmul, device: DeviceInfo, direction: Dire
 
 
 def quick(record: GroupedMatmul) -> bool:
-    """Whether tensor cores may sum over all contracted elements: scales do not change on the way, nor has the caller
-    asked for more digits than they have."""
-    assert record.lhs_scale is not None  # the kernel's requirements
+    """Returns whether tensor cores may accumulate over all contracted elements: each row and column has one scale,
+    and the call does not ask for more precision.
+    """
+    assert record.lhs_scale is not None  # a requirement of the kernel
     assert record.rhs_scale is not None
     one = record.lhs_scale.shape[1] == record.rhs_scale.shape[1] == 1
     return one and record.precision == lax.Precision.DEFAULT
@@ -248,10 +257,10 @@ and 0.736 in another. The last has been compared there, not timed.
 """
 
 GATED_ALONE = tuple(dataclasses.replace(tile, alone=True) for tile in GATED_TILES[:1])
-"""Tiles where groups have few rows: 0.240 ms with 32 a group instead of 0.253, and 0.748 with 512 instead of 0.725."""
+"""Tiles for groups of few rows: 0.240 ms with 32 per group instead of 0.253, but 0.748 with 512 instead of 0.725."""
 
 GATED_FEW_ROWS = 64
-"""Rows of a group in the mean up to which they are few."""
+"""The mean number of rows per group up to which they come first."""
 
 
 def gated_heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGated:
@@ -266,6 +275,6 @@ def gated_candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: 
 
 
 def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
-    """Returns the product's record, with the shape of gathered rows, which no array holds."""
+    """Returns the product's record, with the shape of the gathered rows, which are never stored."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
     return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)

@@ -1,4 +1,4 @@
-"""Forward passes of the grouped matmul on Hopper: of 16 bits, of 8 bits with scales, and gated."""
+"""Forward passes of the grouped matmul on Hopper: with 16-bit operands, with 8-bit ones and scales, and gated."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tu
         params: Tile sizes and stages.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
 
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
@@ -46,12 +46,12 @@ def forward_fp8(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.Array,
         params: Tile sizes and stages.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
 
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
-    assert record.lhs_scale is not None  # the kernel's requirements
+    assert record.lhs_scale is not None  # a requirement of the kernel
     assert record.rhs_scale is not None
     spec = make_scaled_spec(record, params)
     scales = record.lhs_scale.astype(jnp.float32), record.rhs_scale[:, :, 0].astype(jnp.float32)
@@ -68,7 +68,7 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
         params: Tile sizes and stages.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
 
     Returns:
         [M, F] in lhs's dtype. There are no residuals.
@@ -83,6 +83,8 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
 def times_matrices(
     kernel: Kernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
 ) -> jax.Array:
-    """Returns rows [M, contracted] times the matrices of their groups; of 8 bits with the first of `SCALES`."""
+    """Returns rows [M, contracted] times the matrices of their groups; 8-bit ones with the arrays that `SCALES`
+    names.
+    """
     operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
     return launch_rows(kernel, spec, operands, record)

@@ -1,4 +1,4 @@
-"""What the grouped-matmul kernels on Hopper are compiled for, their shared memory, and what they refuse."""
+"""The compile-time constants of the grouped-matmul kernels on Hopper, their shared memory, and their refusals."""
 
 import dataclasses
 from typing import Any
@@ -25,29 +25,29 @@ from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGM
 STEP = 64
 """Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
 WARPGROUPS = 2
-"""Warpgroups that multiply."""
+"""Consumer warpgroups."""
 REGISTERS, FETCHING_REGISTERS = 240, 24
-"""Of a thread that multiplies, and of one that fetches. A multiprocessor has 65536."""
+"""Registers per thread of a consumer and of the producer. A multiprocessor has 65536."""
 GATHERING = (232, 40)
-"""The same where rows are gathered: a thread that fetches keeps where eight lines lie."""
+"""The same for gathered rows: a producer thread keeps the addresses of eight rows."""
 COPIED_BLOCKS = 4
-"""Blocks of contracted elements whose scales of a row are copied together: 16 bytes, the least of a bulk copy."""
+"""Blocks of contracted elements whose scales of a row are copied together: 16 bytes, the smallest bulk copy."""
 LEAD = 2
-"""Products of a tile that run while the tile before is written."""
+"""Products of a tile that run while the previous tile is stored."""
 RESERVE = 2 * 1024
-"""Bytes of shared memory for barriers and what Mosaic keeps there."""
+"""Bytes of shared memory for mbarriers and Mosaic's own use."""
 LINE = 128
 """Bytes of a swizzled row."""
 BLOCK_M = WARPGROUPS * WGMMA_M
-"""Rows of a tile: 64 for each warpgroup that multiplies."""
+"""Rows per tile: 64 for each consumer warpgroup."""
 
 
 FLOAT8 = "float8_e4m3fn"
-"""Dtype of rows and matrices."""
+"""The dtype of rows and matrices."""
 SCALED_STEP = LINE
 """Contracted elements per step: a swizzled row of 8 bits."""
 MOST_COLUMNS = 256
-"""Columns of a tile whose scales one copy takes, and whose sums a warpgroup has registers for."""
+"""The largest number of columns per tile: one copy loads their scales, and a warpgroup's registers hold their sums."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,12 @@ class Scaling:
     """Constants of the kernels of rows with operands of 8 bits and scales.
 
     Attributes:
-        lhs_blocks: Blocks of contracted elements in which a row has a scale each.
-        rhs_blocks: Likewise of a column.
-        product_n: Columns of a product.
-        quick: Whether tensor cores sum over all steps.
-        by_columns: Whether a warpgroup has all rows of a tile, and a product's columns.
-        dynamic: Whether a counter gives blocks the number of their next tile.
+        lhs_blocks: Blocks of contracted elements with a scale each, per row.
+        rhs_blocks: The same per column.
+        product_n: Columns per WGMMA product.
+        quick: Whether tensor cores accumulate over all steps.
+        by_columns: Whether a warpgroup has all rows of a tile, and the columns of one product.
+        dynamic: Whether blocks get their next tile from an atomic counter.
     """
 
     lhs_blocks: int
@@ -72,18 +72,19 @@ class Scaling:
 
     @property
     def copies_rows(self) -> bool:
-        """Whether scales of rows come by bulk copies: a warpgroup with all rows of a tile has many, and no registers
-        for where they lie."""
+        """Returns whether scales of rows are copied in bulk: a warpgroup with all rows of a tile has too many for
+        loads, whose addresses would take registers.
+        """
         return self.by_columns and self.lhs_blocks > 1 and self.lhs_blocks % COPIED_BLOCKS == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Constants of the kernels of rows where the first half of a matrix's columns gates the second.
+    """Constants of the kernels of rows with a gated matrix, the first half of whose columns gates the second half.
 
     Attributes:
-        activation: Of the gate: "silu" or "gelu".
-        gathers: Whether rows are gathered by an index each.
+        activation: The gate's activation function: "silu" or "gelu".
+        gathers: Whether rows are gathered by index.
         alone: Whether one warpgroup alone multiplies tiles of at most 64 rows.
     """
 
@@ -98,15 +99,15 @@ class GroupedSpec:
 
     Attributes:
         rows: M.
-        contracted: Contracted elements in the kernels of rows; rows of the result in that of matrices.
+        contracted: Contracted elements in the kernels of rows; rows of the result in the kernel of matrix gradients.
         columns: Columns of the result.
         matrices: E.
-        transposed: Whether matrices lie with the columns of the result first.
-        dtype: Of the operands.
-        out: Of the result.
+        transposed: Whether the columns of the result are the first axis of matrices.
+        dtype: Dtype of the operands.
+        out: Dtype of the result.
         tile: The configuration.
-        scaling: Of operands of 8 bits; None for those of 16.
-        gate: Of the gated product; None for the product itself.
+        scaling: Constants for 8-bit operands; None for 16-bit ones.
+        gate: Constants of the gated product; None for the plain product.
     """
 
     rows: int
@@ -127,12 +128,12 @@ class GroupedSpec:
 
     @property
     def dynamic(self) -> bool:
-        """Returns whether a counter gives blocks the number of their next tile; else they take every `blocks`-th."""
+        """Returns whether blocks get their next tile from a counter; otherwise they take every `blocks`-th tile."""
         return self.scaling is not None and self.scaling.dynamic
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that multiplies, and of one that fetches."""
+        """Returns registers per thread of a consumer, and of the producer."""
         return GATHERING if self.gathers else (REGISTERS, FETCHING_REGISTERS)
 
     @property
@@ -147,49 +148,51 @@ class GroupedSpec:
 
     @property
     def part(self) -> int:
-        """Returns columns of a result that leave together: a swizzled row."""
+        """Returns the columns of a result per output buffer: a swizzled row."""
         return LINE // jnp.dtype(self.out).itemsize
 
     @property
     def members(self) -> int:
-        """Returns blocks of a cluster."""
+        """Returns blocks per cluster."""
         return self.tile.cluster_m * self.tile.cluster_n
 
     @property
     def across(self) -> int:
-        """Returns tiles of columns, of all members of a cluster."""
+        """Returns the number of tiles of columns, over all members of a cluster."""
         return cdiv(self.columns, self.tile.block_n * self.tile.cluster_n)
 
     @property
     def down(self) -> int:
-        """Returns tiles of rows of a matrix, of all members of a cluster, for the kernel that owns matrices."""
+        """Returns the number of tile rows per matrix, over all members of a cluster, in the kernel of matrix
+        gradients.
+        """
         return cdiv(self.contracted, BLOCK_M * self.tile.cluster_m)
 
     @property
     def overlapped(self) -> bool:
-        """Returns whether tiles are written while the first products of the next one run."""
+        """Returns whether tiles are stored during the first products of the next one."""
         return self.tile.overlap and self.out.itemsize == 2
 
     @property
     def splits(self) -> bool:
-        """Returns whether the last tiles may be divided among two blocks each, by columns."""
+        """Returns whether the last tiles may be split by columns into two work items each."""
         product = self.scaling.product_n if self.scaling and not self.scaling.quick else SWIZZLE_COLUMNS
         whole = self.tile.block_n % (2 * product) == 0
         return whole and not (self.tile.overlap or self.tile.halves or self.tail or self.members > 1)
 
     @property
     def even(self) -> bool:
-        """Returns whether the output has all columns of all tiles."""
+        """Returns whether tiles divide the output's columns."""
         return self.columns == self.across * self.tile.block_n * self.tile.cluster_n
 
     @property
     def tail(self) -> int:
-        """Returns columns of a last tile that the output does not have all columns of, or 0."""
+        """Returns the columns of a partial last tile, or 0 if there is none."""
         return self.columns % self.tile.block_n
 
     @property
     def steps(self) -> int:
-        """Steps of a tile in the kernels of rows."""
+        """Returns the steps per tile in the kernels of rows."""
         return self.contracted // self.step
 
     @property
@@ -202,7 +205,7 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
     """Returns the constants of the forward kernel.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
     """
     if params.block_n not in (64, 128, 192, 256):
         raise ValueError(f"cfg: got block_n={params.block_n}, the Mosaic GPU kernels want 64, 128, 192 or 256")
@@ -226,7 +229,7 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
 
 def shared_bytes(params: HopperGrouped) -> int:
     """Returns shared memory of a kernel, without barriers."""
-    # Operands have 16 bits; a slot has a swizzled row of 128 bytes for each of 64 rows, whatever the output's dtype.
+    # Operands have 16 bits; an output buffer has a swizzled row of 128 bytes for each of 64 rows, for any dtype.
     stage = (BLOCK_M + params.block_n) * STEP * 2
     return params.stages * stage + WARPGROUPS * params.slots * WGMMA_M * LINE
 
@@ -251,13 +254,13 @@ def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec
     """Returns the constants of the kernel.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
     """
     given = given_values(params)
     size, product = params.block_n, params.product_n
     if not 0 < size <= MOST_COLUMNS or size % SWIZZLE_COLUMNS:
         raise ValueError(f"cfg: got block_n={size}, wants a multiple of {SWIZZLE_COLUMNS} up to {MOST_COLUMNS}")
-    # An output part of 16 bits has 64 columns, of 32 bits 32.
+    # An output buffer has 64 columns of 16 bits, or 32 of 32 bits.
     part = LINE // jnp.dtype(record.out_dtype).itemsize
     if product <= 0 or product % part or size % product:
         raise ValueError(f"cfg: got product_n={product}, wants a divisor of block_n={size} and a multiple of {part}")
@@ -265,7 +268,7 @@ def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec
         raise ValueError(f"cfg: got {given}, wants at least 2 stages, a slot and a band of 1")
     if scaled_shared_bytes(params) > SHARED_MEMORY - RESERVE:
         raise ValueError(f"cfg: {given} takes more than the {SHARED_MEMORY} bytes of shared memory")
-    assert record.lhs_scale is not None  # the kernel's requirements
+    assert record.lhs_scale is not None  # a requirement of the kernel
     assert record.rhs_scale is not None
     by_columns = params.by_columns and size == WARPGROUPS * product
     return GroupedSpec(
@@ -289,11 +292,11 @@ def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec
 
 
 def share_scales(scales: jax.Array, product_n: int) -> jax.Array:
-    """Whether all columns of every product share their scale, int32 [1]: where matrices have scales of 128 x 128.
+    """Returns whether all columns of every product share their scale, int32 [1], as with matrix scales of 128 x 128.
 
     Args:
         scales: Float32 [E, blocks, N].
-        product_n: Columns of a product.
+        product_n: Columns per product.
     """
     size = scales.shape[2]
     scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -size % product_n)), mode="edge")
@@ -339,12 +342,12 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
     """Returns the constants of the kernel.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
     """
     if params.block_n not in (64, 128):
         raise ValueError(f"cfg: got block_n={params.block_n}, the gated Mosaic GPU kernel wants 64 or 128")
     product = product_of(record)
-    # Shared memory has both halves of the columns next to each other.
+    # Shared memory has the gate's and the values' columns of a tile.
     tile = HopperGrouped(**TileSizes(2 * params.block_n, params.stages, params.slots, params.band).fields)
     made = make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(

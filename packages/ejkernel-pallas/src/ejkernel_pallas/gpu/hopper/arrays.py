@@ -1,4 +1,4 @@
-"""Arrays of one tile of scores in the registers of a warpgroup."""
+"""Helpers for tiles and vectors of one tile of scores in the registers of a warpgroup."""
 
 import inspect
 from typing import Any
@@ -18,12 +18,12 @@ from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WARPS, WGMMA_M
 
 
 def over_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns a value for every row, for all columns."""
+    """Broadcasts a value per row over all columns."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
 def over_rows(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns a value for every column, for all rows."""
+    """Broadcasts a value per column over all rows."""
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
@@ -38,18 +38,18 @@ def full_tile(shape: tuple[int, int]) -> jax.Array:
 
 
 def load_rows(vector: Any) -> jax.Array:
-    """Returns a value for every row, from shared memory."""
+    """Loads a value per row from shared memory."""
     return load_as(vector, ROW_LAYOUT)
 
 
 def load_columns(vector: Any) -> jax.Array:
-    """Returns a value for every column, from shared memory."""
+    """Loads a value per column from shared memory."""
     return load_as(vector, COLUMN_LAYOUT)
 
 
 def load_as(vector: Any, layout: Any) -> jax.Array:
-    """Returns an array in a layout, from memory, with loads of single elements if need be."""
-    # JAX 0.10 wants an index, which is deprecated in 0.11 and gone in 0.12.
+    """Loads an array from memory in a layout, element by element if necessary."""
+    # JAX 0.10 requires an index, which is deprecated in 0.11 and removed in 0.12.
     index = inspect.signature(plgpu.load).parameters.get("idx")
     indexed = {} if index is None or index.default is not inspect.Parameter.empty else {"idx": ()}
     return plgpu.load(vector, **indexed, layout=layout, optimized=False)
@@ -58,8 +58,8 @@ def load_as(vector: Any, layout: Any) -> jax.Array:
 def widened(tile: jax.Array) -> jax.Array:
     """Returns a tile in float32.
 
-    Of bfloat16 it takes the halves of registers apart as integers: LLVM would keep halves beside the pairs that
-    products take, in registers that there are not enough of.
+    For bfloat16 it splits registers into halves by integer instructions: LLVM would keep the halves in addition to the
+    packed pairs that products need, and there are too few registers for both.
     """
     if tile.dtype != jnp.bfloat16:
         return tile.astype(jnp.float32)
@@ -72,8 +72,8 @@ def widened(tile: jax.Array) -> jax.Array:
         f32 = ir.F32Type.get()
         made: list[Any] = []
         for register in narrow.registers.flat:
-            # bfloat16 is the upper half of a float32: the first of a pair is shifted there; the second is there, and
-            # the first is masked away.
+            # bfloat16 is the upper half of a float32: the first element of a pair is shifted there; the second is
+            # there, and the first is masked out.
             both = scalar(vector.bitcast(ir.VectorType.get((1,), i32()), register))
             halves = (arith.shli(both, constant(16)), arith.andi(both, constant(-(2**16))))
             made.append(vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves]))
@@ -83,14 +83,14 @@ def widened(tile: jax.Array) -> jax.Array:
 
 
 def load_tile(tile: Any) -> jax.Array:
-    """Returns a tile of scores, from shared memory."""
+    """Loads a tile of scores from shared memory."""
     return load_as(tile, plgpu.Layout.WGMMA)
 
 
 def load_first_rows(tile: Any, rows: int) -> jax.Array:
-    """A float or 16-bit tile [64, N] in global memory, of which the first rows count: others are what is there, or 0.
+    """Loads a float or 16-bit tile [64, N] from global memory, of which the first `rows` rows are valid.
 
-    Warps whose rows are all beyond load nothing, which spares the memory what padding would take.
+    Warps whose rows are all invalid load nothing and return 0, which saves the bandwidth of padding.
     """
     if rows > WGMMA_M - WARP_ROWS:
         return load_tile(tile)
@@ -118,7 +118,7 @@ def store_tile(target: Any, tile: jax.Array) -> None:
     """Stores a tile [64, N] in global memory.
 
     Four threads store 16 bytes of a row of 16-bit elements at a time. JAX 0.12 refuses an assignment to `target`, which
-    asks for stores of whole sectors of 32 bytes.
+    requires stores of whole sectors of 32 bytes.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
@@ -129,14 +129,14 @@ def store_tile(target: Any, tile: jax.Array) -> None:
 
 
 def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
-    """Stores the first rows of a tile [64, N] in global memory, and up to 15 more; the others keep what they hold."""
+    """Stores the first rows of a tile [64, N] in global memory, and up to 15 more; the others are not written."""
     if rows > WGMMA_M - WARP_ROWS:
         store_tile(target, tile)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
     def store(_: Any, ref: Any, tile: Any) -> None:
-        # Threads store by themselves: no barrier is inside, so warps may take different sides.
+        # Threads store independently, without a barrier inside, so warps may diverge.
         branch: Any = scf.IfOp(_has_rows(rows))
         with ir.InsertionPoint(branch.then_block):
             tile.store_untiled(ref, optimized=False)
@@ -146,10 +146,10 @@ def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
 
 
 def store_wide(target: Any, tile: jax.Array) -> None:
-    """Stores a 16-bit tile [64, N], N a multiple of 32, in global memory, 16 bytes of a row a thread.
+    """Stores a 16-bit tile [64, N], N a multiple of 32, in global memory, 16 bytes of a row per thread.
 
-    Of a row, four neighbouring threads have two columns of every eight: they exchange them, so that each has all of one
-    eight of four. A quarter of the stores is left, and none writes a part of what memory takes at a time.
+    Four neighbouring threads have two columns each of every eight: they exchange them, so that each has all of one
+    eight of four. A quarter of the stores is left, and each writes whole sectors.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
@@ -160,7 +160,7 @@ def store_wide(target: Any, tile: jax.Array) -> None:
         row = arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(4)))
         kind = ir.VectorType.get((8,), ir.MemRefType(ref.type).element_type)
         words = [scalar(vector.bitcast(ir.VectorType.get((1,), i32()), x)) for x in tile.registers.flat]
-        # Registers alternate between a thread's two rows, eight apart.
+        # Registers alternate between a thread's two rows, which are eight apart.
         for half in (0, 1):
             row_words, at = words[half::2], arith.index_cast(index, arith.addi(row, constant(8 * half)))
             for first in range(0, len(row_words), 4):
@@ -174,7 +174,7 @@ def store_wide(target: Any, tile: jax.Array) -> None:
 
 
 def _transposed(words: list[Any], place: Any) -> list[Any]:
-    """Word n of four threads becomes word `place` of thread n: exchanges with the next, then with the one after it."""
+    """Transposes words among four threads: word n becomes word `place` of thread n, by two exchanges."""
     for distance in (1, 2):
         bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place, constant(distance)), constant(0))
         for low in (0, 3 - distance):
@@ -183,12 +183,12 @@ def _transposed(words: list[Any], place: Any) -> list[Any]:
 
 
 def _exchanged(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, Any]:
-    """Returns threads with the bit keep their high word and give the low one, the others the other way round."""
+    """Threads with the bit set keep their high word and send the low one; the others do the reverse."""
     got = mgpu.utils.shfl_bfly(arith.select(bit, low, high), distance)
     return arith.select(bit, got, low), arith.select(bit, high, got)
 
 
 def _has_rows(rows: int) -> Any:
-    """Returns whether this thread's warp has some of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
+    """Returns whether this thread's warp has any of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
     warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
     return arith.cmpi(arith.CmpIPredicate.ult, warp, constant(cdiv(rows, WARP_ROWS)))

@@ -1,4 +1,4 @@
-"""How the two blocks of a pair, a cluster, begin together, exchange gradients of scores, and end together."""
+"""How the two blocks of a cluster start together, exchange gradients of scores, and end together."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from ejkernel_pallas.gpu.hopper.launch import TRANSFORMS
 from ejkernel_pallas.gpu.hopper.registers import constant, i32
 
 AXIS = "member"
-"""Name of a block's place in its cluster."""
+"""The cluster axis: a block's index in its cluster."""
 BARRIERS = 16
-"""Bytes before the barriers at which exchanges are awaited, in a row of shared memory whose first word is a number.
+"""Offset in bytes of the mbarriers of the exchanges, in a row of shared memory whose first word is the tile index.
 
-There is one for each of two steps. A copy from block to block takes no barrier of Mosaic's.
+There are two, for alternate steps. Mosaic's own barriers do not support copies between blocks.
 """
-# Each barrier counts two arrivals, one of each member (see SEND). The fence makes the barriers visible to the other
-# member before it can arrive at one.
-# Member 0 alone counts tiles, and writes the number into both members' shared memory.
+# Each mbarrier counts two arrivals, one per member (see SEND). The fence makes the mbarriers visible to the other
+# member before it can arrive at one. Only member 0 increments the tile counter, and writes the index into both members'
+# shared memory.
 BEGIN = """{
 .reg .pred leads; .reg .b32 rank, number, place;
 mbarrier.init.shared::cta.b64 [$1 + 16], 2;
@@ -32,17 +32,17 @@ mapa.shared::cluster.u32 place, $1, 0;
 mapa.shared::cluster.u32 place, $1, 1;
 @leads st.shared::cluster.u32 [place], number;
 }"""
-# Release and acquire: what a member wrote into either's shared memory before is visible to both behind it.
+# Release and acquire: earlier writes of either member to shared memory are visible to both after it.
 MEET = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
-# The hardware ends a wait after a time of its own, so the wait is a loop. Labels differ by inlined copy.
+# The hardware may end a wait early, so the wait is a loop. The label is unique per inlined copy.
 AWAIT = """{
 .reg .pred done;
 again_${:uid}:
 mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
 @!done bra again_${:uid};
 }"""
-# The arrival at the other's barrier announces the bytes of the copy, so that its phase ends when they are there.
-# The last instruction arrives at this member's own barrier: its half of the gradients is in place already.
+# The arrival at the other member's mbarrier announces the bytes of the copy, so that its phase ends when they have
+# arrived. The last instruction arrives at this member's own mbarrier, whose half of the gradients is already there.
 SEND = """{
 .reg .b32 rank, target, full;
 mov.u32 rank, %cluster_ctarank;
@@ -56,16 +56,16 @@ mbarrier.arrive.shared::cta.b64 _, [$2];
 
 
 def begin(tile_counter: Any, words: Any) -> None:
-    """Takes the number of the pair's tile, and leaves it in both members' first word.
+    """Fetches the index of the cluster's tile, and stores it in both members' first word.
 
     Args:
         tile_counter: Counter in device memory.
-        words: A row of int32 in shared memory: the number, and the barriers.
+        words: A row of int32 in shared memory: the tile index, and the mbarriers.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def run(_: Any, tile_counter: Any, words: Any) -> None:
-        # No thread of either block reads the number or touches a barrier before all have met.
+        # No thread of either block reads the index or uses an mbarrier before all have arrived here.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.BLOCK):
             _assembly(BEGIN, "l,r", [mgpu.utils.memref_ptr(tile_counter), _address(words)])
         _assembly(MEET, "", [])
@@ -74,24 +74,24 @@ def begin(tile_counter: Any, words: Any) -> None:
 
 
 def end() -> None:
-    """Waits until the other member needs nothing of this one any more."""
+    """Waits until the other member no longer accesses this block's shared memory."""
 
     @plgpu.inline_mgpu()
     def run(_: Any) -> None:
-        # A block that ends gives its shared memory back, to which the other's copies may still be on their way.
+        # A block that ended would release its shared memory, to which copies of the other may still be in flight.
         _assembly(MEET, "", [])
 
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def send(made: Any, target: Any, words: Any, count: Any) -> None:
-    """A warpgroup's gradients of scores go to the other member, and are ready for this one.
+    """Sends a warpgroup's gradients of scores to the other member, and marks this member's as ready.
 
     Args:
         made: A step's gradients of scores in shared memory, which all threads have written and committed.
-        target: Where the other member has them.
+        target: Their address in the other member.
         words: As in `begin`.
-        count: Number of the step.
+        count: Index of the step.
     """
 
     @plgpu.inline_mgpu(
@@ -101,7 +101,7 @@ def send(made: Any, target: Any, words: Any, count: Any) -> None:
         size = made.type.element_type.width // 8
         for length in made.type.shape:
             size *= length
-        # A bulk copy is one instruction of one thread. It reads through the async proxy, hence the commit before.
+        # A single thread issues a bulk copy. It reads through the async proxy, hence the commit before it.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             places = [_address(made), _address(target), _barrier(words, count.registers.item())]
             _assembly(SEND, "r,r,r,n", [*places, constant(size)])
@@ -115,7 +115,7 @@ def await_both(words: Any, count: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def run(_: Any, words: Any, count: Any) -> None:
         number = count.registers.item()
-        # A barrier serves every second step, so its phase is the second bit of the step's number.
+        # Each mbarrier is used in every second step, so its phase is the second bit of the step's index.
         parity = arith.andi(arith.shrui(number, constant(1)), constant(1))
         _assembly(AWAIT, "r,r", [_barrier(words, number), parity])
 
@@ -123,7 +123,7 @@ def await_both(words: Any, count: Any) -> None:
 
 
 def _barrier(words: Any, count: Any) -> Any:
-    # Two barriers alternate, 8 bytes each: a member may send a step while the other still waits for the last.
+    # Two mbarriers of 8 bytes alternate: a member may send a step while the other still waits for the previous one.
     place = arith.muli(arith.andi(count, constant(1)), constant(8))
     return arith.addi(arith.addi(_address(words), constant(BARRIERS)), place)
 
@@ -133,6 +133,6 @@ def _address(memory: Any) -> Any:
 
 
 def _assembly(code: str, constraints: str, operands: list[Any]) -> None:
-    # The memory clobber keeps LLVM from moving loads and stores across it.
+    # The memory clobber keeps LLVM from moving loads and stores across the assembly.
     constraints = f"{constraints},~{{memory}}" if constraints else "~{memory}"
     llvm.inline_asm(None, operands, code, constraints, has_side_effects=True)

@@ -1,8 +1,8 @@
-"""Gated linear units of accumulators: one half of the columns gates the other.
+"""Gated linear units on accumulators: one half of the columns gates the other half.
 
     silu(x) = x / (1 + exp(-x))         gelu(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), by its tanh formula
 
-A power of two and a reciprocal an element, both of the special-function unit.
+It takes one exponential and one reciprocal per element, both in the special-function unit.
 """
 
 import math
@@ -18,9 +18,9 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.gpu.hopper.registers import number, pair, with_registers
 
 TANH = 2 * math.sqrt(2 / math.pi)
-"""What the tanh formula of gelu multiplies its argument with, twice: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
+"""Twice the factor of the argument in the tanh formula of gelu: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
 CUBE = 0.044715
-# Overflow ends well: the reciprocal of infinity is 0.
+# Overflow is harmless: the reciprocal of infinity is 0.
 UNIT = """{
 .reg .f32 power;
 ex2.approx.ftz.f32 power, $2;

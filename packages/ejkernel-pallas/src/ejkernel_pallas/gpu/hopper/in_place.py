@@ -1,4 +1,4 @@
-"""Kernels that update a part of an array in place."""
+"""Runs kernels that update some elements of an array in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,14 @@ def update(
     updated: dict[str, jax.Array],
     blocks: int,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel of one warpgroup a block, which may read and write `updated`.
+    """Runs a kernel with one warpgroup per block, which may read and write `updated`.
 
-    XLA gives the kernel the arrays themselves if nothing else reads them later, and copies of them otherwise.
+    XLA passes the arrays themselves if nothing else reads them later, and copies of them otherwise.
 
     Args:
-        body: Takes references to operands and to updated arrays, by name.
+        body: Called with references to operands and to updated arrays, by name.
         operands: Arrays that it reads.
-        updated: Arrays of which it changes a part.
+        updated: Arrays that are partly overwritten.
         blocks: Thread blocks.
 
     Returns:
@@ -34,7 +34,7 @@ def update(
         approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
     )
 
-    # `plgpu.kernel` takes no references, since it is a function with a batching rule of its own.
+    # `plgpu.kernel` does not support references, since it has its own batching rule.
     def run(refs: dict[str, Any]) -> None:
         def entry(*given: Any) -> None:
             named = dict(zip((*operands, *refs), given, strict=True))

@@ -1,4 +1,4 @@
-"""How a kernel is launched."""
+"""Launches Mosaic GPU kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +22,13 @@ def launch(
     """Runs a kernel.
 
     Args:
-        body: Takes references to operands, by name, to outputs, and to scratch, by name.
+        body: Called with references to operands, by name, to outputs, and to scratch, by name.
         operands: Arrays that it reads.
-        outputs: What it writes.
+        outputs: Shapes and dtypes of the outputs.
         scratch: Shared memory and barriers.
         blocks: Thread blocks.
-        warpgroups: Warpgroups that multiply; one more fetches.
-        cluster: Name and number of the blocks of a cluster, of which there are `blocks` then.
+        warpgroups: Consumer warpgroups; one more is the producer.
+        cluster: Name of the cluster axis and blocks per cluster; `blocks` then counts clusters.
 
     Returns:
         The outputs.
@@ -49,7 +49,7 @@ def launch(
         cluster_names=tuple(cluster or {}),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
-        # The kernels synchronise by themselves, and Mosaic's lane semantics leave their registers to them.
+        # The kernels synchronise explicitly, and manage their registers by Mosaic's lane semantics.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -57,8 +57,10 @@ def launch(
 
 
 def transforms(swizzle: int = 128, itemsize: int = 2) -> tuple[Any, ...]:
-    """The layout of operands of WGMMA in shared memory, of `itemsize` bytes, with a swizzle of so many bytes."""
-    # Swizzle atoms: eight rows of as many bytes as the swizzle has. WGMMA's descriptors address shared memory by them.
+    """Returns the layout of WGMMA operands in shared memory, of `itemsize` bytes per element, with a swizzle of
+    `swizzle` bytes.
+    """
+    # Swizzle atoms: eight rows of `swizzle` bytes. WGMMA's descriptors address shared memory in these units.
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -67,15 +69,15 @@ TRANSFORMS = transforms()
 
 
 def matrix(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
-    """Returns shared memory in the layout that WGMMA reads."""
+    """Returns shared memory in the layout of WGMMA operands."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle, jnp.dtype(dtype).itemsize))
 
 
 def whole(x: jax.Array, rows: int) -> jax.Array:
-    """Returns rows of zeros up to what copies want: whole groups of eight, and no fewer than one copy has.
+    """Pads rows with zeros as copies require: to a multiple of eight, and to at least the rows of one copy.
 
-    Copies leave out what lies beyond an array's end, so that no more is needed.
+    Copies skip what is past an array's end, so no more padding is needed.
     """
-    # The eight rows of a swizzle atom are the least that a copy moves.
+    # A copy moves at least the eight rows of a swizzle atom.
     rows = max(rows, cdiv(x.shape[1], 8) * 8)
     return jnp.pad(x, ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))

@@ -1,4 +1,4 @@
-"""How vectors of an accumulator's rows and columns lie in the registers of a warpgroup."""
+"""The register layouts of vectors of an accumulator's rows and columns."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 

@@ -1,4 +1,6 @@
-"""Lazy rescaling of accumulators: only in warps where some row's maximum moved, and it moves only where it has to."""
+"""Lazy rescaling of accumulators: a row maximum moves only if it has to, and only warps with a moved maximum
+rescale.
+"""
 
 from typing import Any
 
@@ -13,23 +15,23 @@ from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, scalar, with_registers
 
 ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
-"""PTX: whether a factor is below one in some thread of the warp; a vote, so that all threads take one branch."""
+"""PTX: whether a factor is below one in any thread of the warp; a vote, so that the branch is uniform."""
 
 
 ABOVE = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
-"""PTX: whether a number is above another in some thread of the warp."""
+"""PTX: whether a value is above another in any thread of the warp."""
 
 
 def moved_lazily(row_max: jax.Array, scores: jax.Array, factor: float, slack: float) -> jax.Array:
-    """Returns the running maximum of every row, which moves only where a score is more than `slack` above it.
+    """Returns the running maximum of every row, which moves only if a score is more than `slack` above it.
 
-    Each thread looks at the columns that it has; only warps with such a score exchange maxima of rows.
+    Each thread tests its own columns; only warps with such a score exchange row maxima.
 
     Args:
         row_max: Float32 [64].
         scores: Float32 [64, N], N / 4 a power of two.
-        factor: Positive, on the scores.
-        slack: How far a score may be above the maximum.
+        factor: Positive factor on the scores.
+        slack: How far a score may exceed the maximum.
     """
 
     @plgpu.inline_mgpu(
@@ -61,7 +63,7 @@ def _largest(registers: list[Any]) -> Any:
 
 
 def _moved(top: Any, before: Any, slack: float) -> Any:
-    # Four neighbouring threads have a row.
+    # The columns of a row are in four neighbouring threads.
     for distance in (1, 2):
         top = arith.maximumf(top, mgpu.utils.shfl_bfly(top, distance))
     above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(top, before), number(slack))
@@ -69,7 +71,7 @@ def _moved(top: Any, before: Any, slack: float) -> Any:
 
 
 def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
-    """The accumulator times alpha, at most one, for every row; warps whose alphas are all one leave it as it is."""
+    """Multiplies the accumulator by alpha, at most one, per row; warps whose alphas are all one skip it."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT),
@@ -77,12 +79,13 @@ def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
     )
     def scale(_: Any, tile: Any, rows: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
-        # A thread holds two rows of an accumulator; its vote is about the smaller factor.
+        # A thread has two rows of an accumulator; it votes with the smaller factor.
         factors = [scalar(register) for register in rows.registers.flat]
         some: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
         some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
         types = [register.type for register in tile.registers.flat]
-        # All threads of a warp take one side, so the other costs nothing; no barrier is needed, as warps share no row.
+        # The branch is uniform in a warp, so the other side costs nothing; warps share no rows, so no barrier is
+        # needed.
         branch: Any = scf.IfOp(some, types, has_else=True)
         with ir.InsertionPoint(branch.then_block):
             # Registers alternate between a thread's two rows, and hold two neighbouring columns of one.

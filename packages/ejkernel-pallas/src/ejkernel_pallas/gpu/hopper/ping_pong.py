@@ -3,8 +3,8 @@
     warpgroup 0    ping_pong_wait | issue products | ping_pong_pass | exponentials ...
     warpgroup 1    ............. waits ............. | ping_pong_wait | issue products | ping_pong_pass | ...
 
-Each warpgroup has one barrier, at which it and its predecessor meet (256 threads): `bar.sync` waits, `bar.arrive` does
-not. Source: Shah et al. 2024, FlashAttention-3, section 3.1.
+Each warpgroup has one named barrier, which it and its predecessor use (256 threads): `bar.sync` waits, `bar.arrive`
+does not. Source: Shah et al. 2024, FlashAttention-3, section 3.1.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 FIRST = 8
-"""The first of the 16 named barriers for ping-pong: Mosaic uses 0 for the block and 1 to 4 for warpgroups."""
+"""The first of the 16 named barriers that ping-pong uses: Mosaic uses 0 for the block and 1 to 4 for warpgroups."""
 
 
 def ping_pong_wait(warpgroups: int) -> None:
@@ -29,14 +29,14 @@ def ping_pong_pass(warpgroups: int) -> None:
 
 
 def _named_barrier(instruction: str, distance: int, warpgroups: int) -> None:
-    """Arrives at the barrier of the warpgroup that is `distance` after this one."""
+    """Arrives at the named barrier of the warpgroup that is `distance` after this one."""
 
     @plgpu.inline_mgpu()
     def meet(context: Any) -> None:
         del context
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
-        # Waiting and passing meet at the waiting warpgroup's barrier: its own to wait, its successor's to pass.
+        # Waiting and passing use the waiting warpgroup's barrier: its own to wait, its successor's to pass.
         place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(distance))
         place = arith.addi(arith.remui(place, constant(warpgroups)), constant(FIRST))
         llvm.inline_asm(None, [place], f"{instruction} $0, 256;", "r", has_side_effects=True)

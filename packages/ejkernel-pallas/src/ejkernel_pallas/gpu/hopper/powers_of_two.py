@@ -1,10 +1,10 @@
-"""Powers of two of a tile, half of them without the unit that has the instruction for it.
+"""exp2 of a tile, half of it by polynomials instead of the special-function unit.
 
     2 ** x = 2 ** n * 2 ** f        n = x rounded, -1/2 <= f <= 1/2
     2 ** f = c0 + c1 f + c2 f^2 + c3 f^3
 
-`n` is added to the exponent of the polynomial's value. The coefficients are those of the least relative error, 7.5e-5,
-a twenty-fifth of what rounding a weight to bfloat16 costs. Source: Cody and Waite 1980 (reduction of the argument).
+`n` is added to the exponent of the polynomial's value. The coefficients minimise the relative error, 7.5e-5, a
+twenty-fifth of the error of rounding a weight to bfloat16. Source: Cody and Waite 1980 (range reduction).
 """
 
 from typing import Any
@@ -19,19 +19,19 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, wi
 
 COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
 ROUNDS = 1.5 * 2.0**23
-"""A number whose sum with another, less than 2**22, has that other one, rounded, in its lowest bits."""
+"""Adding this to a number below 2**22 leaves the rounded number in the sum's lowest bits."""
 MANTISSA = 23
-"""Bits of a float32 before those of its exponent."""
+"""Mantissa bits of a float32."""
 SMALLEST = -125.0
-"""Exponent of a float32 that is normal even if the polynomial is a little too small."""
+"""The smallest exponent with a normal result, even if the polynomial is slightly too small."""
 
 
 def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
     """Returns 2 ** (scores * factor - shift) of a float32 tile.
 
     Args:
-        scores: So that exponents are at most 127; polynomials are no less than 2 ** -125, about.
-        factor: On the scores.
+        scores: Scores for which exponents are at most 127; polynomial results are clamped to about 2 ** -125.
+        factor: Factor on the scores.
         shift: A tile.
     """
 
@@ -42,10 +42,10 @@ def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
     def run(_: Any, scores: Any, shift: Any) -> Any:
         made: list[Any] = []
         for registers in zip(scores.registers.flat, shift.registers.flat, strict=True):
-            # Of two neighbours one goes to the FMA units and one to the special-function unit, which work at the same
-            # time. The split is by register, so no thread branches.
+            # Of two neighbours one uses the FMA units and one the special-function unit, which work in parallel. The
+            # split is by register, so no thread branches.
             first, second = zip(*map(pair, registers), strict=True)
-            # Below SMALLEST the addition to the exponent would run into the sign.
+            # Below SMALLEST the addition to the exponent would overflow into the sign.
             computed = polynomial(arith.maximumf(_exponent(factor, *first), number(SMALLEST)), 1.0)
             values = [computed, instruction(_exponent(factor, *second))]
             made.append(vector.from_elements(registers[0].type, values))
@@ -61,14 +61,14 @@ def instruction(exponent: Any) -> Any:
 
 def polynomial(score: Any, factor: float) -> Any:
     """Returns 2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
-    # Beside ROUNDS, a float32 has no bits for fractions: the sum is rounded to an integer, n, in its lowest bits.
+    # Next to ROUNDS, a float32 has no bits for fractions: the sum's lowest bits are the rounded integer n.
     rounded: Any = math.fma(score, number(factor), number(ROUNDS))
-    # f. The subtraction is exact, and the multiply-add rounds once.
+    # The fraction f. The subtraction is exact, and the multiply-add rounds once.
     rest = math.fma(score, number(factor), arith.subf(number(ROUNDS), rounded))
     value: Any = number(COEFFICIENTS[-1])
     for coefficient in COEFFICIENTS[-2::-1]:
         value = math.fma(value, rest, number(coefficient))
-    # The shift drops ROUNDS' own bits, so n alone is added to the exponent, as an integer.
+    # The shift drops the bits of ROUNDS, so only n is added to the exponent, as an integer.
     exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA))
     return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
 

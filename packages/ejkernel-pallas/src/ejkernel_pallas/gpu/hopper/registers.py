@@ -1,4 +1,4 @@
-"""What a thread has of an array in registers, for code below Pallas."""
+"""Access to the registers of a thread, for code below Pallas."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def i32() -> Any:
 
 
 def constant(value: int) -> Any:
-    """Returns a number that the instructions have in them, int32."""
+    """Returns an int32 immediate constant."""
     return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
 
 
@@ -28,17 +28,17 @@ def number(value: float) -> Any:
 
 
 def scalar(register: Any) -> Any:
-    """Returns what a register of a vector of rows holds."""
+    """Returns the value in a register of a vector of rows."""
     return _element(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
 def pair(register: Any) -> tuple[Any, Any]:
-    """Returns the two neighbours of a row that a register of a tile holds."""
+    """Returns the two neighbouring elements of a row in a register of a tile."""
     return _element(register, 0), _element(register, 1)
 
 
 def with_registers(array: Any, values: list[Any]) -> Any:
-    """Returns an array of another one's layout."""
+    """Returns an array of another one's layout with given registers."""
     registers = array.registers.copy()
     for place, value in enumerate(values):
         registers.flat[place] = value
@@ -46,12 +46,12 @@ def with_registers(array: Any, values: list[Any]) -> Any:
 
 
 def row_like(tile: Any, value: Any) -> Any:
-    """Returns a number for every row of a tile, as an array with one value a row."""
+    """Returns the same value for every row of a tile, as a vector of rows."""
     return mgpu.FragmentedArray.splat(value, tile.shape[:1], layout=tile.layout.reduce((1,)))
 
 
 def of_rows(rows: Any, values: list[Any]) -> Any:
-    """Returns an array like another one, with a value for each of a thread's two rows."""
+    """Returns a vector like `rows`, with a value for each of a thread's two rows."""
     types = [register.type for register in rows.registers.flat]
     vectors = (isinstance(kind, ir.VectorType) for kind in types)
     made = zip(types, values, vectors, strict=True)

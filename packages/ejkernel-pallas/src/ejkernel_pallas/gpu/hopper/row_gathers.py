@@ -1,10 +1,10 @@
-"""Rows of a matrix that are gathered into shared memory by asynchronous copies of 16 bytes, a row of 128 bytes a time.
+"""Gathers rows of a matrix into shared memory by asynchronous copies of 16 bytes, 128 bytes of each row at a time.
 
     thread          0  1  2 ..  7 |  8  9 .. 15 | ... 127      eight threads copy a line of 128 bytes
     row of a tile         0       |      1      | ... 15       and again for rows 16.., 32.., 48..
 
-Copies by tensor maps take rows that follow each other; one a row would be an instruction of one thread each. Here every
-thread names its own places. A thread's lines have the same place in the swizzle, as its rows lie 16 apart.
+TMA copies contiguous rows; gathering by TMA would take one instruction of one thread per row. Here every thread copies
+to its own addresses. Its rows are 16 apart, so their lines have the same position in the swizzle.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ from ejkernel_pallas.gpu.hopper.row_ranges import LINE, LINE_THREADS, PASS_ROWS,
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 
 NONE = -1
-"""In place of where a row lies: it is zeros."""
+"""Stands for a row that is not copied but zeroed."""
 LARGEST = 2**31 * STORE_BYTES
-"""Bytes of the matrix that places of 32 bits reach."""
-# The source's size, 16 or 0, is a number of its own: where it is 0, zeros are written and nothing is read.
+"""Largest size in bytes of a matrix whose rows 32-bit offsets can address."""
+# The source's size is an operand, 16 or 0: with 0, zeros are written and nothing is read.
 COPY = """{
 .reg .pred named; .reg .b64 place; .reg .b32 offset, size;
 setp.ge.s32 named, $2, 0;
@@ -38,16 +38,16 @@ cp.async.cg.shared.global.L2::128B [$0], [place], 16, size;
 
 
 def find_rows(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
-    """Returns where a warpgroup's threads find what they copy of 64 rows for each of `firsts`, in units of 16 bytes.
+    """Returns the offsets, in units of 16 bytes, of what each thread copies of 64 rows for each of `firsts`.
 
     Args:
-        index: Reference to int32 [M] in device memory, for every row of tiles the row of the matrix, or no row of it.
-        firsts: First rows of tiles, int32; rows from M on are the last one again.
-        size: Bytes of a row of the matrix.
+        index: Reference to int32 [M] in device memory: for every row of tiles the row of the matrix, or an invalid one.
+        firsts: First rows of tiles, int32; rows past M repeat the last one.
+        size: Bytes per row of the matrix.
         rows: Rows of the matrix.
 
     Returns:
-        int32, an element a register: those of the first tile's rows first.
+        int32, one element per register: those of the first tile's rows first.
     """
     per_tile, number = WGMMA_M // PASS_ROWS, plgpu.Layout.WG_SPLAT(())
     shape = (THREADS * per_tile * len(firsts),)
@@ -66,7 +66,7 @@ def find_rows(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
             here = arith.addi(firsts[tile].registers.item(), arith.addi(row, constant(passed * PASS_ROWS)))
             here = arith.index_cast(ir.IndexType.get(), arith.minsi(here, constant(last)))
             found: Any = memref.load(index, [here])
-            # Unsigned: what is below zero is beyond the last row, too.
+            # An unsigned comparison: negative indices are also past the last row.
             named = arith.cmpi(arith.CmpIPredicate.ult, found, constant(rows))
             found = arith.addi(arith.muli(found, constant(size // STORE_BYTES)), part)
             registers[place] = vector.from_elements(kind, [arith.select(named, found, constant(NONE))])
@@ -76,14 +76,13 @@ def find_rows(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
 
 
 def copy_rows(matrix: Any, places: jax.Array, line: Any, target: Any) -> None:
-    """Begins to copy 128 bytes of every row, as one group of the thread's copies.
+    """Starts to copy 128 bytes of every row, as one group of the thread's copies.
 
     Args:
         matrix: Reference to [rows, columns] in device memory.
-        places: Of `find_rows`.
-        line: Which 128 bytes of a row, int32.
-        target: Reference to the first of the tiles of 64 rows in shared memory, in the order that products read; the
-            others follow.
+        places: The result of `find_rows`.
+        line: Index of the 128 bytes in a row, int32.
+        target: Reference to the first of the consecutive tiles of 64 rows in shared memory, in the layout of products.
     """
 
     @plgpu.inline_mgpu(
@@ -101,12 +100,12 @@ def copy_rows(matrix: Any, places: jax.Array, line: Any, target: Any) -> None:
         base = arith.addi(base, offset)
         thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
         row, part = arith.divui(thread, constant(LINE_THREADS)), arith.remui(thread, constant(LINE_THREADS))
-        # The swizzle: a row's parts change places by the row's number among eight.
+        # The swizzle: a row's 16-byte pieces are permuted by the row's index modulo eight.
         part = arith.xori(part, arith.andi(row, constant(LINE_THREADS - 1)))
         within = arith.addi(arith.muli(row, constant(LINE)), arith.muli(part, constant(STORE_BYTES)))
         begin = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(target)), within)
         for number, place in enumerate(places.registers.flat):
-            # Tiles of 64 rows follow each other, so that passes of 16 rows do.
+            # Tiles of 64 rows are contiguous, and so are passes of 16 rows.
             at = arith.addi(begin, constant(number * PASS_ROWS * LINE))
             _assembly(COPY, "r,l,r", [at, base, scalar(place)])
         _assembly("cp.async.commit_group;", "", [])
@@ -115,14 +114,15 @@ def copy_rows(matrix: Any, places: jax.Array, line: Any, target: Any) -> None:
 
 
 def wait_rows(in_flight: int) -> None:
-    """Waits until at most `in_flight` later groups of a thread's copies are unfinished, and shows them to products.
+    """Waits until at most `in_flight` later groups of a thread's copies are unfinished, and makes the others visible to
+    WGMMA.
 
-    Products of warpgroups that learn of them by a barrier: all threads have to arrive there after this.
+    Warpgroups learn of them by an mbarrier at which all threads must arrive after this.
     """
 
     @plgpu.inline_mgpu()
     def run(_: Any) -> None:
-        # These copies write by the generic proxy, products read by the asynchronous one.
+        # These copies write through the generic proxy, products read through the async proxy.
         _assembly(f"cp.async.wait_group {in_flight}; fence.proxy.async.shared::cta;", "", [])
 
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context

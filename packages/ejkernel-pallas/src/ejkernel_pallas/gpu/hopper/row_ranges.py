@@ -1,4 +1,4 @@
-"""Rows of a tile that another owns: zeros in their place in shared memory, and stores that leave them alone."""
+"""Handles rows of a tile that belong to another tile: zeroes them in shared memory, and skips them in stores."""
 
 from typing import Any
 
@@ -14,18 +14,18 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
 LINE = 128
-"""Bytes of a row that lie together. The order of its parts differs from row to row, which zeros do not show."""
+"""Contiguous bytes of a row. Pieces of a line are permuted by row, which does not matter for zeros."""
 STORE_BYTES = 16
 """Bytes that a thread writes at a time."""
 LINE_THREADS = LINE // STORE_BYTES
 """Threads that write a line together."""
 PASS_ROWS = THREADS // LINE_THREADS
-"""Rows in which a warpgroup writes a line each at a time."""
+"""Rows of which a warpgroup writes a line at a time."""
 STORE = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 
 
 def write_zeros(base: Any, row: Any, size: int, line: int = LINE) -> None:
-    """Zeros in a row of `size` bytes of a tile at an address: its lines lie eight rows apart."""
+    """Writes zeros to a row of `size` bytes of a tile at an address: its lines are eight rows apart."""
     # Eight rows of a tile are `size / line` swizzle atoms of 8 x `line` bytes, one after the other.
     eight, within = arith.divui(row, constant(8)), arith.remui(row, constant(8))
     place = arith.addi(base, arith.muli(eight, constant(8 * size)))
@@ -40,7 +40,7 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
     """Writes zeros to the rows of a tile before `first` and from `end` on.
 
     Args:
-        tile: Reference to 16-bit numbers [rows, size] in shared memory, in the order that products read.
+        tile: Reference to 16-bit elements [rows, size] in shared memory, in the layout of products.
         first: int32.
         end: int32.
     """
@@ -50,10 +50,11 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()), number, number))
     def clean(_: Any, tile: Any, first: Any, end: Any) -> None:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
-        # Writes are by the generic proxy: callers commit before a product reads them.
+        # Writes use the generic proxy: callers commit before a product reads them.
         thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-        # Eight threads write a line, and a warp four neighbours: 512 bytes without a bank conflict. A thread a row
-        # would meet seven others in its banks, and keep the tensor cores from shared memory all that time.
+        # Eight threads write a line, and a warp four neighbouring lines: 512 bytes without bank conflicts. With a
+        # thread per row there would be eight-way conflicts, which would keep the tensor cores from shared memory
+        # meanwhile.
         row, part = arith.divui(thread, constant(LINE_THREADS)), arith.remui(thread, constant(LINE_THREADS))
         base = arith.addi(base, arith.muli(part, constant(STORE_BYTES)))
         for passed in range(0, rows, PASS_ROWS):
@@ -68,7 +69,7 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
 
 
 def _zero_lines(base: Any, row: Any, size: int) -> None:
-    """A thread's 16 bytes of each line of a row of `size` bytes."""
+    """Zeros this thread's 16 bytes of each line of a row of `size` bytes."""
     eight, within = arith.divui(row, constant(8)), arith.remui(row, constant(8))
     place = arith.addi(base, arith.addi(arith.muli(eight, constant(8 * size)), arith.muli(within, constant(LINE))))
     for line in range(0, size, LINE):
@@ -77,17 +78,17 @@ def _zero_lines(base: Any, row: Any, size: int) -> None:
 
 
 def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, first: Any = None) -> None:
-    """Stores the first `count` rows of an accumulator straight to device memory, each thread its own elements.
+    """Stores the first `count` rows of an accumulator directly to device memory, each thread its own elements.
 
-    Bulk copies have a fixed number of rows; this is for tiles with fewer, and slower.
+    Bulk copies have a fixed number of rows; this slower way is for tiles with fewer.
 
     Args:
         target: Reference to [M, N] in device memory.
         tile: In an accumulator's layout.
-        row: Of the target, that the tile's first is; int32, as the others.
-        column: Likewise; columns from N on are left out.
+        row: Row of the target for the tile's first row; int32, as the others.
+        column: Column of the target for the tile's first column; columns from N on are skipped.
         count: Rows to store.
-        first: Rows before this one are left out, too.
+        first: Rows before this one are skipped, too.
     """
     number, columns = plgpu.Layout.WG_SPLAT(()), target.shape[1]
     begins = () if first is None else (first,)
@@ -101,7 +102,7 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, 
         width = arith.constant(index, ir.IntegerAttr.get(index, columns))
 
         def put(value: Any, place: Any) -> None:
-            # Masked by element: rows from `count` on are another tile's, which another block may be writing.
+            # Masked by element: rows from `count` on belong to another tile, which another block may be writing.
             across = arith.addi(column, place[1])
             keep = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.ult, place[0], count),
@@ -118,14 +119,14 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, 
 
 
 def store_row_numbers(target: Any, rows: jax.Array, row: Any, first: Any, end: Any) -> None:
-    """Stores a number a row, those from `first` to before `end`, straight to device memory.
+    """Stores one element per row, for rows from `first` to before `end`, directly to device memory.
 
     Args:
         target: Reference to [M] in device memory.
         rows: [64], in the layout of an accumulator's rows.
-        row: Of the target, that the first of all rows is; int32, as the others.
+        row: Row of the target for the first of all rows; int32, as the others.
         first: The first row to store.
-        end: Behind the last one.
+        end: The row after the last one to store.
     """
     number = plgpu.Layout.WG_SPLAT(())
 
@@ -135,7 +136,7 @@ def store_row_numbers(target: Any, rows: jax.Array, row: Any, first: Any, end: A
         row, first, end = (arith.index_cast(index, x.registers.item()) for x in numbers)
 
         def put(value: Any, place: Any) -> None:
-            # The four threads of a row store the same number.
+            # The four threads of a row store the same value.
             keep = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, place[0], first), arith.cmpi(arith.CmpIPredicate.slt, place[0], end)
             )

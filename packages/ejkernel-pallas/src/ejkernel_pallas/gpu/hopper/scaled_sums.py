@@ -1,7 +1,7 @@
-"""Float32 sums of products that have scales of their own: acc + product * rows * columns, in registers.
+"""Float32 sums of products with scales: acc + product * rows * columns, in registers.
 
-thread        rows lane / 4 and 8 more, columns 2 (lane mod 4) and the next, of every 8
-a column pair one load of shared memory, which the eight lanes above one another share; four elements,
+thread        rows lane / 4 and lane / 4 + 8, columns 2 (lane mod 4) and the next, of every 8
+a column pair one load from shared memory, which eight lanes share; four elements,
               a multiplication and a fused multiply-add each
 """
 
@@ -19,22 +19,22 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows,
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
 
 LANES = 32
-"""Threads of a warp."""
+"""Threads per warp."""
 ROWS = 2
-"""Rows that a thread has."""
+"""Rows per thread."""
 QUAD = 4
-"""Lanes that have the columns of a row."""
+"""Lanes that share a row."""
 COLUMN_BYTES = 8 * 4
-"""From a thread's columns to its next ones: eight columns of float32."""
+"""Bytes between a thread's pairs of columns: eight columns of float32."""
 
 
 def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
     """Returns the scales of 64 rows in a block of contracted elements, from device memory.
 
     Args:
-        scales: Reference to float32 [M, blocks]; rows from M on are given the last row's.
+        scales: Reference to float32 [M, blocks]; rows past M use the last row's scales.
         row: First row, int32.
-        block: Number of the block, int32.
+        block: Index of the block, int32.
     """
     rows, number_layout = scales.shape[0], plgpu.Layout.WG_SPLAT(())
 
@@ -55,11 +55,11 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
 
 
 def load_copied(scales: Any, block: Any) -> jax.Array:
-    """Returns the scales of 64 rows in one of the blocks that a copy has brought, from shared memory.
+    """Returns the scales of 64 rows in one of the copied blocks, from shared memory.
 
     Args:
         scales: Reference to float32 [64, blocks].
-        block: Which of them, int32.
+        block: Index of the block, int32.
     """
 
     line = scales.shape[1] * 4
@@ -96,7 +96,7 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
 
     Args:
         acc: Float32 [64, N] in an accumulator's layout, or None for zeros.
-        product: Likewise.
+        product: Float32 [64, N] in an accumulator's layout.
         rows: Float32 [64], a value for every row, or None for ones.
         columns: Reference to float32 [N] in shared memory, a value for every column, or None for ones.
     """
@@ -114,7 +114,8 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
         of_row = [scalar(x) for x in named["rows"].registers.flat] if "rows" in named else [None] * ROWS
         base = _thread_columns(named["columns"]) if "columns" in named else None
         made: list[Any] = []
-        # Registers of a thread: its first row's pair of columns, its second row's, and the next pair of columns.
+        # Order of a thread's registers: a pair of columns of its first row, of its second row, then the next pair of
+        # columns.
         for place in range(0, len(new), ROWS):
             factors = (None, None) if base is None else _pair_at(base, place // ROWS * COLUMN_BYTES)
             for row, factor_of_row in enumerate(of_row):
@@ -128,7 +129,7 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
 
 
 def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
-    """Returns x times the factors that are there, plus a total if there is one: the last two in one instruction."""
+    """Returns x times the factors that are not None, plus `total` if any: the last two in one instruction."""
     *rest, last = [factor for factor in factors if factor is not None] or [None]
     for factor in rest:
         x = arith.mulf(x, factor)
@@ -145,28 +146,29 @@ def _thread_row() -> Any:
 
 
 def _of_thread_rows(values: list[Any]) -> Any:
-    """Returns an array [64], from a thread's values."""
+    """Returns an array [64] from a thread's values."""
     like = mgpu.FragmentedArray.splat(number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
     return of_rows(like, values)
 
 
 def _float_at(base: Any, offset: int) -> Any:
-    """Returns a number in shared memory; side effects as in `_pair_at`."""
+    """Loads an element from shared memory; it has side effects for the reason given in `_pair_at`."""
     code = f"ld.shared.f32 $0, [$1 + {offset}];"
     return llvm.inline_asm(ir.F32Type.get(), [base], code, "=f,r", has_side_effects=True)
 
 
 def _thread_columns(columns: Any) -> Any:
-    """Returns address of the thread's first pair of columns."""
+    """Returns the address of the thread's first pair of columns."""
     lane = arith.remui(mgpu.utils.thread_idx(), constant(QUAD))
     address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(columns))
     return arith.addi(address, arith.muli(lane, constant(COLUMN_BYTES // QUAD)))
 
 
 def _pair_at(base: Any, offset: int) -> list[Any]:
-    """Returns two neighbours in shared memory.
+    """Loads two neighbouring elements from shared memory.
 
-    Side effects keep LLVM from loading all columns before the product is waited for: there are no registers for them.
+    Declared with side effects, so that LLVM does not load all columns before it waits for the product: they would not
+    fit the registers.
     """
     f32 = ir.F32Type.get()
     struct = llvm.StructType.get_literal([f32, f32])

@@ -4,9 +4,9 @@
               | tile 132 | idle ................ |   tail wave
     with      | tile 132 split into parts ...... |   tail wave, about 1/parts as long, then a combine step
 
-Tiles that all take equally long run in waves. The tiles of a partly empty last wave are split. Forward, a part has some
-of the key blocks of a query tile (split-KV) and gives its output and lse, which the combine step merges; backward, it
-has some of the query blocks of a key tile, and its gradients are added.
+Tiles of equal duration run in waves. The tiles of a partly empty last wave are split. In the forward pass, a part has
+some of the key blocks of a query tile (split-KV) and returns its output and lse, which the combine step merges; in the
+backward pass it has some of the query blocks of a key tile, and gradients are added.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ import dataclasses
 from ejkernel.arithmetic import cdiv
 
 BEGINNING = 2
-"""Cost of an item beside its key blocks, in key blocks: its first scores and its last product overlap nothing."""
+"""Fixed cost of an item, in key blocks: its first scores and its last product overlap with nothing."""
 MERGING = 16
 """Cost of the combine step, which XLA compiles, in key blocks of one to three microseconds on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The last tiles of a list.
+    """The split of the last tiles of a list.
 
     Attributes:
         tiles: Number of split tiles.
-        parts: Parts of each of them.
+        parts: Parts per split tile.
     """
 
     tiles: int
@@ -36,17 +36,17 @@ WHOLE = Split(tiles=0, parts=1)
 
 
 def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
-    """Returns the split of the tail wave: of the tiles that are left when all blocks have had equally many.
+    """Returns the split of the tail wave: of the tiles that remain after all blocks have had equally many.
 
     Args:
-        tiles: Number of tiles, which all take equally long.
-        blocks: Thread blocks that run at a time, or clusters where two compute a tile.
-        steps: Key or query blocks of a tile, for each head.
-        heads: Heads for which a tile goes through its blocks.
+        tiles: Number of tiles, of equal duration.
+        blocks: Thread blocks that run at a time, or clusters of two that share a tile.
+        steps: Key or query blocks per tile and head.
+        heads: Heads over which a tile loops.
     """
-    # A part keeps at least two blocks, counted over the heads.
+    # A part has at least two blocks, counted over the heads.
     left, most = tiles % blocks, min(steps, steps * heads // 2)
-    # Waves that the parts take; of their costs the least, in key blocks. One part is the tile as it is.
+    # The cost of each number of parts, in key blocks; a single part means that tiles are not split.
     waves = {parts: cdiv(left * parts, blocks) for parts in range(1, max(1, most) + 1)}
     costs = {n: count * (cdiv(steps, n) * heads + BEGINNING) + (MERGING if n > 1 else 0) for n, count in waves.items()}
     parts = min(costs, key=lambda n: costs[n])

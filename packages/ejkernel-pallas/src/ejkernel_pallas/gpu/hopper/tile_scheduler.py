@@ -1,17 +1,17 @@
-"""The tile scheduler: which work tiles a thread block computes, in which order.
+"""The tile scheduler: assigns work tiles to thread blocks, in an order that balances them.
 
     list of work tiles   [ bundle 0: long tiles ... short tiles | bundle 1 | ... | split tiles of the tail wave ]
-    thread blocks        first `blocks` of the list, one each; then `fetch_next`: an atomic counter in HBM
+    thread blocks        the first `blocks` of the list, one each; then `fetch_next`: an atomic counter in HBM
 
-Heads whose keys fit into L2 together are a bundle, whose tiles are neighbours in the list. In a bundle, later tiles
-come first where they are longer (causal), so that the tail wave is made of short ones. A persistent kernel has a block
-per multiprocessor, which fetches the number of its next tile while it computes the last: the duration of tiles, which
+Heads whose keys fit into L2 together form a bundle, whose tiles are consecutive in the list. In a bundle, later tiles
+come first if they are longer (causal), so that the tail wave has short ones. A persistent kernel has one block per
+multiprocessor, which fetches the index of its next tile while it computes the current one: the duration of tiles, which
 may depend on segment ids, need not be known. Other kernels compute one tile per block.
 
-Where all tiles take equally long, those of the tail wave may be split into several items of the list (split-KV).
+If all tiles take equally long, those of the tail wave may be split into several items of the list (split-KV).
 
-Where blocks wait for earlier ones of their head, and later tiles are shorter, the list is folded: the blocks of a head
-then start evenly.
+If blocks wait for earlier ones of their head, and later tiles are shorter, the list is folded, so that the blocks of a
+head start evenly spaced.
 """
 
 import dataclasses
@@ -34,11 +34,10 @@ from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split
 
 _NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
 CACHE = 32 * 2**20
-"""Bytes of L2 for what the blocks of a bundle share: their keys and values."""
-# One thread adds, by a predicated instruction: behind a branch of one thread, what all threads of a warp share is no
-# longer uniform to the compiler, and what copies are given stays in registers of each thread. Of an `atom.add` the
-# compiler makes one addition for the warp, and waits at once to pass its result on to the other threads; not so of an
-# increment.
+"""Bytes of L2 for the keys and values that the blocks of a bundle share."""
+# One thread increments, by a predicated instruction: after a branch of one thread, values that are uniform in a warp
+# are no longer uniform to the compiler, and operands of copies stay in registers of each thread. The compiler combines
+# an `atom.add` over the warp, and waits at once to broadcast its result; it does not do so with an increment.
 FETCH = """{
 .reg .pred leads;
 setp.eq.u32 leads, $2, 0;
@@ -50,7 +49,7 @@ STORE = """{
 setp.eq.u32 leads, $2, 0;
 @leads st.shared.b32 [$0], $1;
 }"""
-# All threads load the same number; the result of a reduction over the warp is uniform to the compiler, too.
+# All threads load the same value; the result of a warp reduction is uniform to the compiler, too.
 LOAD = """{
 .reg .b32 number;
 ld.shared.b32 number, [$1];
@@ -60,18 +59,18 @@ redux.sync.max.s32 $0, number, 0xffffffff;
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """The order of work tiles, and how blocks get them.
+    """The order of work tiles, and their assignment to blocks.
 
     Attributes:
-        heads: Heads of a batch row.
-        tiles: Tiles of a head.
-        bundle: Heads whose tiles are neighbours in the list; divides the heads of all batch rows.
-        items: Length of the list: tiles of all heads, those that are split by their parts.
+        heads: Heads per batch row.
+        tiles: Tiles per head.
+        bundle: Heads whose tiles are consecutive in the list; divides the heads of all batch rows.
+        items: Length of the list: tiles of all heads, with split tiles counted by their parts.
         blocks: Thread blocks of the grid.
         reverse: Whether later tiles are longer and come first.
         persistent: Whether blocks loop over tiles.
         folded: Whether the later half of a bundle's tiles alternates with the earlier half of the next bundle's.
-        split: The last tiles of the list, each of which is several items.
+        split: The split of the list's last tiles.
     """
 
     heads: int
@@ -86,19 +85,19 @@ class TileSchedule:
 
     @property
     def whole(self) -> int:
-        """Returns items that are a whole tile."""
+        """Returns the number of items that are whole tiles."""
         return self.items - self.split.tiles * self.split.parts
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkTile:
-    """One tile of one head, or a part of its key blocks.
+    """One tile of one head, or some of its key blocks.
 
     Attributes:
         batch: Batch row.
         head: Head.
         tile: Tile.
-        part: Number among the parts of all tiles that are split; below zero for a whole tile.
+        part: Index among the parts of all split tiles; negative for a whole tile.
     """
 
     batch: Any
@@ -107,11 +106,11 @@ class WorkTile:
     part: Any
 
     def row(self, operand: Any) -> Any:
-        """Returns the row of an operand that is its batch row's: its only one, where all rows share it."""
+        """Returns the batch row's row of an operand: row 0 if all batch rows share it."""
         return I32(0) if operand.shape[0] == 1 else self.batch
 
     def head_row(self, operand: Any, axes: int, head: Any = None) -> tuple[Any, ...]:
-        """The row of an operand's second axis that is the head's, or `head`'s; none if it has not as many axes."""
+        """Returns the index of the head, or of `head`, in an operand's second axis; none if it has fewer axes."""
         if len(operand.shape) < axes:
             return ()
         return (I32(0) if operand.shape[1] == 1 else self.head if head is None else head,)
@@ -128,19 +127,19 @@ def make_plan(
     persistent: bool,
     split: Split = WHOLE,
 ) -> TileSchedule:
-    """Returns a plan for the device in use.
+    """Returns the schedule for the device in use.
 
     Args:
-        tiles: Tiles of a head.
+        tiles: Tiles per head.
         batch: Batch rows.
-        heads: Heads of a batch row.
+        heads: Heads per batch row.
         reverse: Whether later tiles are longer.
-        head_bytes: Bytes that all tiles of a head, or of `group` of them, read.
-        group: Heads that read the same.
+        head_bytes: Bytes that the tiles of a head, or of `group` heads, read.
+        group: Heads that share what they read.
         persistent: Whether blocks loop over tiles, or compute one each.
-        split: The last tiles, each of which is several items.
+        split: The split of the last tiles.
     """
-    # A bundle divides the heads evenly, so that all bundles are alike and a number needs no table to be decoded.
+    # A bundle divides the heads evenly, so that all bundles are alike and an index is decoded without a table.
     fitting = max(1, CACHE // head_bytes) * group
     bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
     items = batch * heads * tiles + split.tiles * (split.parts - 1)
@@ -149,18 +148,18 @@ def make_plan(
 
 
 def multiprocessors() -> int:
-    """Returns multiprocessors of the device in use; those of an H200 where there is none."""
+    """Returns the multiprocessors of the device in use; those of an H200 without a device."""
     device = jax.local_devices()[0]
     return device.core_count if device.platform == "gpu" else GPUS["sm_90"].multiprocessors
 
 
 def counter() -> Any:
-    """Returns the counter of fetched tiles, beside each block's first: in HBM, and zero when a kernel starts."""
+    """Returns the counter of fetched tiles, not counting each block's first: in HBM, and zero when a kernel starts."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
 def whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], None], part: Callable[[], None]) -> None:
-    """Calls `whole` if an item is all of a tile, and else `part`."""
+    """Calls `whole` if an item is a whole tile, and `part` otherwise."""
     if not plan.split.tiles:
         whole()
         return
@@ -169,32 +168,32 @@ def whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], None],
 
 
 def split_rows(plan: TileSchedule, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where the rows of the tiles that are split belong: batch rows and heads [tiles, 1], and rows [tiles, size]."""
+    """Returns the position of the split tiles' rows: batch rows and heads [tiles, 1], and rows [tiles, size]."""
     first = plan.whole + plan.split.parts * jnp.arange(plan.split.tiles, dtype=jnp.int32)[:, None]
     work = item(plan, first)
     return work.batch, work.tile * size + jnp.arange(size, dtype=jnp.int32), work.head
 
 
 def fetch_next(plan: TileSchedule, tile_counter: Any, place: Any) -> None:
-    """One thread of the warpgroup fetches a tile's number, one beyond the last if none is left, into shared memory."""
+    """Stores the index of the next tile in shared memory, by one thread; an index past the end if none is left."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def add_one(_: Any, tile_counter: Any, place: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            # Relaxed: the number is all that blocks exchange, and no other memory is ordered by it.
+            # Relaxed: blocks exchange only the index, and no other memory accesses depend on it.
             before = llvm.atomicrmw(
                 llvm.AtomicBinOp.add, mgpu.utils.memref_ptr(tile_counter), constant(1), llvm.AtomicOrdering.monotonic
             )
-            # The counter starts behind the blocks' first tiles, which are their own numbers.
+            # The counter starts after the blocks' first tiles, whose indices are the blocks'.
             memref.store(arith.addi(before, constant(plan.blocks)), place, [])
 
     add_one(tile_counter, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def fetch_number(tile_counter: Any) -> jax.Array:
-    """The counter's next number, int32, in the first thread of a warpgroup; nothing waits for it before its use."""
+    """Returns the counter's next index, int32, in the first thread of a warpgroup, without waiting for it."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
     def add_one(_: Any, tile_counter: Any) -> Any:
@@ -205,7 +204,7 @@ def fetch_number(tile_counter: Any) -> jax.Array:
 
 
 def store_number(place: Any, number: Any) -> None:
-    """Writes the first thread's number to shared memory, for threads that wait for a barrier at which it arrives."""
+    """Stores the first thread's index in shared memory, for threads that wait for an mbarrier at which it arrives."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def store(_: Any, place: Any, number: Any) -> None:
@@ -216,7 +215,7 @@ def store_number(place: Any, number: Any) -> None:
 
 
 def load_number(place: Any) -> jax.Array:
-    """Returns the number in shared memory, int32, which is the same for all threads."""
+    """Loads an index from shared memory, int32, uniform over the threads."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
     def load(_: Any, place: Any) -> Any:
@@ -226,7 +225,7 @@ def load_number(place: Any) -> jax.Array:
 
 
 def _thread() -> Any:
-    """Returns a thread's number in its warpgroup."""
+    """Returns a thread's index in its warpgroup."""
     return arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
 
 
@@ -239,8 +238,8 @@ def _splat(value: Any) -> Any:
 
 
 def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
-    """First block, full_start, full_end and end of an item's blocks; those of any item beyond the last number."""
-    # A block without a tile left reads some entry of the table, and uses none of it.
+    """Returns first block, full_start, full_end and end of an item's blocks; unspecified ones past the last item."""
+    # A block without a tile reads some entry of the table, and does not use it.
     work = item(plan, jnp.minimum(number, plan.items - 1))
     place = work.row(table), *work.head_row(table, 4), work.tile
     found = tuple(table[*place, n] for n in range(4))
@@ -250,31 +249,31 @@ def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
 def _split_range(
     plan: TileSchedule, work: WorkTile, first: Any, full_start: Any, full_end: Any, last: Any
 ) -> tuple[Any, ...]:
-    """Returns the blocks of an item, out of those of its tile."""
+    """Returns the blocks of an item, from those of its tile."""
     whole = work.part < 0
     part = jnp.where(whole, 0, lax.rem(work.part, I32(plan.split.parts)))
     parts = jnp.where(whole, 1, I32(plan.split.parts))
-    # Neighbouring parts meet exactly, whatever rounding does: one's stop is the next one's start.
+    # Neighbouring parts are contiguous for any rounding: the stop of one is the start of the next.
     start, stop = (first + lax.div((last - first) * (part + n), parts) for n in range(2))
     return start, jnp.clip(full_start, start, stop), jnp.clip(full_end, start, stop), stop
 
 
 def item(plan: TileSchedule, number: Any) -> WorkTile:
-    """Returns the item with a number in the list."""
+    """Returns the item with an index in the list."""
     part = number - plan.whole
     if plan.split.tiles:
-        # Items behind the whole tiles are parts: so many of them are one tile of the list.
+        # Items after the whole tiles are parts: `parts` of them are one tile of the list.
         number = jnp.minimum(number, plan.whole) + lax.div(jnp.maximum(part, 0), I32(plan.split.parts))
     number = _unfolded(plan, number) if plan.folded else number
     bundle, number = _divided(number, plan.bundle * plan.tiles)
     tile, number = _divided(number, plan.bundle)
-    # Head by head within a tile: blocks that run at the same time read the same keys out of L2, if heads share them.
+    # Head by head within a tile: blocks that run at the same time read the same keys from L2, if heads share them.
     batch, head = _divided(bundle * plan.bundle + number, plan.heads)
     return WorkTile(batch, head, plan.tiles - 1 - tile if plan.reverse else tile, part)
 
 
 def _unfolded(plan: TileSchedule, number: Any) -> Any:
-    """Returns number, in the list of one bundle after the other, of the tile that has a number in the folded list."""
+    """Returns the index, in the list of consecutive bundles, of the tile with an index in the folded list."""
     step, head = _divided(number, plan.bundle)
     later, bundles = plan.tiles // 2, plan.items // (plan.bundle * plan.tiles)
     earlier = plan.tiles - later
@@ -287,5 +286,5 @@ def _unfolded(plan: TileSchedule, number: Any) -> Any:
 
 
 def _divided(number: Any, by: int) -> tuple[Any, Any]:
-    # Not `//` and `%`: numbers are not negative, and rounding towards minus infinity takes further instructions.
+    # Not `//` and `%`: indices are not negative, and rounding towards minus infinity takes more instructions.
     return lax.div(number, I32(by)), lax.rem(number, I32(by))

@@ -4,12 +4,12 @@
     accumulate:  fence │ wgmma k=0 (scale-d 1) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
     wait:        wait_group in_flight ─► registers valid
 
-Mosaic's own WGMMA accumulates on an array, whose zeros cost 32 instructions for 128 keys before any product can start.
-`accumulate` is for O = O + P V with values in chunks of 64 columns, each copied apart:
+Mosaic's own WGMMA accumulates into an array, whose zeros cost 32 instructions for 128 keys before any product can
+start. `accumulate` is for O = O + P V with values in chunks of 64 columns, each copied separately:
 
     values [C, keys, 64]    chunk 0: all keys, columns 0 to 63 │ chunk 1: all keys, columns 64 to 127 │ ...
 
-A chunk is a tile of keys for S, too, so that scores begin when the first one is there.
+A chunk is also a tile of keys for S, so that products start when the first chunk has arrived.
 Source of descriptors and instructions: PTX ISA, asynchronous warpgroup-level matrix instructions.
 """
 
@@ -27,20 +27,20 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, sc
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 
 STEP = 32
-"""Bytes of a row that one WGMMA instruction takes: 16 columns of 16 bits, 32 of 8."""
+"""Bytes of a row per WGMMA instruction: 16 columns of 16 bits, 32 of 8."""
 LINE = 128
 """Bytes of a swizzled row."""
 UNIT = 16
-"""Bytes that a matrix descriptor counts in. Eight swizzled rows are 64 such units."""
+"""Bytes per unit of a matrix descriptor. Eight swizzled rows are 64 such units."""
 SWIZZLED = 1 << 30
 """Upper word of a matrix descriptor: the 128-byte swizzle. Its low bits hold the stride of eight rows."""
 KINDS = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
 BYTES = {"bf16": 2, "f16": 2, "e4m3": 1}
-"""Bytes of an element of an operand."""
+"""Bytes per element of an operand."""
 
 
 def issue(queries: Any, keys: Any, *pairs: tuple[Any, Any]) -> jax.Array:
-    """Issues a product; returns its accumulator registers, which only `wait` may read.
+    """Issues a product; returns its accumulator registers, which must not be read before `wait`.
 
     Args:
         queries: Reference to bfloat16, float16 or float8_e4m3fn [64, D] in shared memory.
@@ -54,7 +54,7 @@ def issue(queries: Any, keys: Any, *pairs: tuple[Any, Any]) -> jax.Array:
 
 
 def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
-    """Issues products over further columns, which are added to what `issue` issued.
+    """Issues products over further columns, which are added to those of `issue`.
 
     Args:
         scores: Accumulator registers of `issue`.
@@ -67,12 +67,12 @@ def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
 
 
 def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
-    """Issues a product for every two references, into new registers or those of `scores`."""
+    """Issues a product for every pair of references, into new registers or those of `scores`."""
     shape, sizes = (WGMMA_M, refs[1].shape[0]), [ref.shape[1] for ref in refs[::2]]
     count, kind = _registers(shape), KINDS[jnp.dtype(refs[1].dtype).name]
     given = [] if scores is None else [scores]
     code = _code(shape[1], sizes, kind, count * (1 + len(given)), fresh=scores is None)
-    # Operands tied to results: the same registers hold the sums before and after, and nothing is copied.
+    # Operands are tied to results: the same registers hold the sums before and after, without copies.
     tied = [str(n) for n in range(count)] * len(given)
 
     @plgpu.inline_mgpu(
@@ -81,7 +81,7 @@ def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
     )
     def run(_: Any, *operands: Any) -> Any:
         sums, refs = operands[: len(given)], operands[len(given) :]
-        # The low word of a descriptor: the address, in its units. The upper word is the same for all threads and
+        # The low word of a descriptor is the address, in its units. The upper word is the same for all threads and
         # columns.
         places = [_place(ref) for ref in refs]
         like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
@@ -92,11 +92,11 @@ def _issued(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
 
 
 def extend_from_registers(scores: jax.Array, queries: jax.Array, keys: Any) -> jax.Array:
-    """Issues a product with queries in registers, which shared memory need not deliver, added to what was issued.
+    """Issues a product with queries in registers, which saves shared memory bandwidth, added to previous products.
 
     Args:
         scores: Accumulator registers of `issue`.
-        queries: 16-bit numbers [64, 64] in an accumulator's layout; they may not change before `wait`.
+        queries: 16-bit elements [64, 64] in an accumulator's layout; they must not change before `wait`.
         keys: Reference to [keys, 64] of the same dtype.
 
     Returns:
@@ -106,22 +106,24 @@ def extend_from_registers(scores: jax.Array, queries: jax.Array, keys: Any) -> j
 
 
 def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
-    """Issues weights times values, added to an accumulator; returns its registers, which only `wait` may read.
+    """Issues weights times values, added to an accumulator; returns its registers, which must not be read before
+    `wait`.
 
     Args:
         acc: Float32 [64, C * 64].
-        weights: 16-bit numbers [64, keys], in an accumulator's layout or a reference to shared memory; at most 64 keys.
-        values: Reference to [C, keys, 64] of the same dtype, or to the first of C chunks that follow each other.
+        weights: 16-bit elements [64, keys], in an accumulator's layout or a reference to shared memory; at most 64
+            keys.
+        values: Reference to [C, keys, 64] of the same dtype, or to the first of C consecutive chunks.
     """
     keys = values.shape[-2]
-    # A descriptor's low word has the stride of chunks, its upper one that of eight keys.
+    # A descriptor's low word has the stride of chunks, its upper word the stride of eight keys.
     chunk = (keys * LINE // UNIT) << 16
     offsets = [chunk + key * LINE // UNIT for key in range(0, keys, STEP // 2)]
     return _accumulated(acc, weights, values, offsets, transposed=True)
 
 
 def _accumulated(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, transposed: bool) -> jax.Array:
-    """Issues an instruction for each offset, which is added to the low word of B's descriptor."""
+    """Issues one instruction per offset, which is added to the low word of B's descriptor."""
     shape, kind, in_registers = (WGMMA_M, acc.shape[1]), KINDS[jnp.dtype(b.dtype).name], isinstance(a, jax.Array)
     count, ref = _registers(shape), plgpu.RefType(transforms())
     code = _accumulating_code(shape[1], kind, offsets, transposed=transposed, in_registers=in_registers)
@@ -142,9 +144,9 @@ def _accumulated(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, transpos
 
 
 def fence_writes() -> None:
-    """Makes a thread's writes to shared memory visible to products, of warpgroups that learn of them by a barrier.
+    """Makes a thread's writes to shared memory visible to products of warpgroups that learn of them by an mbarrier.
 
-    All threads that wrote have to arrive at that barrier after this.
+    All threads that wrote must arrive at that mbarrier after this.
     """
 
     @plgpu.inline_mgpu()
@@ -155,7 +157,7 @@ def fence_writes() -> None:
 
 
 def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
-    """The scores of `issue`, or another accumulator, once at most `in_flight` later groups of products are unfinished.
+    """Returns an accumulator once at most `in_flight` later groups of products are unfinished.
 
     Hazard: all registers are operands of the waiting instruction, so the compiler cannot move a read before it.
     """
@@ -174,12 +176,12 @@ def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
 
 
 def _place(ref: Any) -> Any:
-    """Returns the address of shared memory, in units of a descriptor."""
+    """Returns the shared memory address in units of a descriptor."""
     return arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(UNIT))
 
 
 def _registers(shape: tuple[int, int]) -> int:
-    """Returns accumulator registers of one thread."""
+    """Returns the accumulator registers per thread."""
     return shape[0] * shape[1] // THREADS
 
 
@@ -194,21 +196,22 @@ def _assembled(like: Any, code: str, constraints: list[str], operands: list[Any]
 
 
 def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) -> str:
-    """PTX of products: one instruction per 32 bytes of a row; `adds`, the scale-d, is false for the first if `fresh`.
+    """Returns the PTX of products, one instruction per 32 bytes of a row; the scale-d is false for the first if
+    `fresh`.
 
     Args:
         keys: N of the accumulator.
         sizes: Columns of every pair of operands.
         kind: PTX type of the operands.
-        first: Number of the first operand's address among the assembly's operands.
-        fresh: Whether the accumulator holds nothing yet.
+        first: Index of the first operand's address among the assembly's operands.
+        fresh: Whether the accumulator is uninitialised.
     """
     sums = ", ".join(f"${n}" for n in range(_registers((WGMMA_M, keys))))
     size_of = BYTES[kind]
     instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{keys}k{STEP // size_of}"
-    # Operands of 16 bits say whether they are transposed; those of 8 bits cannot be.
+    # Operands of 16 bits have a transposition flag; those of 8 bits cannot be transposed.
     orders = ", 0, 0" if size_of == 2 else ""
-    # scale-d is a predicate. Compared with a register, it is set by an instruction and cannot be folded away.
+    # scale-d is a predicate. Comparing with a register sets it by an instruction, which cannot be folded away.
     lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
     # The fence orders earlier accesses of these registers before the first product, which is asynchronous.
     lines += [f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLED | sizes[0] * size_of // 2}; wgmma.fence.sync.aligned;"]
@@ -216,34 +219,34 @@ def _code(keys: int, sizes: list[int], kind: str, first: int, *, fresh: bool) ->
         place = first + 2 * pair_number
         lines += [f"mov.b32 upper, {SWIZZLED | size * size_of // 2};"] * (pair_number > 0)
         for column in range(0, size, STEP // size_of):
-            # Atoms of the same eight rows follow each other, 8 x 128 bytes apart; within one, the hardware applies the
+            # Atoms of the same eight rows are consecutive, 8 x 128 bytes apart; within one, the hardware applies the
             # swizzle to addresses, so columns advance as if there were none.
             part, rest = divmod(column * size_of, LINE)
             units = (part * 8 * LINE + rest) // UNIT
             lines += [f"add.u32 place, ${place}, {units}; mov.b64 left, {{place, upper}};"]
             lines += [f"add.u32 place, ${place + 1}, {units}; mov.b64 right, {{place, upper}};"]
-            # False for the very first product of a fresh accumulator alone, whose content is then ignored.
+            # False only for the first product of a fresh accumulator, whose content is then ignored.
             lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not fresh)};"]
             lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1{orders};"]
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
 
 def _accumulating_code(columns: int, kind: str, offsets: list[int], *, transposed: bool, in_registers: bool) -> str:
-    """Returns PTX of `_accumulated`. Results are the first operands of the assembly, then the sums before, A, and B.
+    """Returns the PTX of `_accumulated`. The assembly's operands are the results, then the previous sums, A, and B.
 
     Args:
         columns: N of the accumulator.
         kind: PTX type of A and B.
-        offsets: Of each instruction, from B's place.
-        transposed: Whether columns of B lie together, and not its rows.
-        in_registers: Whether A is four registers an instruction, or one place.
+        offsets: Offset of each instruction from B's address.
+        transposed: Whether the columns of B are contiguous instead of its rows.
+        in_registers: Whether A is four registers per instruction, or one address.
     """
     count = _registers((WGMMA_M, columns))
     first, sums = 2 * count, ", ".join(f"${n}" for n in range(count))
     place = first + (4 * len(offsets) if in_registers else 1)
     instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{columns}k{STEP // 2}.f32.{kind}.{kind} {{{sums}}}"
     lines = ["{ .reg .pred adds; .reg .b32 place, upper; .reg .b64 left, right; setp.ne.b32 adds, 1, 0;"]
-    # Eight rows of 128 bytes follow each other, in A and in B.
+    # Eight rows of 128 bytes are contiguous, in A and in B.
     lines += [f"mov.b32 upper, {SWIZZLED | 8 * LINE // UNIT}; wgmma.fence.sync.aligned;"]
     for number_of, offset in enumerate(offsets):
         lines += [f"add.u32 place, ${place}, {offset}; mov.b64 right, {{place, upper}};"]

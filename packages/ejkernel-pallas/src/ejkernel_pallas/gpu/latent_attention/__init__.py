@@ -1,6 +1,6 @@
 """Attention over caches of latent vectors in Mosaic GPU, for NVIDIA's Hopper.
 
-What the kernel needs, and what it does not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernel are data in this module, which imports nothing of Pallas.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ HANDLES = frozenset({"latent", "new_keys", "num_seqs", "value_scale", "sliding_w
 """Optional fields of the paged family that the kernel honours."""
 
 DECODE_HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "q_positions", "sliding_window"})
-"""Optional fields of the records of `mla_decode` likewise."""
+"""Optional fields of the records of `mla_decode` that the kernel honours."""
 
 
 def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str]], **fields: Any) -> Implementation:
@@ -30,7 +30,7 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
             heuristic=config.heuristic,
             candidates=config.candidates,
         ),
-        # Above Triton's: 2.2 times as fast with 128 heads, and as fast with 16, where memory is the limit.
+        # Above Triton's: 2.2 times as fast with 128 heads, and as fast with 16, where memory is the bottleneck.
         priority=30,
         cases="ejkernel_pallas.gpu.latent_attention.cases:cases",
         **fields,
@@ -38,7 +38,7 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one of paged caches, and one of dense ones."""
+    """Returns the implementations for paged caches and for dense ones."""
     run = "ejkernel_pallas.gpu.latent_attention.forward"
     return (
         _implementation(

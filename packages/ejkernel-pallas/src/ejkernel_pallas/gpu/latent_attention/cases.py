@@ -1,4 +1,6 @@
-"""Conformance cases of the latent kernel, which takes 512 + 64 columns: cut items, small pages, heads left over."""
+"""Conformance cases of the latent kernel, for 512 + 64 columns: split items, small pages, and a partial tile of
+heads.
+"""
 
 from typing import Any
 
@@ -16,7 +18,7 @@ from ejkernel.modules.operations.multi_latent_ragged_page_attention_v2 import (
 )
 from ejkernel.ops.model import Case
 
-# Small, as the reference gathers a row's keys once for every head.
+# Small, since the reference gathers a row's keys for every head.
 MIXED = PagedSizes(lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16)
 SMALL_PAGES = PagedSizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
 NEWS = ("latent", "new_keys", "num_seqs")

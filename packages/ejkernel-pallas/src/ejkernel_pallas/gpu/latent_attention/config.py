@@ -1,4 +1,4 @@
-"""Configuration of the latent kernel: the rule for calls without a measured one, and the candidates."""
+"""Configuration of the latent kernel: its type, the heuristic, and the candidates."""
 
 import dataclasses
 from typing import Any
@@ -14,11 +14,11 @@ class HopperLatent:
 
     Attributes:
         num_programs: Thread blocks over which the key blocks of a call are distributed (split-KV).
-        lazy_rescaling: Whether a row's maximum moves only where scores are `spec.SLACK` above it.
-        store_padding: Whether a tile of fewer than 64 heads is written and merged with its empty rows. False spares
-            16 heads three quarters of what the parts of cut items take.
-        growth: Percent by which a program's share of the key blocks may grow so that no item is cut: parts of items
-            are written in float32 and merged, and whole items are not.
+        lazy_rescaling: Whether a row's maximum moves only if scores exceed it by `spec.SLACK`.
+        store_padding: Whether the padding rows of a tile of fewer than 64 heads are stored and merged. False saves 16
+            heads three quarters of the traffic of partial results.
+        growth: Percent by which a program's share of the key blocks may grow so that no item is split: partial results
+            are stored in float32 and merged, which whole items are not.
     """
 
     num_programs: int
@@ -28,19 +28,19 @@ class HopperLatent:
 
 
 PUBLIC_FIELDS: dict[str, str] = {}
-"""Fields of the public configurations and what they set here: none."""
+"""Maps fields of the public configurations to fields of this one: none."""
 
 
 def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLatent:
-    """Returns one program a multiprocessor."""
+    """Returns one program per multiprocessor."""
     from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
 
-    # Measured on an H200, 16 heads, B128 ctx 4096: 0.165 ms without the rows of no head, 0.182 with them.
+    # Measured on an H200, 16 heads, B128 ctx 4096: 0.165 ms without the padding rows, 0.182 with them.
     return HopperLatent(num_programs=multiprocessors(), store_padding=record.query.shape[-2] > WGMMA_M - WARP_ROWS)
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
-    """What is worth measuring: rescaling, equal shares, rows of no head; shared memory has room for one program."""
+    """Returns candidates: rescaling, equal shares, padding rows; shared memory holds only one program."""
     rule = heuristic(record, device, direction)
     heads = record.query.shape[-2]
     even = dataclasses.replace(rule, growth=0)

@@ -33,7 +33,7 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
 )
 
 OPERANDS: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "shares")
-"""Names of the kernel's operands, in the order in which `attend` gives them."""
+"""Names of the kernel's operands, in the order in which `attend` passes them."""
 
 
 def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Array, ...], None]:
@@ -44,11 +44,10 @@ def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Arr
         params: Programs.
 
     Raises:
-        ValueError: There is no program.
+        ValueError: The configuration has no program.
 
     Returns:
-        Output [T, H, 512] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
-        residuals.
+        Output [T, H, 512] in the query's dtype, lse [T, H] float32 and the updated pages, if any; no residuals.
     """
     record, pages = paged_cache.write(record)
     rotary = rotary_of(record)
@@ -58,28 +57,28 @@ def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Arr
 
 
 def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Returns output [B, 1, H, 512] and residuals of a record that `mla_decode` made.
+    """Returns output [B, 1, H, 512] and residuals of a record of `mla_decode`.
 
-    With one cache all 576 columns are values, of which the operation reads the first 512. The others are computed
-    beside the kernel: XLA drops their products where nothing reads them, which is every call of the operation.
+    With one cache all 576 columns are values, of which the operation reads the first 512. XLA computes the others, and
+    drops their products if nothing reads them, as in every call of the operation.
     """
     pages, rotary = as_pages(record)
     output, lse = attend(pages, rotary, params)
     output = output[:, None]
     if record.value.shape[-1] > LATENT:
-        # In the output's own shape: XLA sees through a slice of a concatenation, not through a reshape between them.
+        # In the output's own shape: XLA simplifies a slice of a concatenation, but not with a reshape between them.
         output = jnp.concatenate((output, _rotary_output(pages, lse)[:, None]), axis=-1)
     return output, SoftmaxResiduals(lse=lse[:, :, None])
 
 
 def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
-    """Returns output [B, H, 64] of the columns behind 512 of a dense cache: its weights are `exp(score - lse)`."""
+    """Returns output [B, H, 64] of the columns after the 512 of a dense cache; its weights are `exp(score - lse)`."""
     cache = record.key_pages
     token = jnp.arange(cache.shape[1], dtype=jnp.int32)
     attends = token < record.kv_lens[:, None]
     if record.kv_starts is not None:
         attends = attends & (token >= record.kv_starts[:, None])
-    # Slots of no token may hold NaN, and a weight of zero times NaN is NaN.
+    # Padding slots may hold NaN, and a weight of zero times NaN is NaN.
     cache = jnp.where(attends[:, :, None], cache, 0)
     scores = jnp.einsum("bhd,bsd->bhs", record.query, cache, preferred_element_type=jnp.float32)
     # A row without keys has lse -inf, and -inf - -inf is NaN.
@@ -91,7 +90,7 @@ def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
 
 
 def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
-    """Returns output [T, H, 512] and lse [T, H] of a record whose tokens are all in their pages."""
+    """Returns output [T, H, 512] and lse [T, H] of a record without new tokens."""
     spec = make_spec(record, params, rotary.start)
     plan = (planned if spec.rows <= FEW_ITEMS else make_plan)(record, spec)
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
@@ -102,13 +101,13 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
         return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)), spec.stored)
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
-    # Without keys the kernel's lse is that of masked scores, about LOWEST.
-    # A row whose pages are all absent has attended nothing either: its maximum is still about LOWEST.
+    # Without keys the kernel's lse is that of masked scores, about LOWEST. So is that of a row whose pages are all
+    # absent.
     return output, jnp.where((plan.items[:, 1:2] > 0) & (lse > LOWEST / 2), lse, -jnp.inf)
 
 
 def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns outputs of whole items, and parts of the others."""
+    """Returns outputs of whole items, and partial results of the others."""
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         latent_kernel(Call(spec, given, made, Shared(**buffers)))
@@ -124,7 +123,7 @@ def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array
 
 
 def _scratch(spec: LatentSpec) -> dict[str, Any]:
-    """Returns shared memory and barriers, by the names of `Shared`."""
+    """Returns shared memory and mbarriers, by the names of `Shared`."""
     copies = BLOCK_KV // spec.copied
     pieces, halves = 2 * PIECES, (2, CHUNKS, BLOCK_KV, CHUNK)
     barrier = plgpu.Barrier
@@ -132,19 +131,20 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
         "query": matrix((2 * CHUNKS + 1, WGMMA_M, CHUNK), spec.dtype),
         "left": matrix(halves, spec.dtype),
         "right": matrix(halves, spec.dtype),
-        # Queries and two blocks of keys take 216 KiB of 227: weights go where the rotary columns were.
+        # Queries and two blocks of keys take 216 KiB of 227, so weights reuse the memory of the rotary columns.
         "rotary": matrix((2, BLOCK_KV, ROTARY), spec.dtype),
         "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "row_sum": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "present": plgpu.SMEM((2,), jnp.int32),
-        # Arrivals are counted by warpgroup and by copy: of queries, a copy a chunk. Both consumers have to free them.
+        # Arrivals are counted per warpgroup and per copy: of queries, one copy per chunk. Both consumers must free
+        # them.
         "q_full": barrier(num_arrivals=2 * CHUNKS + 1),
         "q_free": barrier(num_arrivals=WARPGROUPS),
-        # A copy a page and chunk; of the rotary columns, once more for the bits in `present`.
+        # One copy per page and chunk; for the rotary columns, one more arrival for the bits in `present`.
         "exclusive_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
         "shared_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
         "rotary_full": barrier(num_arrivals=copies + 1, num_barriers=2),
-        # One arrival: of either half, a single warpgroup is the last to read it.
+        # One arrival: a single warpgroup is the last to read each half.
         "exclusive_free": barrier(num_arrivals=1, num_barriers=2),
         "shared_free": barrier(num_arrivals=1, num_barriers=2),
         "weights_full": barrier(num_arrivals=1, num_barriers=2),

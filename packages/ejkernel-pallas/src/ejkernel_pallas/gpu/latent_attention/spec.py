@@ -1,4 +1,4 @@
-"""What the latent kernel is compiled for, and what it refuses."""
+"""The compile-time constants of the latent kernel, and its refusals."""
 
 import dataclasses
 import math
@@ -20,72 +20,72 @@ LATENT = 512
 HALF = LATENT // 2
 """Columns of the output that one consumer warpgroup accumulates."""
 ROTARY = 64
-"""Key columns beside it."""
+"""Rotary key columns."""
 CHUNK = 64
-"""Columns that lie together in shared memory: one row of the 128-byte swizzle."""
+"""Contiguous columns in shared memory: one row of the 128-byte swizzle."""
 CHUNKS = HALF // CHUNK
-"""Chunks of a half."""
+"""Chunks per half."""
 PIECES = 2
-"""Parts of a half, of whole chunks, that are awaited apart: the product with a part runs while the next is copied."""
+"""Pieces per half, of whole chunks, with separate mbarriers: the product with one runs while the next is copied."""
 BLOCK_KV = 64
-"""Keys of a block: one consumer warpgroup multiplies the queries with them."""
+"""Keys per block: one consumer warpgroup multiplies the queries with them."""
 UNIT = 2 * BLOCK_KV
-"""Keys of a step: a block for each of the two consumer warpgroups."""
+"""Keys per step: a block for each of the two consumer warpgroups."""
 GROUP = 8
-"""Rows of shared memory that lie together, at least that many one copy has."""
+"""Rows per swizzle atom of shared memory: the smallest copy."""
 WARPGROUPS = 2
 """Consumer warpgroups."""
 SLACK = 8.0
-"""How far, as a power of two, a row's maximum may lie below its largest score: weights are at most 256."""
+"""How far, in base 2, a row's maximum may be below its largest score: weights are at most 256."""
 LOWEST = -1e30
-"""The maximum of no scores, and a masked score, about: finite, so that differences are no NaN."""
+"""The maximum of no scores, and approximately a masked score: finite, so that differences are not NaN."""
 SMALLEST_FACTOR = 1e-6
-"""The smallest factor on scores for which a masked product is finite in float32, with room to spare."""
+"""The smallest factor on scores for which a masked product is finite in float32, with a margin."""
 REGISTERS = (240, 24)
-"""Registers of a thread of a consumer warpgroup, and of the producer's."""
+"""Registers per thread of the consumer warpgroups, and of the producer's."""
 
 
 class ScheduledSpec(Protocol):
-    """What copying, walking and merging the items of a schedule read of constants, named as `LatentSpec`'s."""
+    """The constants that copying, looping over and merging the items of a schedule read, named as in `LatentSpec`."""
 
     @property
     def rows(self) -> int:
-        """Items."""
+        """Number of items."""
         ...
 
     @property
     def heads(self) -> int:
-        """Rows of an item's tiles that are kept."""
+        """Rows of an item's tiles that are stored."""
         ...
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 rows of an item."""
+        """Tiles of 64 rows per item."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the output."""
+        """The output's dtype."""
         ...
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """Slots per page."""
         ...
 
     @property
     def pages(self) -> int:
-        """Pages of the cache."""
+        """Number of pages of the cache."""
         ...
 
     @property
     def columns(self) -> int:
-        """Entries of a block table; 0 where each sequence has the page of its own number."""
+        """Entries per block table; 0 if sequence n has page n."""
         ...
 
     @property
     def copied(self) -> int:
-        """Slots that one copy has."""
+        """Slots per copy."""
         ...
 
 
@@ -98,18 +98,18 @@ class LatentSpec:
         heads: Query heads.
         tiles: Tiles of 64 heads.
         programs: Programs over which the key blocks are distributed, for each tile of heads.
-        page_size: Slots of a page.
+        page_size: Slots per page.
         pages: Pages of the cache.
-        columns: Entries of a block table; 0 where each sequence has the page of its own number.
+        columns: Entries per block table; 0 if sequence n has page n.
         start: First of the rotary columns in their array.
-        copied: Rows that one copy has.
-        started: Whether sequences begin at keys of their own, or a window has them begin later.
-        exponent: Factor that makes products powers of two.
-        lazy: Whether a row's maximum moves only where scores are `SLACK` above it.
-        dtype: Of queries, cache and output.
+        copied: Rows per copy.
+        started: Whether sequences have first keys other than 0, by `kv_starts` or a window.
+        exponent: Factor that converts products to base 2.
+        lazy: Whether a row's maximum moves only if scores exceed it by `SLACK`.
+        dtype: Dtype of queries, cache and output.
         value_scale: Factor on the output.
-        stored: Rows of a tile that are written and merged, 64 or the heads of the only tile.
-        growth: Percent by which a share may grow so that no item is cut.
+        stored: Rows of a tile that are stored and merged: 64, or the heads of a single tile.
+        growth: Percent by which a share may grow so that no item is split.
     """
 
     rows: int
@@ -131,17 +131,19 @@ class LatentSpec:
 
     @property
     def masked(self) -> float:
-        """Returns what stands for a product with a masked key: a power of two, so that scaling it is exact."""
+        """Returns the value of a masked product: a power of two, so that scaling it is exact."""
         return -(2.0 ** math.ceil(math.log2(-LOWEST / self.factor)))
 
     @property
     def lowest(self) -> float:
-        """Returns the score of a masked key, between twice `LOWEST` and it: finite, so that differences are no NaN."""
+        """Returns the score of a masked key, between twice `LOWEST` and `LOWEST`: finite, so that differences are
+        not NaN.
+        """
         return float(np.float32(self.factor) * np.float32(self.masked))
 
     @property
     def factor(self) -> float:
-        """Returns factor on scores where they become powers; 1 if they have to be scaled before."""
+        """Returns the factor on scores in the exponential; 1 if they are scaled before."""
         return self.exponent if self.exponent >= SMALLEST_FACTOR else 1.0
 
     @property
@@ -159,7 +161,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
         start: First of the rotary columns.
 
     Raises:
-        ValueError: There is no program.
+        ValueError: The configuration has no program.
     """
     if params.num_programs < 1:
         raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
@@ -188,7 +190,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
 
 
 def reasons(record: PagedAttention) -> Iterable[str]:
-    """Yields why the kernel cannot serve a paged record, a sentence each."""
+    """Yields the reasons why the kernel cannot serve a paged record."""
     if record.latent is None:
         yield "the cache has no latent vectors"
         return
@@ -214,7 +216,7 @@ def _head_reasons(heads: int) -> Iterable[str]:
 
 
 def decode_reasons(record: TiledAttention) -> Iterable[str]:
-    """Yields why the kernel cannot serve a record of `mla_decode`, a sentence each."""
+    """Yields the reasons why the kernel cannot serve a record of `mla_decode`."""
     keys, values, slots = record.key.shape[-1], record.value.shape[-1], record.key.shape[1]
     if keys != LATENT + ROTARY or values not in (LATENT, LATENT + ROTARY):
         yield f"keys of {keys} columns and values of {values} are not {LATENT} + {ROTARY} and {LATENT}"

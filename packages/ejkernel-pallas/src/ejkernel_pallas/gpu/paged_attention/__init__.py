@@ -1,6 +1,6 @@
 """Paged attention in Mosaic GPU, for NVIDIA's Hopper.
 
-What the kernel needs, and what it does not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernel are data in this module, which imports nothing of Pallas.
 """
 
 from typing import Any
@@ -15,20 +15,22 @@ HANDLES = frozenset({"new_keys", "new_values", "num_seqs", "sliding_window", "ca
 """Optional fields that the kernel honours."""
 
 PREFILL_ROWS = 16
-"""Query rows a sequence from which on calls are prefill chosen by rule.
+"""The mean number of query rows per sequence from which on a call counts as prefill.
 
-Of a mixed batch it is the mean: 4 chunks of 512 tokens beside 60 sequences that decode have 33, and take an H200
-1.08 ms where Triton's kernel takes 1.55.
+In a mixed batch, 4 chunks of 512 tokens and 60 decoding sequences have a mean of 33, and take an H200 1.08 ms, where
+Triton's kernel takes 1.55.
 """
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Before Triton's where sequences have many query tokens; its decoding is 7% slower, so that XLA's comes first."""
+    """Returns a priority above Triton's for many query tokens per sequence; in decoding it is 7% slower than
+    Triton's.
+    """
     return 20 if record.query.shape[0] >= PREFILL_ROWS * record.kv_lens.shape[0] else -1
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="paged_attention",

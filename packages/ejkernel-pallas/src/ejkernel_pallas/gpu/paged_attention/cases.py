@@ -1,4 +1,4 @@
-"""Conformance cases of Hopper's paged kernel, which takes heads of 64 and 128 in 16 bits."""
+"""Conformance cases of Hopper's paged kernel, which serves head dimensions 64 and 128 in 16 bits."""
 
 import dataclasses
 from typing import Any
@@ -14,13 +14,13 @@ from ejkernel.modules.operations.ragged_page_attention_v3 import RaggedPageAtten
 from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
 from ejkernel.ops.model import Case
 
-# Small, as the reference gathers a row's keys once for every head.
+# Small, since the reference gathers a row's keys for every head.
 DECODE = PagedSizes(lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 MIXED = PagedSizes(lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16)
 PREFILL = PagedSizes(
     lens=(150, 1, 140, 300), q_lens=(40, 1, 130, 32), rows=210, h=4, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
 )
-"""Sequences with so many tokens that flash attention's kernel has them, one of them two tiles, and one that decodes."""
+"""Has sequences with enough tokens for flash attention's kernel, one of two tiles, and one that decodes."""
 WRITTEN = PagedSizes(lens=(137, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16)
 SMALL = dataclasses.replace(PREFILL, d=64, v=64, s=8, dtype=jnp.float16)
 WINDOW = {"sliding_window": 30}

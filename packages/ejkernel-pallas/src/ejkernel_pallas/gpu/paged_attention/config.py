@@ -1,4 +1,4 @@
-"""Configuration of the paged kernels: the rule for calls without a measured one, and the candidates."""
+"""Configuration of the paged kernels: its type, the heuristic, and the candidates."""
 
 import dataclasses
 from typing import Any
@@ -13,9 +13,9 @@ class HopperPaged:
 
     Attributes:
         num_programs: Persistent thread blocks that share the key blocks of a call.
-        stages: Blocks of 128 keys and their values in shared memory; as many as have room at most.
-        lazy_rescaling: Whether the accumulator is left alone in warps where no row's maximum moved.
-        prefill_tokens: Sequences with at least so many query tokens are flash attention's kernel's.
+        stages: Blocks of 128 keys and their values in shared memory, at most as many as fit.
+        lazy_rescaling: Whether warps in which no row's maximum moved skip rescaling the accumulator.
+        prefill_tokens: The number of query tokens from which on flash attention's kernel serves a sequence.
     """
 
     num_programs: int
@@ -29,13 +29,13 @@ PUBLIC_FIELDS = {"num_stages": "stages"}
 
 
 def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPaged:
-    """Returns one program a multiprocessor."""
+    """Returns one program per multiprocessor."""
     from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
 
     return HopperPaged(num_programs=multiprocessors())
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperPaged, ...]:
-    """Returns what is worth measuring: fewer stages, and rescaling always."""
+    """Returns candidates: fewer stages, and rescaling always."""
     rule = heuristic(record, device, direction)
     return rule, dataclasses.replace(rule, stages=2), dataclasses.replace(rule, lazy_rescaling=False)

@@ -35,11 +35,10 @@ def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Arra
         params: Programs and stages.
 
     Raises:
-        ValueError: There is no program or no stage.
+        ValueError: The configuration has no program or no stage.
 
     Returns:
-        Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the pages that were written, if any; no
-        residuals.
+        Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the updated pages, if any; no residuals.
     """
     record, pages = paged_cache.write(record)
     output, lse = attend(record, params)
@@ -47,9 +46,9 @@ def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Arra
 
 
 def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.Array]:
-    """Returns output [T, H, Dv] and lse [T, H] of a record whose tokens are all in their pages.
+    """Returns output [T, H, Dv] and lse [T, H] of a record without new tokens.
 
-    Sequences with few query tokens are the decoding kernel's, all others `prefill`'s.
+    The decode kernel serves sequences with few query tokens, `prefill` all others.
     """
     spec, cache, count = make_spec(record, params), _cache(record), record.query.shape[0]
     if record.query_start is None or count < params.prefill_tokens:
@@ -59,7 +58,7 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
     many = paged_cache.RowLimits(params.prefill_tokens, count)
     output, lse = prefill(record, spec, many, cache)
     tokens, *few = _few(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
-    # The prefill's results of all tokens are in order, and are written over where a sequence has few.
+    # The prefill's results of all tokens are in order; those of sequences with few tokens are overwritten.
     made, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
     return made, sums
 
@@ -70,9 +69,9 @@ def _few(
     cache: tuple[jax.Array, jax.Array],
     lengths: paged_cache.RowLimits,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query rows, output and lse of the sequences with so few, and behind-the-end rows for places without a token.
+    """Returns query rows, output and lse of the sequences with few tokens; missing tokens have rows past the end.
 
-    Their queries are gathered tile by tile, so that the work does not grow with the tokens of all other sequences.
+    Their queries are gathered tile by tile, so that the work does not depend on the tokens of other sequences.
     """
     tiles, heads = paged_cache.query_tiles(record, spec.tokens, lengths=lengths), record.query.shape[1] // spec.tiles
     (count,), tokens = tiles.sequence.shape, spec.tokens
@@ -85,7 +84,7 @@ def _few(
     output, lse = _items(gathered, spec, make_plan(record, tiles, spec.programs, tokens), cache)
 
     def by_token(x: jax.Array) -> jax.Array:
-        # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and rows that fill up.
+        # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and padding rows.
         x = x.reshape(count, spec.tiles, WGMMA_M, -1)[:, :, : tokens * spec.group]
         x = x.reshape(count, spec.tiles, tokens, spec.group, -1)[:, :, :, :heads]
         return x.swapaxes(1, 2).reshape(count * tokens, spec.tiles * heads, -1)
@@ -98,7 +97,7 @@ def _few(
 def _items(
     record: PagedAttention, spec: PagedSpec, plan: LatentSchedule, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the decoding kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
+    """Returns the decode kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap
@@ -111,9 +110,10 @@ def _items(
 
 
 def _cache(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of three axes, which moves nothing: of a combined cache, pages, slots and all numbers of a slot.
+    """Returns keys and values as arrays of three axes, without moving data.
 
-    Of others: pages, slots and all heads of a slot; or all heads of all pages, slots and a head.
+    A combined cache has pages, slots and all elements of a slot; other caches have pages, slots and all heads of a
+    slot, or all heads of all pages, slots and a head.
     """
     caches = record.key_pages, record.key_pages if record.value_pages is None else record.value_pages
     if record.kv_layout in (COMBINED, "pshd"):
@@ -124,10 +124,10 @@ def _cache(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
 
 
 def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
-    """Returns [Hk * query_rows, D]: of each KV head the rows of all tokens, and a tile of zeros behind them."""
+    """Returns [Hk * query_rows, D]: for each KV head the rows of all tokens, followed by a tile of zeros."""
     tokens, _, size = record.query.shape
-    # Heads of a KV head together: 64 rows of it are then consecutive tokens, and one copy takes them. The zeros behind
-    # let a tile that begins at the last token read 64 rows, too.
+    # The heads of a KV head are contiguous, so that 64 of its rows are consecutive tokens, and one copy takes them.
+    # With the zeros, a tile that starts at the last token can also read 64 rows.
     rows = record.query.reshape(tokens, spec.tiles, -1, size).swapaxes(0, 1)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, spec.group - rows.shape[2]), (0, 0)))
     rows = rows.reshape(spec.tiles, tokens * spec.group, size)
@@ -143,17 +143,18 @@ def _in_order(
     offset = token - paged_cache.query_ranges(record)[0][owner]
     item, row = tiles.first[owner] + offset // spec.tokens, offset % spec.tokens * spec.group
     rows = row[:, None] + jnp.arange(record.query.shape[1] // spec.tiles, dtype=jnp.int32)  # [T, heads of a KV head]
-    # A gather by XLA: the kernel writes 64 rows an item whatever tokens it has, so no item overwrites another's rows.
+    # Gathered by XLA: the kernel writes 64 rows per item for any number of tokens, so items overwrite no rows of
+    # others.
     place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * WGMMA_M
     place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
     output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
-    # What attended nothing has a maximum of about LOWEST, whatever its output is.
+    # A row that attends to nothing has a maximum of about LOWEST, whatever its output is.
     attends = (sequence >= 0)[:, None] & (lse > LOWEST / 2)
     return jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
 
 
 def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns outputs of whole items, and parts of the others."""
+    """Returns outputs of whole items, and partial results of the others."""
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         paged_kernel(Call(spec, given, made, Shared(**buffers)))
@@ -169,7 +170,7 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
 
 
 def _scratch(spec: PagedSpec) -> dict[str, Any]:
-    """Returns shared memory and barriers, by the names of `Shared`."""
+    """Returns shared memory and mbarriers, by the names of `Shared`."""
     copies, stages, barrier = UNIT // spec.copied, spec.stages, plgpu.Barrier
     return {
         "q": matrix((WGMMA_M, spec.key_dim), spec.dtype),
@@ -178,7 +179,7 @@ def _scratch(spec: PagedSpec) -> dict[str, Any]:
         "present": plgpu.SMEM((stages,), jnp.int32),
         "q_full": barrier(num_arrivals=1),
         "q_free": barrier(num_arrivals=1),
-        # A copy a page, and once more for the bits in `present`.
+        # One copy per page, and one more arrival for the bits in `present`.
         "k_full": barrier(num_arrivals=copies + 1, num_barriers=stages),
         "k_free": barrier(num_arrivals=1, num_barriers=stages),
         "v_full": barrier(num_arrivals=copies, num_barriers=stages),

@@ -1,4 +1,4 @@
-"""What Hopper's paged kernel is compiled for, and what it refuses."""
+"""The compile-time constants of Hopper's paged kernel, and its refusals."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
 
 HEAD_DIMS = (64, 128)
-"""Sizes of keys and of values."""
+"""Head dimensions of keys and of values."""
 RESERVED = 4 * 1024
-"""Bytes of shared memory for barriers and what Mosaic keeps."""
+"""Bytes of shared memory for mbarriers and Mosaic's own use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,26 +25,26 @@ class PagedSpec:
 
     Attributes:
         rows: Items: tiles of query tokens, each of one sequence; 0 until they are counted.
-        tokens: Query tokens of a tile.
-        group: Rows of a token and KV head: its query heads, filled up to whole groups of eight (see `rows_of_token`). A
-            tile has `tokens * group` rows of scores, filled up to 64.
+        tokens: Query tokens per tile.
+        group: Rows per token and KV head: its query heads, padded to a multiple of eight (see `rows_of_token`). A tile
+            has `tokens * group` rows of scores, padded to 64.
         tiles: KV heads, each of which has a tile of every item.
-        query_rows: Rows of a KV head in the query's array: those of all tokens, and a tile of zeros behind them.
-        programs: Persistent thread blocks of each KV head, which share its key blocks.
-        layout: Of the cache.
-        page_size: Slots of a page.
+        query_rows: Rows per KV head in the query's array: those of all tokens, and a tile of zeros after them.
+        programs: Persistent thread blocks per KV head, which share its key blocks.
+        layout: The cache's layout.
+        page_size: Slots per page.
         pages: Pages of the cache.
-        columns: Entries of a block table; 0 where each sequence has the page of its own number.
-        copied: Slots that one copy has.
-        key_dim: Size of a key.
-        value_dim: Size of a value.
-        lanes: Numbers between the keys and values of a head of a combined cache.
-        left: Keys before a query's own that it attends; None for all.
-        right: Keys behind it; None for all.
-        exponent: Factor that makes products powers of two.
+        columns: Entries per block table; 0 if sequence n has page n.
+        copied: Slots per copy.
+        key_dim: Head dimension of keys.
+        value_dim: Head dimension of values.
+        lanes: Elements between the keys and values of a head of a combined cache.
+        left: Keys before a query's own that it attends to; None for all.
+        right: Keys after its own that it attends to; None for all.
+        exponent: Factor that converts products to base 2.
         lazy: As `HopperPaged.lazy_rescaling`.
         stages: Blocks of keys and values in shared memory.
-        dtype: Of queries, cache and output.
+        dtype: Dtype of queries, cache and output.
         value_scale: Factor on the output.
     """
 
@@ -72,7 +72,7 @@ class PagedSpec:
 
     @property
     def heads(self) -> int:
-        """Returns rows of all tiles of an item: what is padding is dropped after merging."""
+        """Returns the rows of all tiles of an item; padding is dropped after merging."""
         return self.tiles * WGMMA_M
 
     @property
@@ -82,15 +82,15 @@ class PagedSpec:
 
 
 def rows_of_token(record: PagedAttention) -> int:
-    """Returns rows that a token has in a KV head's tile: its query heads, and rows of zeros up to a multiple of eight.
+    """Returns the rows of a token in a KV head's tile: its query heads, padded to a multiple of eight.
 
-    A tile may begin at any token, but a copy in the order of products only at a multiple of eight rows.
+    A tile may start at any token, but a copy in the layout of products only at a multiple of eight rows.
     """
     return cdiv(record.query.shape[1] // paged_cache.kv_heads(record), GROUP) * GROUP
 
 
 def tokens_of_tile(record: PagedAttention) -> int:
-    """Returns query tokens whose rows of one KV head fill 64."""
+    """Returns the number of query tokens whose rows of one KV head fill 64."""
     return max(1, WGMMA_M // rows_of_token(record))
 
 
@@ -102,7 +102,7 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
         params: Programs and stages.
 
     Raises:
-        ValueError: There is no program or no stage, or sequences of one token are prefill.
+        ValueError: The configuration has no program or no stage, or treats single tokens as prefill.
     """
     if params.num_programs < 1 or params.stages < 1 or params.prefill_tokens < 2:
         raise ValueError(f"{params}: num_programs and stages want at least 1, prefill_tokens at least 2")
@@ -110,7 +110,7 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
     kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_size(record)
     left, right = band(record)
     group = rows_of_token(record)
-    # Stages that fit behind the queries, of 2 bytes a number: three for keys and values of 128.
+    # The number of stages that fit after the queries, with 2 bytes per element: three for keys and values of 128.
     room = (SHARED_MEMORY - RESERVED - 2 * WGMMA_M * key_dim) // (2 * UNIT * (key_dim + value_dim))
     return PagedSpec(
         rows=0,
@@ -138,12 +138,12 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
 
 
 def value_size(record: PagedAttention) -> int:
-    """Returns size of a value."""
+    """Returns the head dimension of values."""
     return paged_cache.value_size(record)
 
 
 def reasons(record: PagedAttention) -> Iterable[str]:
-    """Yields why the kernel cannot serve a record, a sentence each."""
+    """Yields the reasons why the kernel cannot serve a record."""
     if record.latent is not None:
         yield "the cache has latent vectors: 'mosaic_gpu_latent' serves them"
         return

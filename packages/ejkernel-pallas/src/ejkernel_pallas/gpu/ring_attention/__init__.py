@@ -1,4 +1,4 @@
-"""Ring attention in Mosaic GPU, for NVIDIA's Hopper: every step is one kernel of tiled attention."""
+"""Ring attention in Mosaic GPU, for NVIDIA's Hopper: every ring step is one kernel of tiled attention."""
 
 from ejkernel.ops import Implementation
 from ejkernel.ops.ring_registration import ring_implementation
@@ -8,7 +8,7 @@ PACKAGE = "ejkernel_pallas.gpu.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return tuple(
         ring_implementation(tiled, forward=f"{PACKAGE}.forward:forward", backward=f"{PACKAGE}.backward:backward")
         for tiled in tiled_attention.implementations()

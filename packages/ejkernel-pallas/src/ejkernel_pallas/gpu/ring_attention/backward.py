@@ -10,5 +10,5 @@ from ejkernel_pallas.gpu.ring_attention.forward import KERNEL
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Returns gradients of the wanted fields of one device's record, each in its field's shape and dtype."""
+    """Returns the gradients of the requested fields of one device's record, each in its field's shape and dtype."""
     return ring_loop.backward(pullback, config, KERNEL)

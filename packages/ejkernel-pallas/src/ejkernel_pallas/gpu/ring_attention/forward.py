@@ -3,7 +3,7 @@
     XLA           send and receive the keys of step n + 1
     Mosaic GPU    tiled attention on the keys of step n        gpu/tiled_attention/{forward,backward}.py
 
-A kernel reads no other device's memory: a step is a record of tiled attention, and steps are merged by their lse.
+Kernels access no other device's memory: a step is a record of tiled attention, and steps are merged by their lse.
 """
 
 from typing import Any

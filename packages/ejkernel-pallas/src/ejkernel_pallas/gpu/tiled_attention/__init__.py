@@ -1,6 +1,6 @@
 """Tiled softmax attention in Mosaic GPU, for NVIDIA's Hopper.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="tiled_attention",

@@ -8,7 +8,7 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
     dk_j    = scale sum_i ds_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 
-Delta and the sink's gradient are sums over rows that XLA is left to do.
+XLA computes delta and the sink's gradient, which are sums over rows.
 """
 
 import dataclasses
@@ -47,9 +47,9 @@ from ejkernel_pallas.gpu.tiled_attention.spec import (
 
 Operands = dict[str, jax.Array]
 BLOCKS_BETWEEN = 2
-"""Query blocks between the starts of two thread blocks of a head, at least."""
+"""The smallest distance, in query blocks, between the starts of two thread blocks of a head."""
 SHORT = 32
-"""Segments that a row is assumed to have where their lengths are traced."""
+"""The assumed number of segments per row if their lengths are traced."""
 
 
 def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]:
@@ -57,11 +57,11 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the names of the requested fields.
-        params: Tile sizes and stages. A block accumulates dk and dv of `block_kv` keys and loops over
-            blocks of `block_q` queries, `stages` of them in shared memory.
+        params: Tile sizes and stages. A block accumulates dk and dv of `block_kv` keys and loops over blocks of
+            `block_q` queries, with `stages` of them in shared memory.
 
     Raises:
-        ValueError: A tile size is none that the kernel can have.
+        ValueError: A tile size is not valid for the kernel.
 
     Returns:
         The gradient of each requested field, in its shape and dtype.
@@ -75,29 +75,29 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
     if "softmax_aux" in wanted:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     if spec.segments and "query" in wanted:
-        # The query's gradient shows that a row was not finite; the keys that it attends get nothing from it.
+        # The query's gradient is NaN if a row was not finite; the keys that it attends to get nothing from it.
         lost = jnp.isnan(pullback.residuals.lse).swapaxes(1, 2)[..., None]
         gradients["query"] = jnp.where(lost, jnp.nan, gradients["query"])
     return {name: gradients[name] for name in sorted(wanted)}
 
 
 def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
-    """Returns what the kernel reads, in whole tiles where it is one number a row; and <do, o> as it is, [B, H, T]."""
+    """Returns the kernel's operands, padded to whole tiles if they have one element per row; and <do, o>, [B, H, T]."""
     record, lse = pullback.record, pullback.residuals.lse
     cotangent = pullback.cotangent.astype(spec.dtype)
     delta = cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32)
-    if spec.segments:  # of padding, it has to be a number
+    if spec.segments:  # that of padding has to be finite
         delta = without_padding(delta, record.q_segment_ids)
     delta = jnp.sum(delta, axis=-1).swapaxes(1, 2)
     padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
-    # A row that attends to nothing has no weights: they are powers of two of minus infinity. Scores are masked before
-    # the exponential, so a shift of NaN would be a weight of NaN for the keys of other segments, too.
+    # A row that attends to nothing has weights of exp2(-inf). Scores are masked before the exponential, so a shift of
+    # NaN would give the keys of other segments a weight of NaN, too.
     shift = jnp.where((lse == -jnp.inf) | jnp.isnan(lse), jnp.inf, lse * LOG2E)
     operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
     operands |= {"k": whole(record.key, WGMMA_M), "v": whole(record.value, WGMMA_M)}
-    # Infinity: weights of rows past the end are powers of minus infinity, 0.
+    # Infinity: weights of rows past the end are exp2(-inf) = 0.
     operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
-    # Gradients have at their ends what kept weights are larger by.
+    # Dropout's scale is applied to the gradients at the end.
     operands["delta"] = jnp.pad(-_less_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, padding)
     operands |= numbers(record, spec, tile.queries, tile.keys)
     if spec.segments:
@@ -107,7 +107,7 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
 
 
 def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSpec) -> jax.Array:
-    """Returns the kernel's delta, a number for padding too."""
+    """Returns the kernel's delta, finite for padding too."""
     if pullback.lse_cotangent is None:
         return delta
     delta, ids = less_lse_cotangent(delta, pullback), pullback.record.q_segment_ids
@@ -142,10 +142,10 @@ def _gradients(
 def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
     """Returns the tile schedule for a number of batch rows.
 
-    There is a block on every multiprocessor, and they start evenly spread over the steps of one: so many heads are
-    worked on together that two blocks of a head start some query blocks after each other. Under a causal mask, where
-    later blocks are shorter, they only do so if the list is folded. Then the queries of that many heads are always in
-    use, and have to stay in the cache.
+    There is a block on every multiprocessor, and they start evenly spaced over the steps of a head: as many heads are
+    processed together that two blocks of a head start some query blocks apart. Under a causal mask, where later blocks
+    are shorter, this needs a folded list. The queries of that many heads are then in use at the same time, and have to
+    stay in L2.
     """
     count = ranges.shape[-2]
     lengths = np.full((1, count), max(count / SHORT, 8))
@@ -181,10 +181,10 @@ def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], 
 def _by_head(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
     """Returns whether a block loops over a head's query blocks before the next head's.
 
-    With a window, the next thread block comes to a query block later by the steps that the window has moved, times
-    the heads of the loop. The query blocks and dq of all thread blocks in between would have to stay in the L2 cache.
+    With a window, the next thread block reaches a query block later by the steps that the window has moved, times the
+    heads of the loop. The query blocks and dq of all thread blocks in between would have to stay in the L2 cache.
     """
-    if spec.group_size > 1 and spec.pattern and ranges.shape[1] > 1:  # each head has lists of its own
+    if spec.group_size > 1 and spec.pattern and ranges.shape[1] > 1:  # each head has its own lists
         return True
     if spec.group_size == 1 or not isinstance(ranges, np.ndarray) or spec.pattern or ranges.shape[1] == 1:
         return False
@@ -201,7 +201,7 @@ def _run(
     operands: Operands,
     batch: int,
 ) -> tuple[jax.Array, ...]:
-    """Returns gradients of keys and of values, and sums that are gradients of queries but for their scale."""
+    """Returns gradients of keys and of values, and unscaled gradients of queries."""
     plan = make_plan(batch)
     places = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
 
@@ -227,29 +227,29 @@ def _run(
 def _with_split(
     plan: tile_scheduler.TileSchedule, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns gradients, with those of the tiles that were split made of their parts."""
+    """Returns gradients, with those of the split tiles summed from their parts."""
     place = tile_scheduler.split_rows(plan, parts[0].shape[1])
 
     def put(gradient: jax.Array, sums: jax.Array) -> jax.Array:
-        # A fixed order, unlike atomic additions: results are reproducible bit for bit.
+        # A fixed order, unlike atomics: results are reproducible bit for bit.
         sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
-        # Rows of a partial tile that lie past the end are dropped.
+        # Rows of a partial tile that are past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
 
     return put(dk, parts[0]), put(dv, parts[1]), dq
 
 
 def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
-    """Returns shared memory and barriers, by the names that the kernel knows."""
+    """Returns shared memory and mbarriers, by the kernel's names."""
     made: dict[str, Any] = {
         "k": matrix((tile.parts * tile.owners + tile.shared_parts, WGMMA_M, tile.part), spec.dtype, tile.line("k")),
         "v": matrix((tile.owners, WGMMA_M, spec.value_dim), spec.dtype),
-        # Two steps' worth, and the size of a tile of scores each.
+        # Two steps, with the size of a tile of scores each.
         "ds": matrix((2 * tile.keys * tile.queries // WGMMA_M**2, WGMMA_M, WGMMA_M), spec.dtype, tile.line("ds")),
         "dq": plgpu.SMEM(
             (WARPGROUPS, WGMMA_M, tile.dq_columns),
             jnp.float32,
-            # 32 float32 columns are a row of the 128-byte swizzle: stores by lanes meet no bank conflicts.
+            # 32 float32 columns are a row of the 128-byte swizzle: stores by lanes have no bank conflicts.
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
     }
@@ -267,7 +267,7 @@ def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[s
 
 
 def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
-    """Returns scratch memory of blocks without a cluster."""
+    """Returns the scratch memory of blocks without a cluster."""
     number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
     if tile.register_bound:
         return _packed_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
@@ -285,7 +285,7 @@ def _pair_scratch(tile: BackwardTile) -> dict[str, Any]:
 
 
 def _packed_scratch(tile: BackwardTile) -> dict[str, Any]:
-    """Returns numbers of rows where little room is left: no array begins within 1024 bytes of the last."""
+    """Returns the elements per row packed into one array, for lack of memory: every array is aligned to 1024 bytes."""
     return {
         "rows": plgpu.SMEM((2, tile.depth, tile.queries), jnp.float32),
         "words": plgpu.SMEM((tile.depth + 1, tile.queries), jnp.int32),
@@ -293,14 +293,14 @@ def _packed_scratch(tile: BackwardTile) -> dict[str, Any]:
 
 
 def _with_views(buffers: dict[str, Any]) -> dict[str, Any]:
-    """Names for the parts of packed arrays. After the ids of queries is a row for `pairs`, or the tile's number."""
+    """Returns named views of packed arrays. After the ids of queries is a row for `pairs`, or the tile's index."""
     rows, words = buffers["rows"], buffers["words"]
     last = words.at[words.shape[0] - 1]
     return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": last, "number": last}
 
 
 def _freed(tile: BackwardTile, count: int) -> Any:
-    """Returns barriers at which all warpgroups that multiply arrive, of both members where there are two."""
+    """Returns mbarriers at which all consumer warpgroups arrive, of both members of a cluster."""
     if tile.wide:
         return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), num_arrivals=WARPGROUPS, num_barriers=count)
     return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count)

@@ -1,4 +1,4 @@
-"""Conformance cases of the Hopper kernels: patterns in 16 bits, with head dimensions and tiles that they have."""
+"""Conformance cases of the Hopper kernels: patterns in 16 bits, with head dimensions and tiles that they support."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,12 +27,12 @@ def _blocks(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
 
 
 def _pairs(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
-    """Returns pairs by chance, so that no two tiles have the same mask."""
+    """Returns random pairs, so that no two tiles have the same mask."""
     return NumpyMask(np.random.RandomState(8).rand(q_len, kv_len) < 0.2)
 
 
 def _by_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
-    """Returns another pattern for every other head, of which two share their keys."""
+    """Returns a different pattern for every other head, of which two share their keys."""
     return ChunkedCausalMask((q_len, kv_len), 96) if head % 2 else LocalMask((q_len, kv_len), (40, 9))
 
 
@@ -61,7 +61,7 @@ _TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]],
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """Returns by operation."""
+    """Returns the conformance cases of each operation, by its name."""
     return {"blocksparse_attention": tuple(_case(*row) for row in _TABLE)}
 
 

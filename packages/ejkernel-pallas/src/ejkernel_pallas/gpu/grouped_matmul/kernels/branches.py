@@ -1,4 +1,4 @@
-"""Branches of a kernel's code, of which one serves a tile."""
+"""Branches of a kernel's code, of which exactly one runs for a tile."""
 
 import functools
 from collections.abc import Callable
@@ -11,19 +11,19 @@ import jax.numpy as jnp
 class FirstMatch:
     """Runs the first of several branches whose condition holds.
 
-    N of a product is a constant of its code, so a tile has several branches; all threads of a warpgroup take the same.
+    N of a product is a compile-time constant, so a tile has several branches; they are uniform in a warpgroup.
     """
 
     def __init__(self) -> None:
         self._none_before: list[Any] = []
 
     def when(self, condition: Any, run: Callable[[], None]) -> None:
-        """Runs where the condition holds, and none of those before."""
+        """Runs `run` if the condition holds, and none before it did."""
         pl.when(functools.reduce(jnp.logical_and, [*self._none_before, condition]))(run)
         self._none_before.append(~condition)
 
     def otherwise(self, run: Callable[[], None]) -> None:
-        """Runs where no condition holds."""
+        """Runs `run` if no condition holds."""
         if self._none_before:
             pl.when(functools.reduce(jnp.logical_and, self._none_before))(run)
         else:

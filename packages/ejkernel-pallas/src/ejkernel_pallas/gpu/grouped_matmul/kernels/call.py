@@ -1,4 +1,4 @@
-"""What the kernel of rows and the kernel of matrices are given."""
+"""The arguments that the kernel of rows and the kernel of matrix gradients share."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ from ejkernel_pallas.gpu.hopper import clusters
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a kernel is given.
+    """The arguments of a kernel.
 
     Attributes:
         spec: Constants.
-        blocks: Clusters of thread blocks.
+        blocks: Number of thread blocks, or of clusters.
         operands: Arrays in device memory.
         output: The array in device memory that the kernel writes.
         shared: Shared memory and barriers: the `Shared` of the kernel's module.
-        tile_counter: The counter of tiles in device memory; None where blocks take every `blocks`-th.
-        same: Whether the columns of each product share their scales, of blocks of 8-bit matrices; else None.
+        tile_counter: The counter of tiles in device memory; None if blocks take every `blocks`-th tile.
+        same: Whether the columns of each product share their scales, for 8-bit matrices with block scales; else None.
     """
 
     spec: GroupedSpec
@@ -34,23 +34,23 @@ class Call:
 
     @property
     def below(self) -> Any:
-        """Returns this block's number among those of its cluster that lie below one another."""
+        """Returns this block's index along rows in its cluster."""
         return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_m > 1 else jnp.int32(0)
 
     @property
     def beside(self) -> Any:
-        """Returns this block's number among those of its cluster that lie next to each other."""
+        """Returns this block's index along columns in its cluster."""
         return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_n > 1 else jnp.int32(0)
 
 
 class SubTile(NamedTuple):
-    """What a warpgroup has of a tile.
+    """The part of a tile that a warpgroup computes.
 
     Attributes:
-        rows: Which of the parts of 64 rows.
+        rows: Index of its 64 rows.
         start: First column.
         size: Columns.
-        split: Whether the block has these columns alone.
+        split: Whether another block has the tile's other columns.
     """
 
     rows: Any

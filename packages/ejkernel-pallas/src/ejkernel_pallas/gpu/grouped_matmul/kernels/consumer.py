@@ -1,4 +1,4 @@
-"""The loops that the kernels of rows share: a persistent block takes tile after tile, and multiplies step after step.
+"""The loops that the kernels of rows share: a persistent block processes tiles one after another, and their steps.
 
     warpgroup 2, producer        A A B | A A B | A A B | ...      TMA, up to `stages` steps ahead, across tiles
                                   |       |       |               full barriers
@@ -8,9 +8,9 @@
                      registers -> slots of shared memory -> TMA (module `epilogue`)
 
 A block takes every `blocks`-th tile of the list, or the next one of a counter (module `work_queue`). Each warpgroup has
-64 rows, which need not begin at a multiple of anything, so A is copied for each with a row of its own. In a group's
-last tile they begin so that they end with the group: the rows that are in two tiles are stored twice, with the same
-bits, and bulk copies of 64 rows serve. Only groups of fewer than 64 rows store row by row.
+64 rows with any first row, so the rows of A are copied separately for each. In a group's last tile the 64 rows end with
+the group: rows that are in two tiles are stored twice, with the same values, so that bulk copies of 64 rows can be
+used. Only groups of fewer than 64 rows are stored row by row.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 Multiply = Callable[[Call, Tile, Any], None]
-"""A warpgroup's part of a tile: (call, tile, steps of all tiles before it) -> None."""
+"""Computes a warpgroup's part of a tile: (call, tile, number of steps of all earlier tiles) -> None."""
 MultiplyAll = Callable[[Call, Any, Any, Any], None]
 """A loop over all tiles: (call, tiles before those of groups, tiles of groups, loop) -> None."""
 
@@ -44,20 +44,20 @@ class Shared:
     """Buffers in shared memory and their barriers.
 
     Attributes:
-        a: Rows as products read them, [stages * warpgroups, 64, 64], or of 8 bits [..., 128].
-        a_lines: The same memory as copies write it: row after row, so that they may begin anywhere.
+        a: Rows in the layout of products, [stages * warpgroups, 64, 64], or for 8 bits [..., 128].
+        a_lines: The same memory in the layout of copies: row after row, so that they may start at any row.
         b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64], or of 8 bits [stages, BN, 128].
-        b_half: The same memory as half tiles, [2 * stages, 64, BN / 2] or the like; None where tiles are not split.
-        out: Slots of the output as registers are written, [warpgroups * slots, 64, part].
-        out_lines: The same memory, as copies read it.
-        full: The operands of a stage are there.
-        free: They have been read.
+        b_half: The same memory as half tiles, [2 * stages, 64, BN / 2] or the like; None if tiles are not split.
+        out: Output buffers in the layout of registers, [warpgroups * slots, 64, part].
+        out_lines: The same memory in the layout of copies.
+        full: Mbarriers: the operands of a stage have arrived.
+        free: Mbarriers: the operands of a stage have been read.
         columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
-        row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None where
-            no copies bring them.
-        number: Numbers of the block's next tiles, after even and after odd ones, int32 [2]; None without a counter.
-        number_full: They are there.
-        number_free: They have been read.
+        row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None if
+            they are not copied.
+        number: Indices of the block's next tiles, after even and after odd ones, int32 [2]; None without a counter.
+        number_full: Mbarriers: an index has been written.
+        number_free: Mbarriers: an index has been read.
     """
 
     a: Any
@@ -76,22 +76,22 @@ class Shared:
 
 
 def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll | None = None) -> None:
-    """Body of a kernel: what each warpgroup does for all tiles of its block.
+    """Runs one thread block of a kernel of rows: each warpgroup's loop over the block's tiles.
 
     Args:
         call: What the kernel is called with.
-        multiply: A consumer's part of a tile, from its products to memory.
-        multiply_overlapped: The consumers' loop over tiles that are written while the next one is multiplied.
+        multiply: Computes a consumer's part of a tile, from its products to memory.
+        multiply_overlapped: The consumers' loop over tiles that are stored during the next tile's products.
     """
     warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
-    # Tiles of unassigned rows, of groups, and all: counted on the device, as sizes of groups may be traced.
+    # Numbers of tiles of unassigned rows, of groups, and of all; computed on the device, as group sizes may be traced.
     before, count, total = (table[spec.entries, n] for n in range(3))
     if "same" in call.operands:
         call = dataclasses.replace(call, same=call.operands["same"][0] != 0)
     first = lax.axis_index("block")
 
     def every(work: Any, tiles: Any, *state: Any, splits: bool = False) -> Any:
-        # A block's first tile has the block's number; `work` gives the number of the next.
+        # A block's first tile has the block's index; `work` returns the index of the next.
         limit = cluster_tiles(spec, tiles) * spec.across
         if splits:
             limit = limit + split(call, tiles)
@@ -100,13 +100,13 @@ def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply() -> None:
         plgpu.set_max_registers(spec.registers[0], action="increase")
-        # Unassigned rows first: these stores overlap with the producer's first copies.
+        # Unassigned rows come first: these stores overlap with the producer's first copies.
         every(functools.partial(_fill, call, before, count, total), total - count)
         if spec.overlapped and multiply_overlapped is not None:
             multiply_overlapped(call, before, count, every)
         else:
             every(functools.partial(_multiply_tile, call, multiply, before, count), count, splits=True)
-        # The block's shared memory has to last as long as the copies that read it.
+        # The block must not end before the copies out of its shared memory have.
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -117,23 +117,23 @@ def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll
             pl.when(done > 0)(lambda: producer.gathered(call, done - 1, in_flight=0))
 
     if spec.members > 1:
-        clusters.end()  # copies and arrivals of the other member reach into this one's shared memory
+        clusters.end()  # copies and arrivals of the other member access this block's shared memory
 
 
 def _multiply_tile(call: Call, multiply: Multiply, before: Any, count: Any, carry: Any) -> Any:
-    """Returns a warpgroup's part of a tile, and the number of its block's next one."""
+    """Computes a warpgroup's part of a tile; returns the index of the block's next tile."""
     number, done = carry
     multiply(call, tile_of(call, before, count, number), done)
     return work_queue.next_number(call, number, done), done + call.spec.steps
 
 
 def accumulated(call: Call, done: Any, part: SubTile) -> jax.Array:
-    """Returns the sum of a warpgroup's products over all steps; the last stage is free then."""
+    """Returns the sum of a warpgroup's products over all steps, and frees the last stage."""
     spec, shared = call.spec, call.shared
     acc = pl.run_scoped(
         functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
     )
-    # The stage of the last product, which no later step of this tile frees.
+    # Frees the stage of the last product, which no later step of this tile would free.
     plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
     return acc
 
@@ -145,37 +145,37 @@ def _steps(call: Call, done: Any, part: SubTile, acc: Any) -> Any:
 
 
 def step_and_free(call: Call, part: SubTile, acc: Any, index: Any, done: Any) -> Any:
-    """Returns a product, and the end of the one before: the stage that it has read is free."""
+    """Issues a product, and frees the stage of the previous one."""
     shared, stages = call.shared, call.spec.tile.stages
     issue_product(call, done, part, acc)
-    # One product stays in flight, so the tensor cores never run dry.
+    # One product stays in flight, so that the tensor cores do not idle.
     plgpu.wgmma_wait(1)
     last = lax.rem(done + (stages - 1), I32(stages))
-    # At 0 the product before was the last of another tile, which has freed its stage itself.
+    # At index 0 the previous product was the last one of another tile, which has freed its stage.
     pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
     return done + 1
 
 
 def issue_product(call: Call, done: Any, part: SubTile, acc: Any) -> None:
-    """Begins the product of a step."""
+    """Issues the product of a step."""
     spec, shared = call.spec, call.shared
     columns = () if part.size == spec.tile.block_n else (pl.ds(part.start, part.size),)
     slot = lax.rem(done, I32(spec.tile.stages))
     plgpu.barrier_wait(shared.full.at[slot])
     half = columns if spec.transposed or not columns else (slice(None), *columns)
     matrix = shared.b_half.at[2 * slot] if part.split else shared.b.at[slot, *half]
-    # A view: descriptors of 16-bit operands say which axis is contiguous, so nothing is moved.
+    # A transposed view: descriptors of 16-bit operands say which axis is contiguous, so no data moves.
     matrix = matrix.transpose((1, 0)) if spec.transposed else matrix
     plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
 
 
 def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
-    """Zeros for a warpgroup's part of a tile of unassigned rows: the first entries and the last ones."""
+    """Writes zeros to a warpgroup's part of a tile of unassigned rows: the first entries and the last ones."""
     number, done = carry
     spec, table = call.spec, call.operands["tiles"]
     tile_row = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below
     entry = jnp.minimum(tile_row, total - count - 1)
-    # The entries of groups lie between those of unassigned rows.
+    # The entries of groups are between those of unassigned rows.
     entry = jnp.where(entry < before, entry, entry + count)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
     column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n

@@ -1,12 +1,12 @@
-"""Products whose first half of the columns gates the second: the kernel of rows with a gated matrix [C, 2F].
+"""The gated product: the kernel of rows with a matrix [C, 2F] whose first half of columns gates the second half.
 
-    matrix [C, 2F]     gate 0 | gate 1 | ...  || other 0 | other 1 | ...       64 columns each
-    a stage            gate 0 | other 0 | gate 1 | other 1                     panels [64, 64], copied one by one
+    matrix [C, 2F]     gate 0 | gate 1 | ...  || value 0 | value 1 | ...       64 columns each
+    a stage            gate 0 | value 0 | gate 1 | value 1                     panels [64, 64], copied one by one
     accumulator        [64, 64] [64, 64]  [64, 64] [64, 64]                    one product of 256 columns
-    output             act(gate 0) other 0 | act(gate 1) other 1               parts of 64 columns, in 16 bits
+    output             act(gate 0) value 0 | act(gate 1) value 1               parts of 64 columns, in 16 bits
 
-One product of both halves reads rows from shared memory once. A thread has the same columns of both, so that nothing
-moves between threads, and every number of column blocks is a product of the first panels of a stage.
+One product of both halves reads rows from shared memory once. A thread has the same columns of both, so that no data
+moves between threads, and a product of any number of column blocks uses the first panels of a stage.
 """
 
 import functools
@@ -33,27 +33,27 @@ def gated_grouped_matmul_kernel(call: Call) -> None:
 
 
 def _multiply_tile(call: Call, tile: Tile, done: Any) -> None:
-    """A warpgroup's part of a tile, from its products to memory."""
+    """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, gate, warpgroup = call.spec, call.spec.gate, lax.axis_index("warpgroup")
-    assert gate is not None  # of the gated product
+    assert gate is not None  # set for the gated product
     size, half = spec.tile.block_n, spec.tile.block_n // 2
     product, few = functools.partial(_product, call, gate.activation, tile, done), tile.end - tile.row <= WGMMA_M
     branches = FirstMatch()
     if gate.alone:
-        # The first warpgroup has all rows. What the other would compute is the same, and takes power.
+        # The first warpgroup computes all rows. The other one would compute the same, which costs power.
         branches.when(few & (warpgroup > 0), functools.partial(_free_stages, call, done))
     if spec.splits:
         branches.when(
             tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
         )
     if spec.tail:
-        # Columns that the output does not have are not multiplied.
+        # Columns past the end of the output are not multiplied.
         branches.when(tile.column + size > spec.columns, functools.partial(product, SubTile(warpgroup, 0, spec.tail)))
     branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
 
 
 def _product(call: Call, activation: str, tile: Tile, done: Any, part: SubTile) -> None:
-    """A warpgroup's 64 rows and a part of the columns."""
+    """Computes a warpgroup's 64 rows and some of the columns."""
     row = tile.first(part.rows)
     write_rows(call, _gated_products(call, activation, done, part), row, tile.column + part.start, tile.end)
 
@@ -71,7 +71,7 @@ def _free_stages(call: Call, done: Any) -> None:
 
 
 def _gated_products(call: Call, activation: str, done: Any, part: SubTile) -> list[jax.Array]:
-    """Returns a warpgroup's part of a tile, gated: for every 64 columns [64, 64]."""
+    """Returns a warpgroup's part of a tile, gated: [64, 64] for every 64 columns."""
     spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
     count = 2 * part.size // SWIZZLE_COLUMNS
     first = I32(0) if part.split else lax.div(I32(part.start), I32(SWIZZLE_COLUMNS // 2))
@@ -80,7 +80,7 @@ def _gated_products(call: Call, activation: str, done: Any, part: SubTile) -> li
         slot = lax.rem(done + index, I32(stages))
         plgpu.barrier_wait(shared.full.at[slot])
         acc = wgmma.accumulate(acc, shared.a.at[slot * WARPGROUPS + part.rows], shared.b.at[slot, first])
-        # One product stays in flight, so the tensor cores never run dry; the one before has read its stage.
+        # One product stays in flight, so that the tensor cores do not idle; the previous one has read its stage.
         acc = wgmma.wait(acc, in_flight=1)
         last = lax.rem(done + index + (stages - 1), I32(stages))
         pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
@@ -88,7 +88,7 @@ def _gated_products(call: Call, activation: str, done: Any, part: SubTile) -> li
 
     zeros = arrays.full_tile((WGMMA_M, count * SWIZZLE_COLUMNS))
     acc = wgmma.wait(lax.fori_loop(0, spec.steps, step, zeros), in_flight=0)
-    # The stage of the last product, which no later step of this tile frees.
+    # Frees the stage of the last product, which no later step of this tile would free.
     plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(stages))])
     blocks = [acc[:, n : n + SWIZZLE_COLUMNS] for n in range(0, acc.shape[1], SWIZZLE_COLUMNS)]
     pairs = zip(blocks[::2], blocks[1::2], strict=True)

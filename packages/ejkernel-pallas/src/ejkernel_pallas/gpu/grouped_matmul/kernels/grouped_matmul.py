@@ -1,4 +1,4 @@
-"""Rows times the matrix of their group on Hopper, in 16 bits: the forward pass, and the gradient of lhs."""
+"""Multiplies rows by the matrix of their group on Hopper, in 16 bits: the forward pass, and the gradient of lhs."""
 
 import functools
 from typing import Any
@@ -24,42 +24,42 @@ def grouped_matmul_kernel(call: Call) -> None:
 
 
 def _multiply_tile(call: Call, tile: Tile, done: Any) -> None:
-    """A warpgroup's part of a tile, from its products to memory."""
+    """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, warpgroup = call.spec, lax.axis_index("warpgroup")
     size, half = spec.tile.block_n, spec.tile.block_n // 2
     product, few = functools.partial(_product, call, tile, done), tile.end - tile.row <= WGMMA_M
     branches = FirstMatch()
     if spec.tile.halves:
-        # Both warpgroups have the only 64 rows, and half of the columns each.
+        # Both warpgroups compute the same 64 rows, and half of the columns each.
         branches.when(few, functools.partial(product, SubTile(I32(0), warpgroup * half, half)))
     if spec.splits:
         branches.when(
             tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
         )
     if spec.tail:
-        # Columns that the output does not have are not multiplied.
+        # Columns past the end of the output are not multiplied.
         branches.when(tile.column + size > spec.columns, functools.partial(product, SubTile(warpgroup, 0, spec.tail)))
     branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
 
 
 def _product(call: Call, tile: Tile, done: Any, part: SubTile) -> None:
-    """A warpgroup's 64 rows and a part of the columns."""
+    """Computes a warpgroup's 64 rows and some of the columns."""
     row = tile.first(part.rows)
     acc = accumulated(call, done, part)
     write_rows(call, [acc], row, tile.column + part.start, tile.end)
 
 
 def _multiply_all_overlapped(call: Call, before: Any, count: Any, every: Any) -> None:
-    """A consumer's loop over all tiles, each of which is written while the first products of the next one run."""
+    """Loops over all tiles of a consumer; each tile is stored during the first products of the next one."""
     spec = call.spec
-    # The tile before the first: it ends at row 0, so nothing of it is stored.
+    # A dummy tile before the first: it ends at row 0, so nothing of it is stored.
     nothing = arrays.full_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
     last = every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing)
     write_rows(call, [last[1]], *last[2:])
 
 
 def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """Returns a warpgroup's part of a tile in registers, whose first products run while the tile before is written."""
+    """Computes a warpgroup's part of a tile in registers, storing the previous tile during the first products."""
     number, done, *left = carry
     tile, spec, warpgroup = tile_of(call, before, count, number), call.spec, lax.axis_index("warpgroup")
     part, shared = SubTile(warpgroup, 0, spec.tile.block_n), call.shared
@@ -67,9 +67,9 @@ def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any
 
     def products(acc: Any) -> Any:
         lax.fori_loop(0, lead, lambda index, _: issue_product(call, done + index, part, acc), None)
-        # The tile before leaves while the tensor cores work: its registers are 16-bit, next to the accumulator's.
+        # The previous tile is stored while the tensor cores work: its registers are 16-bit, next to the accumulator's.
         write_rows(call, [left[0]], *left[1:])
-        # All but the last of the leading products have read their stages.
+        # All but the last of the first `lead` products have read their stages.
         plgpu.wgmma_wait(1)
         for index in range(lead - 1):
             plgpu.barrier_arrive(shared.free.at[lax.rem(done + index, I32(spec.tile.stages))])

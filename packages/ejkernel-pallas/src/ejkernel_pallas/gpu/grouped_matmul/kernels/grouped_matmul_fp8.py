@@ -1,4 +1,4 @@
-"""Rows times the matrix of their group on Hopper, in 8 bits with scales (module `scaled_products`)."""
+"""Multiplies rows by the matrix of their group on Hopper, in 8 bits with scales (module `scaled_products`)."""
 
 import functools
 from typing import Any
@@ -22,9 +22,9 @@ def grouped_matmul_fp8_kernel(call: Call) -> None:
 
 
 def _multiply_tile(call: Call, tile: Tile, done: Any) -> None:
-    """A warpgroup's part of a tile, from its products to memory."""
+    """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, scaling, warpgroup = call.spec, call.spec.scaling, lax.axis_index("warpgroup")
-    assert scaling is not None  # of operands of 8 bits
+    assert scaling is not None  # set for 8-bit operands
     size, half = spec.tile.block_n, spec.tile.block_n // 2
     product, few = functools.partial(_product, call, scaling, tile, done), tile.end - tile.row <= WGMMA_M
     branches = FirstMatch()
@@ -33,10 +33,10 @@ def _multiply_tile(call: Call, tile: Tile, done: Any) -> None:
             tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
         )
     if spec.tail:
-        # Where products are scaled, zero is an opaque offset, no row being below 0: addresses that branches have in
-        # common would be held in registers across their loops, and sums would spill.
+        # For scaled products zero is an opaque offset (no row is negative): otherwise the compiler would hoist
+        # addresses that the branches share into registers across their loops, and sums would spill.
         start = 0 if scaling.quick else jnp.minimum(tile.row, 0)
-        # Columns that the output does not have are not multiplied.
+        # Columns past the end of the output are not multiplied.
         branches.when(
             tile.column + size > spec.columns, functools.partial(product, SubTile(warpgroup, start, spec.tail))
         )
@@ -48,7 +48,7 @@ def _multiply_tile(call: Call, tile: Tile, done: Any) -> None:
 
 
 def _product(call: Call, scaling: Scaling, tile: Tile, done: Any, part: SubTile) -> None:
-    """A warpgroup's 64 rows and a part of the columns."""
+    """Computes a warpgroup's 64 rows and some of the columns."""
     row = tile.first(part.rows)
     rows = Rows((part.rows,), (row,), done)
     if scaling.quick:
@@ -59,12 +59,12 @@ def _product(call: Call, scaling: Scaling, tile: Tile, done: Any, part: SubTile)
 
 
 def _product_of_columns(call: Call, scaling: Scaling, tile: Tile, done: Any, parts: int) -> None:
-    """Returns So many times 64 rows, and the columns of a product."""
+    """Computes `parts` times 64 rows, and the columns of one product."""
     firsts, size = tuple(tile.first(part) for part in range(parts)), scaling.product_n
     start = lax.axis_index("warpgroup") * size
     made = sums(call, scaling, Rows(tuple(range(parts)), firsts, done), SubTile(None, start, size))
     if parts == 1:
         return write_rows(call, made, firsts[0], tile.column + start, tile.end)
-    # The group has more than 64 rows, so that copies serve.
+    # The group has more than 64 rows, so bulk copies can be used.
     pieces = [pieces_of(call, [acc], row, tile.column + start) for row, acc in zip(firsts, made, strict=True)]
     copy_out(call, [piece for one in pieces for piece in one])

@@ -20,11 +20,11 @@ from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.tile_scheduler import counter, multiprocessors
 
 Kernel = Callable[[Call], None]
-"""Body of a kernel of rows."""
+"""A kernel of rows, as a function that runs one thread block."""
 
 
 def launch_rows(kernel: Kernel, spec: GroupedSpec, operands: dict[str, jax.Array], record: GroupedMatmul) -> jax.Array:
-    """Runs a kernel of rows: [M, columns]."""
+    """Runs a kernel of rows; returns [M, columns]."""
     blocks = multiprocessors() // spec.members
 
     @sequential_vmap
@@ -46,7 +46,7 @@ def launch_rows(kernel: Kernel, spec: GroupedSpec, operands: dict[str, jax.Array
 
 
 def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
-    """Sums of left_i^T right_i over the rows of each group."""
+    """Returns sums of left_i^T right_i over the rows of each group."""
     blocks = multiprocessors() // spec.members
 
     @sequential_vmap
@@ -62,12 +62,14 @@ def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record
 
 
 def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
-    """Returns name and number of the blocks of a cluster."""
+    """Returns the name of the cluster axis and the blocks per cluster."""
     return {clusters.AXIS: spec.members} if spec.members > 1 else None
 
 
 def _free_barrier(spec: GroupedSpec) -> Any:
-    """Returns what says that a stage has been read: by both members of a cluster, as copies of both may write there."""
+    """Returns the mbarriers that count reads of a stage: by both members of a cluster, if copies of both may write
+    to it.
+    """
     options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": spec.tile.stages}
     if spec.members == 1:
         return plgpu.Barrier(**options)
@@ -75,10 +77,10 @@ def _free_barrier(spec: GroupedSpec) -> Any:
 
 
 def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns shared memory in two views: as products read it, and row after row, a swizzled row of 128 bytes each.
+    """Returns two views of shared memory: in the layout of products, and row after row, in swizzled rows of 128 bytes.
 
-    Eight rows by one swizzled row are a tile of the first, so that both have every element in the same place. Copies of
-    the second may begin at any row of an array, those of the first at every eighth.
+    Eight swizzled rows are a tile of the first view, so every element has the same address in both. Copies to the
+    second view may start at any row of an array, those to the first only at multiples of eight.
     """
     width = shape[-1]
     tiled = plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
@@ -86,14 +88,14 @@ def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _halves(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
-    """Returns shared memory in two views: tiles of matrices, and, of each, two of half the columns."""
+    """Returns two views of shared memory: tiles of matrices, and their halves by columns."""
     stages, *part = shape
     part[0 if spec.transposed else 1] //= 2
     return plgpu.RefUnion(matrix(shape, spec.dtype), matrix((2 * stages, *part), spec.dtype))
 
 
 def _matrix_stages(spec: GroupedSpec) -> Any:
-    """Returns shared memory of the stages' tiles of matrices."""
+    """Returns shared memory for the stages' tiles of matrices."""
     tile = spec.tile
     if spec.gate:
         return matrix((tile.stages, spec.panels, spec.step, SWIZZLE_COLUMNS), spec.dtype)
@@ -102,15 +104,15 @@ def _matrix_stages(spec: GroupedSpec) -> Any:
 
 
 def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
-    """Returns shared memory and barriers, by the names of `consumer.Shared`."""
+    """Returns shared memory and mbarriers, by the names of `consumer.Shared`."""
     tile = spec.tile
     scales: dict[str, Any] = {}
     if spec.scaling:
         scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
         if spec.scaling.copies_rows:
             scales["row_scales"] = plgpu.SMEM((tile.stages, WARPGROUPS, WGMMA_M, COPIED_BLOCKS), jnp.float32)
-    # What fills a stage: rows of each warpgroup, or their gathered rows together; a matrix's columns, which both read,
-    # or their panels; scales of columns, and those of each warpgroup's rows.
+    # Copies that fill a stage: rows of each warpgroup, or all gathered rows together; a matrix's columns, for both
+    # warpgroups, or their panels; scales of columns, and those of each warpgroup's rows.
     of_scales = ("columns" in scales) + WARPGROUPS * ("row_scales" in scales)
     copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + of_scales
     return {
@@ -125,7 +127,7 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
 
 
 def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
-    """Returns shared memory and barriers, by the names of `matrix_gradients.Shared`."""
+    """Returns shared memory and mbarriers, by the names of `matrix_gradients.Shared`."""
     tile, out = spec.tile, transforms()
     if spec.out.itemsize == 4:
         # Swizzled rows of 128 bytes: 32 columns of 32 bits.

@@ -1,4 +1,4 @@
-"""Copies of a gated matrix's panels of 64 columns: gate 0 | other 0 | gate 1 | other 1 ..., one after the other."""
+"""Copies a gated matrix's panels of 64 columns: gate 0 | value 0 | gate 1 | value 1 ..., one after the other."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS
 
 
 def fetch_panels(call: Call, tile: Tile, inner: Any, slot: Any) -> None:
-    """Copies a step's panels of the gate and of what it gates."""
+    """Copies a step's panels of the gate and of the values."""
     spec, shared = call.spec, call.shared
     full, count = shared.full.at[slot], spec.panels
     begin = tile.column
@@ -27,7 +27,7 @@ def fetch_panels(call: Call, tile: Tile, inner: Any, slot: Any) -> None:
             plgpu.copy_gmem_to_smem(source, target, full)
 
         if spec.splits and number >= count // 2:
-            # Half a tile has half of the panels, and the barrier counts all of them.
+            # Half a tile has half of the panels, but the mbarrier counts all of them.
             pl.when(tile.half < 0)(copy)
             pl.when(tile.half >= 0)(lambda: plgpu.barrier_arrive(full))
         else:

@@ -1,9 +1,9 @@
-"""The producer warpgroup of the kernels of rows: it copies rows, matrices and scales to shared memory, step by step.
+"""The producer warpgroup of the kernels of rows: copies rows, matrices and scales to shared memory, step by step.
 
-    free stage -> rows of each warpgroup | the part of a matrix | its columns' scales -> full stage
+    free stage -> rows of each warpgroup | columns of a matrix | their scales -> full stage
 
-Rows come by bulk copies where they follow each other, and by copies of 16 bytes where they are gathered. Parts of a
-gated matrix are copied from two places, in panels of 64 columns (module `panels`).
+Contiguous rows are copied in bulk, gathered rows by copies of 16 bytes. The gate and the values of a gated matrix are
+copied separately, in panels of 64 columns (module `panels`).
 """
 
 import functools
@@ -23,11 +23,11 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 class Kind(NamedTuple):
-    """What the steps of a tile fetch.
+    """Which parts of a tile its steps copy.
 
     Attributes:
-        half: Whether half of the columns.
-        single: Whether the first 64 rows alone.
+        half: Whether only half of the columns are copied.
+        single: Whether only the first 64 rows are copied.
     """
 
     half: bool = False
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 
 def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
-    """Fetches all steps of a tile."""
+    """Copies all steps of a tile."""
     number, done = carry
     tile, spec = tile_of(call, before, count, number), call.spec
     firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
@@ -45,7 +45,8 @@ def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
     def fetch(kind: Kind) -> None:
         lax.fori_loop(0, spec.steps, functools.partial(_fetch_step, call, tile, firsts, places, kind), done)
 
-    # A loop for each kind: with a branch in the loop, what copies are given moves to uniform registers at every step.
+    # One loop per kind: with a branch inside the loop, the copies' operands would be moved to uniform registers in
+    # every step.
     branches = FirstMatch()
     if spec.splits and not spec.gate:
         branches.when(tile.half >= 0, functools.partial(fetch, Kind(half=True)))
@@ -57,11 +58,11 @@ def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
 
 
 def _fetch_step(call: Call, tile: Tile, firsts: list[Any], places: Any, kind: Kind, index: Any, done: Any) -> Any:
-    """Fetches a step as soon as its stage is free."""
+    """Copies a step once its stage is free."""
     spec, shared = call.spec, call.shared
     slot = lax.rem(done, I32(spec.tile.stages))
-    # `done` counts the steps of all tiles: the ring of stages runs on into the next tile, whose first copies
-    # overlap with the end of this one. The first round finds the stages free.
+    # `done` counts the steps of all tiles: the ring of stages continues into the next tile, whose first copies overlap
+    # with the end of this one. The first round finds the stages free.
     pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
     inner = pl.ds(index * spec.step, spec.step)
     if places is None:
@@ -77,32 +78,32 @@ def _fetch_step(call: Call, tile: Tile, firsts: list[Any], places: Any, kind: Ki
             call, spec.scaling, scaled_products.ScaleIndex(tile.matrix, tile.column, index, done), firsts
         )
     if places is not None:
-        # A step later, so that copies of two steps are in flight.
+        # One step later, so that copies of two steps are in flight.
         pl.when(done > 0)(lambda: gathered(call, done - 1, in_flight=1))
     return done + 1
 
 
 def gathered(call: Call, done: Any, *, in_flight: int) -> None:
-    """Says that the gathered rows of a step are there; so many later steps may still be on their way."""
+    """Signals that the gathered rows of a step have arrived; `in_flight` later steps may still be in flight."""
     row_gathers.wait_rows(in_flight)
     plgpu.barrier_arrive(call.shared.full.at[lax.rem(done, I32(call.spec.tile.stages))])
 
 
 def _find_rows(call: Call, firsts: list[Any]) -> Any:
-    """Returns where the rows of a tile lie, for each thread those that it copies."""
+    """Returns the addresses of the tile's rows that each thread copies."""
     lhs, spec = call.operands["lhs"], call.spec
     return row_gathers.find_rows(call.operands["indices"], firsts, spec.contracted * spec.dtype.itemsize, lhs.shape[0])
 
 
 def _fetch_rows(call: Call, firsts: list[Any], kind: Kind, inner: Any, slot: Any) -> None:
-    """Copies a step of each warpgroup's rows, which follow each other."""
+    """Copies a step of each warpgroup's contiguous rows."""
     shared, full = call.shared, call.shared.full.at[slot]
-    axes = clusters.AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads a half for both
+    axes = clusters.AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads one half for both
     for warpgroup, first in enumerate(firsts):
         if kind.single and warpgroup:
             plgpu.barrier_arrive(full)
             continue
-        # By lines, not by swizzle atoms of eight rows: a group may begin at any row.
+        # Copied by rows, not by swizzle atoms of eight rows: a group may start at any row.
         source, target = call.operands["lhs"].at[pl.ds(first, WGMMA_M), inner], slot * WARPGROUPS + warpgroup
         plgpu.copy_gmem_to_smem(source, shared.a_lines.at[target], full, collective_axes=axes)
 
@@ -119,8 +120,8 @@ def _fetch_matrix(call: Call, tile: Tile, kind: Kind, inner: Any, slot: Any) -> 
     source = call.operands["rhs"].at[tile.matrix, *part]
     copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, shared.full.at[slot])
     if spec.tile.cluster_m > 1:
-        # Tiles of one group: each member copies half of the matrix for both. At the seam of two groups each has its
-        # own.
+        # Tiles of one group: each member copies half of the matrix for both. At the boundary of two groups each copies
+        # its own.
         pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.AXIS))
         pl.when(~tile.shared)(copy)
     else:

@@ -1,4 +1,4 @@
-"""The tiles of the output of the kernels of rows: which a block takes, and where they are."""
+"""The tiles of the output of the kernels of rows: their assignment to blocks, and their position."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ class Tile:
     """One tile of the output.
 
     Attributes:
-        matrix: Number of its matrix.
-        shared: Whether all blocks of a cluster, below one another, have that matrix.
-        row: First row, of a whole group's tiles.
+        matrix: Index of its matrix.
+        shared: Whether all blocks of a cluster along rows have that matrix.
+        row: First row.
         begin: First row of the group.
         end: The row after the group's last.
         column: First column.
-        half: Which half of the columns the block has; below zero for all of them.
+        half: Which half of the columns the block has; negative for all of them.
     """
 
     matrix: Any
@@ -35,19 +35,19 @@ class Tile:
     half: Any = None
 
     def first(self, warpgroup: Any) -> Any:
-        """Returns first row of a warpgroup's 64, which end with the group if they would not end before it."""
+        """Returns the first row of a warpgroup's 64 rows, moved back to end with the group in the group's last tile."""
         return jnp.maximum(self.begin, jnp.minimum(self.row + warpgroup * WGMMA_M, self.end - WGMMA_M))
 
 
 def cluster_tiles(spec: GroupedSpec, tiles: Any) -> Any:
-    """Returns work items of so many tiles of rows: a cluster takes a tile for each member."""
+    """Returns the work items of `tiles` tiles of rows: a cluster takes one tile per member."""
     return lax.div(tiles + (spec.tile.cluster_m - 1), I32(spec.tile.cluster_m))
 
 
 def split(call: Call, tiles: Any) -> Any:
-    """How many tiles, the last ones, are two work items each.
+    """Returns how many of the last tiles are split into two work items each.
 
-    They would be a round in which at most half of the blocks have a tile: two blocks take half the time.
+    They would be a round in which at most half of the blocks have a tile; split, two blocks take half the time.
     """
     if not call.spec.splits:
         return I32(0)
@@ -56,11 +56,11 @@ def split(call: Call, tiles: Any) -> Any:
 
 
 def single_rows(call: Call, tile: Tile) -> Any:
-    """Whether only the first 64 rows of a tile are multiplied, by both warpgroups; None where that is never so."""
+    """Returns whether both warpgroups multiply only the first 64 rows of a tile; None if that is never the case."""
     spec = call.spec
     if not (spec.scaling and spec.scaling.by_columns):
         return None
-    # A warpgroup has 64 rows of other tiles: of those that the output does not have all columns of, and of halves.
+    # In other tiles (partial ones along columns, and halves) each warpgroup has 64 rows.
     few = tile.end - tile.row <= WGMMA_M
     if spec.splits:
         few &= tile.half < 0
@@ -68,7 +68,9 @@ def single_rows(call: Call, tile: Tile) -> Any:
 
 
 class TileIndex(NamedTuple):
-    """Where a tile of the output is: tile of rows, first column, and which half of the columns, below zero for both."""
+    """The position of a tile of the output: tile row, first column, and which half of the columns, negative for
+    both.
+    """
 
     tile_row: Any
     column: Any
@@ -76,7 +78,7 @@ class TileIndex(NamedTuple):
 
 
 def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
-    """Returns where the tile that has a number is: bands of tiles of rows, in a band column after column."""
+    """Returns the position of the tile with an index: bands of tile rows, in a band column by column."""
     spec = call.spec
     half: Any = I32(-1)
     if spec.splits:
@@ -93,9 +95,9 @@ def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
 
 
 def tile_of(call: Call, before: Any, count: Any, number: Any) -> Tile:
-    """Returns the tile of the output that has a number."""
+    """Returns the tile of the output with an index."""
     place, members, table = tile_index(call, count, number), call.spec.tile.cluster_m, call.operands["tiles"]
-    # Where the last member has no tile, it has the one before too: both store the same bits.
+    # If the last member has no tile, it computes the previous one too: both store the same values.
     entry, other = (
         before + jnp.minimum(place.tile_row * members + n, count - 1) for n in (call.below, members - 1 - call.below)
     )

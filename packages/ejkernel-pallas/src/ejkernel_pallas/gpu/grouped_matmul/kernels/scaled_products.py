@@ -1,16 +1,16 @@
-"""Products of 8-bit rows and matrices that have scales: a float32 sum of every 128 contracted elements.
+"""Products of 8-bit rows and matrices with scales: a float32 sum per 128 contracted elements.
 
     tensor cores     | WG 0, columns 0.. | WG 1, columns 0.. | WG 0, columns BP.. | WG 1 ...
     warpgroup 0      issue, wait ........| scale and add ....| issue, wait .......| scale ...
     warpgroup 1      ....................| issue, wait ......| scale and add .....| ...
 
-The tensor cores sum 8-bit products at about 14 bits, and scales of a block multiply its product alone. So a warpgroup's
-64 rows have two accumulators: the tile's sums, and the product of a step with a part of the columns. While one
-warpgroup scales its product, the other's runs.
+The tensor cores sum 8-bit products with about 14 bits, and the scales of a block apply only to its own product. So a
+warpgroup's 64 rows have two accumulators: the tile's sums, and the product of a step with some of the columns. While
+one warpgroup scales its product, the other's product runs.
 
-What a step costs in addition to its products: an addition an element where all blocks share a scale; a fused
-multiply-add where the columns of a product share theirs; else a multiplication more, and loads of all columns' scales
-from the shared memory that tensor cores read operands from.
+In addition to its products a step costs one addition per element if all blocks share a scale; a fused multiply-add if
+the columns of a product share theirs; else another multiplication, and loads of all columns' scales from the shared
+memory that tensor cores read operands from.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 class ScaleIndex(NamedTuple):
-    """Where the scales of a step's columns are: matrix, first column, the step, and steps before it of all tiles."""
+    """The position of a step's column scales: matrix, first column, the step, and the steps of all earlier tiles."""
 
     matrix: Any
     column: Any
@@ -38,7 +38,9 @@ class ScaleIndex(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A warpgroup's rows: which parts of 64 of the tile's, the first row of each, and steps of all tiles before it."""
+    """A warpgroup's rows: indices of its parts of 64 rows, the first row of each, and the steps of all earlier
+    tiles.
+    """
 
     parts: tuple[Any, ...]
     firsts: tuple[Any, ...]
@@ -46,7 +48,7 @@ class Rows(NamedTuple):
 
 
 def fetch_scales(call: Call, scaling: Scaling, place: ScaleIndex, firsts: list[Any]) -> None:
-    """Copies the scales of a step's columns, and those of its rows, from the first ones on, if copies bring them."""
+    """Copies the scales of a step's columns and, if rows' scales are copied, those of its rows from `firsts` on."""
     block, columns = _block(call, scaling.rhs_blocks, place.step), pl.ds(place.column, call.spec.tile.block_n)
     shared, stage = call.shared, lax.rem(place.done, I32(call.spec.tile.stages))
     target = shared.columns.at[_slot(call, place.done)]
@@ -61,18 +63,18 @@ def fetch_scales(call: Call, scaling: Scaling, place: ScaleIndex, firsts: list[A
 
 
 def sums(call: Call, scaling: Scaling, rows: Rows, part: SubTile) -> list[jax.Array]:
-    """Sums over all steps: for each part of the columns [64, product_n], or for each part of the rows."""
+    """Returns sums over all steps: [64, product_n] for each part of the columns, or for each part of the rows."""
     if scaling.rhs_blocks == 1:
         made = _scan_steps(call, scaling, rows, part, same=False)
     else:
-        # Two loops, as the fast one has no registers to spare for what it would choose a step.
+        # Two loops, since the fast one has no registers left for a choice per step.
         scans = [lambda same=same: tuple(_scan_steps(call, scaling, rows, part, same=same)) for same in (True, False)]
         made = lax.cond(call.same, *scans)
     return scaled_tiles(call, scaling, list(made), rows, part.start)
 
 
 def _scan_steps(call: Call, scaling: Scaling, rows: Rows, part: SubTile, *, same: bool) -> list[jax.Array]:
-    """Sums without the scales that all blocks share; `same`: the columns of a product share theirs."""
+    """Sums without the scales that all blocks share; with `same`, the columns of a product share theirs."""
     spec, shared, size = call.spec, call.shared, scaling.product_n
     products = [(row, start) for start in range(0, part.size, size) for row in range(len(rows.parts))]
 
@@ -86,7 +88,7 @@ def _scan_steps(call: Call, scaling: Scaling, rows: Rows, part: SubTile, *, same
         before, of_rows = carry
         done = rows.done + index
         slot, scales = lax.rem(done, I32(spec.tile.stages)), _slot(call, done)
-        # Prefetched: a load takes as long as a product, as copies keep the memory busy and the L1 cache is small.
+        # Prefetched: a load takes as long as a product, since copies keep the memory busy and the L1 cache is small.
         later = load(index + 1)
         plgpu.barrier_wait(shared.full.at[slot])
         after: list[jax.Array] = []
@@ -115,14 +117,14 @@ def _scan_steps(call: Call, scaling: Scaling, rows: Rows, part: SubTile, *, same
 
 
 def _matrix(call: Call, part: SubTile, slot: Any, columns: Any) -> Any:
-    """Returns the operand of some of a part's columns."""
+    """Returns the operand of some columns of a part."""
     if part.split:
         return call.shared.b_half.at[2 * slot, columns]
     return call.shared.b.at[slot, pl.ds(part.start + columns.start, columns.size)]
 
 
 def scaled_tiles(call: Call, scaling: Scaling, accs: list[jax.Array], rows: Rows, start: Any) -> list[jax.Array]:
-    """Sums times the scales that all steps of a tile share; those of columns are where the last step has left them."""
+    """Returns sums times the scales that all steps share; those of columns are in the last step's slot."""
     if scaling.lhs_blocks > 1 and scaling.rhs_blocks > 1:
         return accs
     last, of_rows = rows.done + (call.spec.steps - 1), list[Any]([None] * len(rows.firsts))
@@ -139,10 +141,10 @@ def scaled_tiles(call: Call, scaling: Scaling, accs: list[jax.Array], rows: Rows
 
 
 def _slot(call: Call, done: Any) -> Any:
-    """Returns where the scales of a step are in shared memory.
+    """Returns the slot of a step's scales in shared memory.
 
-    They have a slot more than operands: those of a step are read when its stage is free already, and overwritten after
-    the next stage is.
+    There is one slot more than stages: the scales of a step are read when its stage is already free, and overwritten
+    after the next stage.
     """
     return lax.rem(done, I32(call.spec.tile.stages + 1))
 

@@ -1,4 +1,4 @@
-"""What the warpgroups of the latent kernel share, and how they walk through the items of their program."""
+"""What the warpgroups of the latent kernel share, and their loop over the items of their program."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,26 +13,27 @@ from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Shared memory and barriers. Left and right are the halves of the latent vector; [2] is a block of keys each.
+    """Shared memory and mbarriers. Left and right are the halves of the latent vector; [2] is the two blocks of a
+    step.
 
     Attributes:
         query: [9, 64, 64], chunks of 64 columns of the queries, the rotary ones last.
-        left: [2, 4, 64, 64], chunks of the left half of the keys, which are values, too.
-        right: [2, 4, 64, 64], of their right half.
-        rotary: [2, 64, 64] keys; after the product with them, weights of the block.
+        left: [2, 4, 64, 64], chunks of the left half of the keys, which are also values.
+        right: [2, 4, 64, 64], chunks of their right half.
+        rotary: [2, 64, 64] rotary columns of the keys; after the product with them, weights of the block.
         row_max: [2, 64] running maxima after each block of a step.
         row_sum: [2, 64] sums of the two warpgroups at the end of an item.
-        present: [2] int32, bit n: the page of rows 8 n to 8 n + 7 is there.
-        q_full: Queries are there.
-        q_free: No warpgroup reads them any more.
-        exclusive_full: [2 * pieces] a piece of the left half of block 0, or of the right half of block 1, is there: as
-            values, only the warpgroup that scores the block reads it.
-        shared_full: [2 * pieces] a piece of the other half is there; both warpgroups read it.
-        rotary_full: [2] the rotary columns and the bits in `present` are there.
-        exclusive_free: [2] the products that read the exclusive half are done.
-        shared_free: [2] the products that read the other half are done.
-        weights_full: [2] weights and maxima of a block are there.
-        sums_full: [2] sums of a warpgroup are there.
+        present: [2] int32, bit n: the page of rows 8 n to 8 n + 7 exists.
+        q_full: Mbarrier: queries have arrived.
+        q_free: Mbarrier: no warpgroup reads them any more.
+        exclusive_full: [2 * pieces] mbarriers: a piece of the left half of block 0, or of the right half of block 1,
+            has arrived; only the warpgroup that scores the block reads it as values.
+        shared_full: [2 * pieces] mbarriers: a piece of the other half has arrived; both warpgroups read it as values.
+        rotary_full: [2] mbarriers: the rotary columns and the bits in `present` have arrived.
+        exclusive_free: [2] mbarriers: the products that read the exclusive half are done.
+        shared_free: [2] mbarriers: the products that read the other half are done.
+        weights_full: [2] mbarriers: weights and maxima of a block have been written.
+        sums_full: [2] mbarriers: sums of a warpgroup have been written.
     """
 
     query: Any
@@ -55,12 +56,12 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A launch.
+    """The arguments of a launch.
 
     Attributes:
         spec: Constants.
         operands: References by name: query, latent, rotary, tables, items, shares.
-        outputs: References to output, lse, parts and lse of parts.
+        outputs: References to output, lse, partial outputs and their lse.
         shared: Shared memory and barriers.
     """
 
@@ -71,11 +72,11 @@ class Call:
 
 
 class ScheduledCall(Protocol):
-    """What walking the items of a schedule reads of a launch; `operands` has its items and shares."""
+    """What the loop over the items of a schedule reads of a launch; `operands` has its items and shares."""
 
     @property
     def spec(self) -> ScheduledSpec:
-        """Constants."""
+        """The kernel's constants."""
         ...
 
     @property
@@ -89,13 +90,13 @@ class Item(NamedTuple):
 
     Attributes:
         row: Query row.
-        sequence: Whose keys it attends.
+        sequence: The sequence whose keys it attends to.
         low: Its first key.
-        keys: One more than its last key.
-        first: The program's first step, from key 0 on.
-        steps: Its steps.
-        whole: Whether these are all of the item's.
-        slot: Where the part goes if not.
+        keys: The key after its last.
+        first: The program's first step, counted from key 0.
+        steps: The program's number of steps.
+        whole: Whether the program has all steps of the item.
+        slot: The slot of the partial result otherwise.
     """
 
     row: Any
@@ -109,7 +110,9 @@ class Item(NamedTuple):
 
 
 def program_of(call: ScheduledCall) -> tuple[Any, Any]:
-    """Returns program and tile of heads of a block: the tiles of a program are neighbours, which read the same keys."""
+    """Returns program and tile of heads of a block; the tiles of a program are consecutive blocks, and read the same
+    keys.
+    """
     block = lax.axis_index("block")
     return lax.div(block, I32(call.spec.tiles)), lax.rem(block, I32(call.spec.tiles))
 
@@ -117,10 +120,12 @@ def program_of(call: ScheduledCall) -> tuple[Any, Any]:
 def every_item(
     call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any, place: tuple[Any, Any] | None = None
 ) -> Any:
-    """Carries a value through `work` for the items of the program of this block; `place` is its program and tile."""
+    """Loops over the items of this block's program, carrying a value through `work`; `place` is the program and
+    tile.
+    """
     items, shares = call.operands["items"], call.operands["shares"]
     program, tile = program_of(call) if place is None else place
-    # Every warpgroup walks the list by itself: the tables are read from HBM, and no barrier hands an item on.
+    # Every warpgroup reads the list itself, from HBM, so that no barrier is needed to pass on items.
     begin, end = shares[program, 1], shares[program + 1, 1]
 
     def one(state: Any) -> Any:
@@ -128,9 +133,9 @@ def every_item(
         sequence, keys, start, steps, low = (items[row, n] for n in range(5))
         stop = jnp.minimum(end, start + steps)
         whole = (at == start) & (stop == start + steps)
-        # The part that an item begins with is the last of its program: the second slot.
+        # An item that starts in this program's share is its last: its partial result goes to the second slot.
         slot = (program * 2 + (at == start).astype(I32)) * call.spec.tiles + tile
-        # Steps of an item are counted in the line from `start`; `low` may lie steps behind key 0.
+        # Steps of an item are counted from `start`; `low` may be several steps after key 0.
         first = lax.div(low, I32(UNIT)) + at - start
         carry = work(Item(row, sequence, low, keys, first, stop - at, whole, slot), carry)
         return row + 1, stop, carry

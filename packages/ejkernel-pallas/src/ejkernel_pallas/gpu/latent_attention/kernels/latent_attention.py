@@ -1,23 +1,24 @@
 """The latent kernel: two consumer warpgroups that share 64 query heads of a row, and a producer warpgroup.
 
 A step has two blocks of 64 keys. Each warpgroup multiplies the queries with one of them and exponentiates its scores;
-both multiply both blocks of weights with their half of the values. A latent vector is key and value: it is copied once.
+both multiply both blocks of weights with their half of the values. A latent vector is key and value, and is copied
+once.
 
     warpgroup 0     Q K0 | softmax 0 | P0 V0 left             | P1 V1 left           accumulator 64 x 256, left
     warpgroup 1          | Q K1      | P0 V0 right, softmax 1 | P1 V1 right          accumulator 64 x 256, right
                                P0 and its maximum       P1 and its maximum           through shared memory
 
-Warpgroup 1 issues its product with the queries behind that of warpgroup 0, so that the tensor cores work during softmax
-0, and P0's product behind its own, before it waits for scores, so that they work during softmax 1.
+Warpgroup 1 issues its product with the queries after that of warpgroup 0, so that the tensor cores work during softmax
+0, and P0's product after its own, before it waits for scores, so that they work during softmax 1.
 
-Warpgroup 0 issues the first piece of its next block's product behind P1's product, so that the tensor cores need not
-wait for it. Queries and keys lie in chunks of 64 columns. Two of nine chunks of the queries are in registers: shared
-memory delivers 128 bytes a cycle, just what a product of 64 x 64 takes with both operands there, and reading it costs
-power, which limits the clock.
+Warpgroup 0 issues the first piece of its next block's product after P1's product, so that the tensor cores need not
+wait for it. Queries and keys are in chunks of 64 columns. Two of nine chunks of the queries are in registers: shared
+memory delivers 128 bytes per cycle, exactly what a product of 64 x 64 needs with both operands there, and reading it
+costs power, which limits the clock.
 
-The running maximum goes from block 0 to block 1, and from there to block 0 of the next step, so both accumulators are
-relative to the same one. Weights lie where the rotary columns of their block were, which only the product with the
-queries reads. The half of a block that only its warpgroup reads as values is free first.
+The running maximum passes from block 0 to block 1, and from there to block 0 of the next step, so both accumulators are
+relative to the same one. Weights reuse the memory of their block's rotary columns, which only the product with the
+queries reads. The half of a block that only its own warpgroup reads as values is free first.
 """
 
 import functools
@@ -51,20 +52,22 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
 )
 
 EVERY_GROUP = (1 << BLOCK_KV // GROUP) - 1
-"""Bits of a block whose keys are all present."""
+"""The bits of a block whose keys all exist."""
 Queries = dict[int, Any]
-"""Chunks of the queries in registers, by their number."""
+"""Chunks of the queries in registers, by index."""
 IN_REGISTERS = (2 * CHUNKS - 1, 2 * CHUNKS)
-"""Which these are, 16 registers each; more are spilled. The last of the right half is not the first of a product."""
+"""Indices of these chunks, 16 registers each; more would spill. The last one of the right half never starts a
+product.
+"""
 
 
 class Limits(NamedTuple):
-    """Which keys of a block a row attends.
+    """The keys of a block that a row attends to.
 
     Attributes:
-        first: Number of the first, if it is in the block.
-        end: Number of the first that it does not attend any more.
-        partial: Whether the row attends some keys of the block alone.
+        first: Index of the first one in the block.
+        end: Index of the first later key that it does not attend to.
+        partial: Whether the row attends to only some keys of the block.
     """
 
     first: Any
@@ -73,13 +76,13 @@ class Limits(NamedTuple):
 
 
 class Issued(NamedTuple):
-    """A product of the queries with a block of keys that is under way.
+    """A product of the queries with a block of keys that is in flight.
 
     Attributes:
-        scores: Accumulator registers, not valid until the product has ended.
-        limits: Which keys the row attends.
+        scores: Accumulator registers, not valid before the product has ended.
+        limits: The keys that the row attends to.
         masked: Whether there may be masked keys.
-        present: Groups of keys that are present, a bit each.
+        present: Groups of keys that exist, one bit each.
     """
 
     scores: Any
@@ -92,10 +95,10 @@ class State(NamedTuple):
     """What a consumer warpgroup carries from step to step.
 
     Attributes:
-        output: [64, 256], its half of the numerators.
-        row_max: [64] running maximum, as a power of two.
+        output: [64, 256], its half of the unnormalised output.
+        row_max: [64] running maximum, in base 2.
         row_sum: [64] sums of the weights of the blocks it scores.
-        scores: The first piece of warpgroup 0's next product, under way.
+        scores: The first piece of warpgroup 0's next product, in flight.
     """
 
     output: Any
@@ -107,12 +110,12 @@ class State(NamedTuple):
 def latent_kernel(call: Call) -> None:
     """Runs one thread block of the kernel."""
     warpgroup = lax.axis_index("warpgroup")
-    # Each warpgroup has code of its own, as their steps differ in what they wait for.
+    # Each warpgroup has its own code, since their steps wait for different events.
     for number, step in enumerate((_first_step, _second_step)):
 
         @pl.when(warpgroup == number)
         def _consume(number: int = number, step: Any = step) -> None:
-            # The accumulator alone takes 128 registers of a thread.
+            # The accumulator takes 128 registers per thread.
             plgpu.set_max_registers(REGISTERS[0], action="increase")
             every_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
 
@@ -121,14 +124,14 @@ def latent_kernel(call: Call) -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
         place = program_of(call)
 
-        # One warp is enough, and the others would take power for the same instructions.
+        # One warp suffices; the others would use power for the same instructions.
         @plgpu.warp_map
         def _warp(warp: Any) -> None:
             pl.when(warp == 0)(lambda: produce(call, place))
 
 
 def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
-    """Returns a warpgroup's half of the output of a program's steps of an item."""
+    """Computes a warpgroup's half of the output for a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
     queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in IN_REGISTERS}
@@ -139,10 +142,10 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     body = functools.partial(step, call, item, queries)
     state = lax.fori_loop(item.first, item.first + item.steps, body, state)
     if number == 0:
-        # A piece was issued behind the last step, too, of keys that are not this item's. No one reads it.
+        # The last step has also issued a piece, with keys that are not this item's; the result is not used.
         wgmma.wait(state.scores, in_flight=0)
-    # Each warpgroup has summed the weights of the blocks that it scored; both divide by the sum of all.
-    # Overwritten in the next item at the earliest, whose first step waits for the other's weights: those are published
+    # Each warpgroup has summed the weights of the blocks that it scored; both divide by the total. The sums are
+    # overwritten in the next item at the earliest, whose first step waits for the other's weights: those are published
     # after the other has read the sums of this item.
     shared.row_sum.at[number][...] = state.row_sum
     plgpu.barrier_arrive(shared.sums_full.at[number])
@@ -155,7 +158,7 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
 
 
 def _first_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
-    """Returns a step of the warpgroup that scores block 0 and accumulates the left half."""
+    """Performs a step of the warpgroup that scores block 0 and accumulates the left half."""
     shared = call.shared
     issued = _issue(call, item, (0, step), queries, state.scores)
     ping_pong_pass(WARPGROUPS)
@@ -164,37 +167,38 @@ def _first_step(call: Call, item: Item, queries: Queries, step: Any, state: Stat
     row_max = _moved(call, state.row_max, scores)
     powers = _powers(call, scores, row_max)
     alpha = jnp.exp2(state.row_max - row_max)
-    # Summed now: until the product has begun, weights would take registers.
+    # Summed here, since the weights take registers until the product has started.
     row_sum = state.row_sum * alpha + powers.sum(axis=1)
-    # Before its own product: warpgroup 1 waits for these weights.
+    # Before its own product, since warpgroup 1 waits for these weights.
     weights = _publish(call, 0, powers, row_max)
     output = _rescaled(call, state.output, alpha)
     output = wgmma.accumulate(output, weights, shared.left.at[0])
     output = wgmma.wait(output, in_flight=0)
-    # As values, this half of block 0 is read here alone.
+    # Only this warpgroup reads this half of block 0 as values.
     plgpu.barrier_arrive(shared.exclusive_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
-    # The maximum after block 1, to which warpgroup 1 has made P1 relative.
+    # The maximum after block 1, which P1 is relative to.
     after = arrays.load_rows(shared.row_max.at[1])
     alpha = jnp.exp2(row_max - after)
     output = _rescaled(call, output, alpha)
-    # P1 lies where the rotary columns of block 1 were.
+    # P1 is in the memory of block 1's rotary columns.
     output = wgmma.accumulate(output, shared.rotary.at[1], shared.left.at[1])
-    # The keys' place was free before P1 was awaited, so they are there by now. With the product itself in a branch, for
-    # the last step, the compiler would wait for its end there; only the wait for keys is in one.
+    # The keys' memory was free before P1 was awaited, so the keys have usually arrived. With the product itself in a
+    # branch for the last step, the compiler would wait for it at the branch's end; so only the wait for keys is in a
+    # branch.
     more = step + 1 < item.first + item.steps
     scores = _issue_piece(call, item, (0, step + 1, 0), queries, there=more)
     output = wgmma.wait(output, in_flight=1)
-    # Warpgroup 1 read this half as keys before it published P1, so the product was the last to read it.
+    # Warpgroup 1 read this half as keys before it published P1, so this product was the last to read it.
     plgpu.barrier_arrive(shared.shared_free.at[1])
-    # The sum moves too: sums of both warpgroups are relative to `after`, as they are added at the end.
+    # The sum is rescaled too: sums of both warpgroups are relative to `after`, since they are added at the end.
     return State(output, after, row_sum * alpha, scores)
 
 
 def _second_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
-    """Returns a step of the warpgroup that scores block 1 and accumulates the right half.
+    """Performs a step of the warpgroup that scores block 1 and accumulates the right half.
 
-    The product of the other's weights is under way while this one exponentiates its scores.
+    The product with the other's weights is in flight while this one exponentiates its scores.
     """
     shared = call.shared
     ping_pong_wait(WARPGROUPS)
@@ -212,7 +216,7 @@ def _second_step(call: Call, item: Item, queries: Queries, step: Any, state: Sta
     output = wgmma.wait(output, in_flight=0)
     # Warpgroup 0 read this half as keys before it published P0.
     plgpu.barrier_arrive(shared.shared_free.at[0])
-    # The accumulator is touched only now: the product was writing it.
+    # The accumulator is not touched before this point, since the product was writing it.
     output = _rescaled(call, output, jnp.exp2(before - row_max))
     output = wgmma.wait(wgmma.accumulate(output, weights, shared.right.at[1]), in_flight=0)
     plgpu.barrier_arrive(shared.exclusive_free.at[1])
@@ -220,7 +224,7 @@ def _second_step(call: Call, item: Item, queries: Queries, step: Any, state: Sta
 
 
 def _free_queries(call: Call, item: Item, step: Any) -> None:
-    """Behind the last scores of an item, the next one's queries may be copied: scores alone read them."""
+    """After the last scores of an item, frees the queries for the next item: only scores read them."""
     last = step + 1 == item.first + item.steps
     pl.when(last)(lambda: plgpu.barrier_arrive(call.shared.q_free))
 
@@ -241,11 +245,11 @@ def _issue_piece(
 
     Args:
         call: The launch.
-        item: Whose keys they are.
-        place: Block, step, and number of the piece in the order in which they are copied.
-        queries: Those in registers.
-        scores: What the pieces before made, if any.
-        there: Whether there is such a block. If not, the product is of what is in its place.
+        item: The item whose keys they are.
+        place: Block, step, and index of the piece in the order of copies.
+        queries: The chunks in registers.
+        scores: The accumulator of the pieces before, if any.
+        there: Whether there is such a block. If not, the product reads whatever is in its memory.
     """
     shared, (block, step, piece) = call.shared, place
     limits = _limits(call, item, block, step)
@@ -268,7 +272,7 @@ def _issue_piece(
 
 
 def _issue(call: Call, item: Item, place: tuple[int, Any], queries: Queries, scores: Any = None) -> Issued:
-    """Issues the product of the queries with a block of keys, or what is left of it behind the first piece."""
+    """Issues the product of the queries with a block of keys, or the rest of it after the first piece."""
     shared, (block, step) = call.shared, place
     limits = _limits(call, item, block, step)
     made: Any = scores
@@ -285,9 +289,9 @@ def _issue(call: Call, item: Item, place: tuple[int, Any], queries: Queries, sco
 
 
 def _scores(call: Call, issued: Issued, in_flight: int) -> Any:
-    """Scores of a block, `masked` where there is no key, once at most `in_flight` later products are unfinished.
+    """Returns the scores of a block, `masked` for missing keys, once at most `in_flight` later products are unfinished.
 
-    They are products: `factor` makes powers of two of them, in the instruction that subtracts the maximum.
+    They are raw products: the instruction that subtracts the maximum also multiplies by `factor`, to base 2.
     """
     scores = wgmma.wait(issued.scores, in_flight=in_flight)
     if call.spec.factor != call.spec.exponent:
@@ -313,21 +317,21 @@ def _powers(call: Call, scores: Any, row_max: Any) -> Any:
 
 
 def _zero(tiles: list[Any], limits: Limits) -> None:
-    """Writes zeros to the rows of tiles that are masked: they may hold NaN, and a weight of zero times NaN is NaN."""
+    """Writes zeros to the masked rows of tiles: they may hold NaN, and a weight of zero times NaN is NaN."""
     for tile in tiles:
         zero_rows(tile, limits.first, limits.end)
     plgpu.commit_smem()
 
 
 def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
-    """Gives the other warpgroup the weights of a block and the maximum that they are relative to."""
+    """Passes the weights of a block, and the maximum that they are relative to, to the other warpgroup."""
     shared = call.shared
-    # Rounded once: warpgroup 0 multiplies the registers and warpgroup 1 this memory, with the same bits.
+    # Rounded once: warpgroup 0 multiplies the registers and warpgroup 1 this memory, with the same values.
     weights = lax.optimization_barrier(weights.astype(call.spec.dtype))
-    # The product with the queries, the only one that reads rotary columns, has ended: scores were waited for.
+    # The product with the queries, the only one that reads rotary columns, has ended: its scores were awaited.
     shared.rotary.at[block][...] = weights
     shared.row_max.at[block][...] = row_max
-    # No barrier of the warpgroup: it has its own weights in registers, and the other awaits every thread.
+    # No warpgroup barrier is needed: this one uses its registers, and the other waits for all threads.
     wgmma.fence_writes()
     plgpu.barrier_arrive(shared.weights_full.at[block])
     return weights
@@ -345,27 +349,27 @@ def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
 
 
 def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
-    """Writes a warpgroup's half of the rows of an item, or of a part of it."""
+    """Writes a warpgroup's half of the rows of an item, or of a partial result."""
     result, sums, parts, part_sums = call.outputs
     _, tile = program_of(call)
     number_of_tile, columns = item.row * call.spec.tiles + tile, pl.ds(number * HALF, HALF)
 
     @pl.when(item.whole)
     def _whole() -> None:
-        # From registers: shared memory has no room for an output, which is written once an item.
+        # Directly from registers: shared memory has no room for an output, which is written once per item.
         target = result.at[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns]
         rounded = output.astype(call.spec.dtype)
         if call.spec.stored > WGMMA_M - WARP_ROWS:
             arrays.store_wide(target, rounded)
         else:
             arrays.store_first_rows(target, rounded, call.spec.stored)
-        # The warpgroups agree on lse, so one writes it.
+        # Both warpgroups have the same lse, so one writes it.
         if number == 0:
             sums[number_of_tile] = lse
 
     @pl.when(~item.whole)
     def _part() -> None:
-        # Divided by the part's own denominator: lse is its weight when parts are merged.
+        # Divided by its own denominator: exp(lse) is its weight when partial results are merged.
         arrays.store_first_rows(parts.at[item.slot, :, columns], output, call.spec.stored)
         if number == 0:
             part_sums[item.slot] = lse

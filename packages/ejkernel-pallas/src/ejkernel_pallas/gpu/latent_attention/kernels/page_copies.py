@@ -1,4 +1,4 @@
-"""Where the keys of a block lie in a cache of pages, for the producers of the latent and of the paged kernel."""
+"""The addresses of a block's keys in a paged cache, for the producers of the latent and of the paged kernel."""
 
 from typing import Any
 
@@ -14,29 +14,29 @@ Places = list[tuple[Any, Any]]
 
 
 def block_places(call: ScheduledCall, item: Item, key: Any, size: int) -> tuple[Places, Any]:
-    """Returns page and slot of every copy of a block of keys, and which groups of eight keys are present.
+    """Returns page and slot of every copy of a block of keys, and which groups of eight keys exist.
 
-    The page of an absent one is the number of pages: TMA writes zeros for what lies beyond an array's end.
+    A missing one gets the number of pages as its page: TMA writes zeros for addresses past an array's end.
 
     Args:
         call: The launch; `operands["tables"]` has the page table of every sequence.
-        item: Whose keys they are.
+        item: The item whose keys they are.
         key: The block's first key.
-        size: Keys of the block.
+        size: Keys per block.
     """
     spec = call.spec
     if spec.columns == 0:
-        # All bits set: keys beyond the sequence are masked by its length.
+        # All bits set: keys past the sequence's end are masked by its length.
         return [(item.sequence, key)], I32(-1)
     tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
     places: Places = []
     each = spec.copied // GROUP
     for first in range(0, size, spec.copied):
         column = lax.div(key + first, I32(spec.page_size))
-        # Behind the table's end its last entry is read; `there` is false for it.
+        # Past the table's end its last entry is read; `there` is false for it.
         page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
         there = (key + first < item.keys) & (page >= 0) & (page < pages)
         places.append((jnp.where(there, page, pages), lax.rem(key + first, I32(spec.page_size))))
-        # A bit for eight keys: what is not there is masked, as zeros alone would count in the softmax.
+        # One bit per eight keys: missing keys are masked, as zeros would still count in the softmax.
         bits = bits | jnp.where(there, I32(((1 << each) - 1) << (first // GROUP)), I32(0))
     return places, bits

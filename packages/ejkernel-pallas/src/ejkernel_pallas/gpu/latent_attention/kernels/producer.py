@@ -1,4 +1,4 @@
-"""The warpgroup of the latent kernel that copies queries and blocks of keys to shared memory."""
+"""The producer warpgroup of the latent kernel, which copies queries and blocks of keys to shared memory."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from ejkernel_pallas.gpu.latent_attention.spec import BLOCK_KV, CHUNK, CHUNKS, P
 
 
 def produce(call: Call, place: tuple[Any, Any]) -> None:
-    """Copies all that the program needs, by one warp; `place` is the block's program and tile."""
+    """Copies all operands of the program, by one warp; `place` is the block's program and tile."""
 
     def one(item: Item, carry: Any) -> Any:
         count, number = carry
@@ -28,7 +28,7 @@ def produce(call: Call, place: tuple[Any, Any]) -> None:
 
 def _copy_queries(call: Call, item: Item, number: Any, tile: Any) -> None:
     shared, query = call.shared, call.operands["query"]
-    # The first item's queries find their place free.
+    # The first item finds the queries' memory free.
     pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
     rows = pl.ds(tile * WGMMA_M, WGMMA_M)
     for chunk in range(2 * CHUNKS + 1):
@@ -37,11 +37,11 @@ def _copy_queries(call: Call, item: Item, number: Any, tile: Any) -> None:
 
 
 def _copy_step(call: Call, item: Item, step: Any, count: Any) -> Any:
-    """Copies two blocks in halves, each as soon as its place is free."""
-    # Block 0 first: its values are multiplied first, so its buffers are free first. There is room for one step only:
+    """Copies two blocks in halves, each once its memory is free."""
+    # Block 0 first: its values are multiplied first, so its buffers are free first. There is memory for one step only:
     # the copy of a half overlaps with products of the other halves.
     for block in (0, 1):
-        # Before the waits: the page table's latency passes while the buffers are still read.
+        # Before the waits, so that the page table's latency overlaps with them.
         places, present = block_places(call, item, step * UNIT + block * BLOCK_KV, BLOCK_KV)
         _copy_exclusive(call, places, count, block)
         _copy_shared(call, places, present, count, block)
@@ -64,14 +64,14 @@ def _copy_shared(call: Call, places: Places, present: Any, count: Any, block: in
     target = (shared.right, shared.left)[block].at[block]
     _copy_half(call, places, 1 - block, target, shared.shared_full, block)
     full = shared.rotary_full.at[block]
-    # Behind the wait: the block before is masked with its bits until then.
+    # After the wait: until then the previous block is masked with its bits.
     shared.present[block] = present
     _copy(call, places, "rotary", pl.ds(call.spec.start, ROTARY), shared.rotary.at[block], full)
     plgpu.barrier_arrive(full)  # after the bits
 
 
 def _copy_half(call: Call, places: Places, half: int, target: Any, full: Any, block: int) -> None:
-    """Copies the chunks of a half of a block, in the order in which the product with the queries takes them."""
+    """Copies the chunks of a half of a block, in the order in which the product with the queries reads them."""
     for chunk in range(CHUNKS):
         columns = pl.ds((half * CHUNKS + chunk) * CHUNK, CHUNK)
         piece = block * PIECES + chunk * PIECES // CHUNKS
@@ -81,6 +81,6 @@ def _copy_half(call: Call, places: Places, half: int, target: Any, full: Any, bl
 def _copy(call: Call, places: Places, name: str, columns: Any, target: Any, full: Any) -> None:
     rows = call.spec.copied
     for number, (page, slot) in enumerate(places):
-        # A copy a page, or a part of one: eight rows at least, since the swizzle repeats after eight.
+        # One copy per page, or per part of one: at least eight rows, since the swizzle repeats after eight.
         source = call.operands[name].at[page, pl.ds(slot, rows), columns]
         plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)

@@ -1,6 +1,6 @@
-"""The plan of a call in one kernel, where XLA takes about ten, which cost more than they compute.
+"""Plans a call in one kernel, where XLA takes about ten, which cost more than their work.
 
-Block p finds where program p begins. Every block makes all running sums by itself, in shared memory:
+Block p computes where program p starts. Every block computes all running sums itself, in shared memory:
 
     steps   | 2  5  1  3 |       ends = steps; then for 1, 2, 4, ...: ends[i] += ends[i - n]
     ends    | 2  7  8 11 |       the item of step s is the number of ends <= s
@@ -27,20 +27,20 @@ from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, ma
 from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
 
 COLUMNS = 5
-"""How many columns the table of items has."""
+"""Columns of the table of items."""
 SHIFT = UNIT.bit_length() - 1
-"""Steps are keys shifted right by so many bits."""
+"""log2 of the keys per step."""
 
 
 def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
-    """Returns the items of a record, and the programs' shares, as `plan.make_plan` has them."""
+    """Returns the items of a record, and the programs' shares, as `plan.make_plan` does."""
     # A power of two, which every layout of a warpgroup divides.
     size = max(THREADS, 1 << (spec.rows - 1).bit_length())
-    # Where a sequence is a row, the kernel reads lengths, and XLA has nothing to compute.
+    # If sequences are rows, the kernel reads lengths, and XLA has nothing to compute.
     single = record.query_start is None and record.kv_starts is None
     operands = (record.kv_lens.astype(I32),) if single else make_extents(record, spec)
     memory = plgpu.SMEM((size,), I32)
-    # The sums have zeros before them, so that those behind need not ask which exist.
+    # Zeros precede the sums, so that reads before the first one need no bounds check.
     scratch = [memory, memory, memory, memory, memory, plgpu.SMEM((2 * size,), I32)]
     outputs = [jax.ShapeDtypeStruct((spec.rows, COLUMNS), I32), jax.ShapeDtypeStruct((spec.programs + 1, 2), I32)]
     items, shares = plgpu.kernel(
@@ -56,7 +56,7 @@ def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
 
 def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest: Any) -> None:
     items, shares, *columns, sums = rest
-    # One element a thread and register: rows are read from places that are no multiples of two.
+    # One element per thread and register: rows are read from offsets that may be odd.
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     row = plgpu.broadcasted_iota(I32, (size,), 0, layout=layout)
     loaded = [_load(ref, size, layout) for ref in given]
@@ -66,7 +66,7 @@ def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest:
     else:
         owner, keys, low = loaded
     steps = lax.shift_right_logical(keys + (UNIT - 1), SHIFT) - lax.shift_right_logical(low, SHIFT)
-    # An item without keys has an output, too; what lies behind the last item has no steps.
+    # An item without keys has an output, too; rows past the last item have no steps.
     steps = jnp.where(row < spec.rows, jnp.maximum(steps, 1), 0)
     ends = _running_sums(steps, sums, size, layout)
     block = lax.axis_index("block")
@@ -81,7 +81,7 @@ def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest:
 
 
 def _load(ref: Any, size: int, layout: Any) -> Any:
-    """Returns an int32 vector from device memory, with its last element again for all that is behind it."""
+    """Loads an int32 vector from device memory, padded with its last element."""
     count = ref.shape[0]
 
     @plgpu.inline_mgpu(
@@ -116,7 +116,7 @@ def _running_sums(steps: Any, sums: Any, size: int, layout: Any) -> Any:
 
 
 def _beginning(spec: LatentSpec, steps: Any, ends: Any, program: Any) -> tuple[Any, Any]:
-    """Returns first step of a program in the line of all steps, and the item that it is of."""
+    """Returns the first step of a program in the order of all steps, and its item."""
     total, longest = jnp.sum(steps), jnp.max(steps)
     share = lax.div(total + (spec.programs - 1), I32(spec.programs))
     if spec.growth:

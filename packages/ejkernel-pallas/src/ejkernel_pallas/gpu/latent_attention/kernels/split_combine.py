@@ -1,7 +1,7 @@
-"""Merging the parts of items that several programs worked on, in a kernel of its own.
+"""Merges the partial results of items that were split over several programs, in a separate kernel.
 
-A block has 64 heads and `COLUMNS` columns of one item. The programs that have a part of it follow each other: the first
-wrote its second slot, all others their first. Items that one program had stay as they are.
+A block has 64 heads and `COLUMNS` columns of one item. The programs of an item are consecutive: the first one wrote its
+second slot, all others their first. Items of a single program are not touched.
 
     slots of programs   [first, second] [first, second] [first, second]
     an item's parts             part 0 ─► part 1 ──────► part 2           online softmax over parts, weight exp(lse)
@@ -25,18 +25,18 @@ from ejkernel_pallas.gpu.latent_attention.spec import LOWEST, ScheduledSpec
 COLUMNS = 64
 """Columns that a thread block merges at a time."""
 BLOCKS = 528
-"""Thread blocks, about: four a multiprocessor."""
+"""The approximate number of thread blocks: four per multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What the latent kernel, or one with the same schedule, wrote. W columns: 512, or the size of a value.
+    """The outputs of the latent kernel, or of one with the same schedule. W columns: 512, or the value dimension.
 
     Attributes:
-        output: [T * tiles * 64, W] of items that one program had.
+        output: [T * tiles * 64, W] of items of a single program.
         lse: [T * tiles, 64] of the same items.
-        parts: [programs * 2 * tiles, 64, W] float32, of parts of the others.
-        part_lse: [programs * 2 * tiles, 64].
+        parts: [programs * 2 * tiles, 64, W] float32, partial results of the other items.
+        part_lse: [programs * 2 * tiles, 64], their lse.
     """
 
     output: Any
@@ -53,13 +53,13 @@ def combined(
     Args:
         spec: Constants.
         plan: Items and shares.
-        made: What the kernel wrote.
-        stored: The first rows of a tile, which it wrote.
+        made: The kernel's outputs.
+        stored: The number of leading rows of a tile that it wrote.
     """
     operands = {"parts": made.parts, "part_lse": made.part_lse, "items": plan.items, "shares": plan.shares}
     width = made.output.shape[1]
     across = width // COLUMNS
-    # Blocks that have nothing to merge cost little, but not nothing: with many tiles each has more columns.
+    # Blocks with nothing to merge cost little, but not nothing: with many tiles each block has more columns.
     while across % 2 == 0 and spec.rows * spec.tiles * across > BLOCKS:
         across //= 2
 
@@ -78,10 +78,10 @@ def combined(
 def _combine(
     spec: ScheduledSpec, given: dict[str, Any], updated: dict[str, Any], number: Any, part: tuple[Any, int], stored: int
 ) -> None:
-    """Columns of one tile of heads of an item; `part` is the first, and how many."""
+    """Merges columns of one tile of heads of an item; `part` is the first column and their number."""
     item, tile = lax.div(number, I32(spec.tiles)), lax.rem(number, I32(spec.tiles))
     start, steps = given["items"][item, 2], given["items"][item, 3]
-    # All programs have equal shares, but for the last ones: program 1 begins where the first share ends.
+    # All programs have equal shares, except the last ones: program 1 starts where the first share ends.
     share = jnp.maximum(given["shares"][1, 1], 1)
     first, last = lax.div(start, share), lax.div(start + steps - 1, share)
     rows = pl.ds(number * WGMMA_M, WGMMA_M)
@@ -94,7 +94,7 @@ def _combine(
             return (program * 2 + (program == first).astype(I32)) * spec.tiles + tile
 
         def load(program: Any) -> tuple[Any, Any]:
-            # An odd number of parts: the last is loaded twice, the second time with a weight of 0.
+            # With an odd number of partial results, the last is loaded twice, the second time with a weight of 0.
             place = slot(jnp.minimum(program, last))
             part_lse = arrays.load_rows(given["part_lse"].at[place])
             part = arrays.load_first_rows(given["parts"].at[place, :, columns], stored)
@@ -102,14 +102,14 @@ def _combine(
 
         def add(number: Any, state: Any) -> Any:
             output, row_max, row_sum = state
-            # Two at a time, so that all their loads are under way together.
+            # Two at a time, so that all their loads are in flight together.
             pair = [load(first + 2 * number + n) for n in (0, 1)]
             top = jnp.maximum(row_max, jnp.maximum(pair[0][0], pair[1][0]))
             alpha = jnp.exp(row_max - top)
             output, row_sum = output * over_columns(alpha, output.shape), row_sum * alpha
             for part_lse, part in pair:
-                # A part is normalised by its own denominator, so its weight is exp(lse). The order of parts is fixed:
-                # results are reproducible bit for bit.
+                # A partial result is normalised by its own denominator, so its weight is exp(lse). Their order is
+                # fixed: results are reproducible bit for bit.
                 weight = jnp.exp(part_lse - top)
                 output, row_sum = output + part * over_columns(weight, part.shape), row_sum + weight
             return output, top, row_sum
@@ -120,13 +120,13 @@ def _combine(
         arrays.store_first_rows(updated["output"].at[rows, columns], output.astype(spec.dtype), stored)
 
         @pl.when(column == 0)
-        # All blocks of columns have lse in registers; the first writes it.
+        # All blocks of columns compute lse; the first writes it.
         def _lse() -> None:
             updated["lse"][number] = row_max + jnp.log(row_sum)
 
         return carry
 
-    # Items that one program had are in place.
+    # Items of a single program are complete.
     @pl.when(first != last)
     def _merge() -> None:
         lax.fori_loop(0, part[1] // COLUMNS, merge, I32(0))

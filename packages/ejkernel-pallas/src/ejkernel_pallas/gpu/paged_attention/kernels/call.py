@@ -8,19 +8,19 @@ from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Shared memory and barriers; n is a stage of the pipeline.
+    """Shared memory and mbarriers; n is a stage of the pipeline.
 
     Attributes:
         q: [64, D] queries of a tile.
         k: [n, 128, D] blocks of keys.
         v: [n, 128, Dv] their values.
-        present: [n] int32, bit b: the page of keys 8 b to 8 b + 7 is there.
-        q_full: Queries are there.
-        q_free: Barrier: all reads of the queries are done.
-        k_full: [n] keys and `present` are there.
-        k_free: [n] barriers: all reads of the keys are done.
-        v_full: [n] values are there.
-        v_free: [n] barriers: all reads of the values are done.
+        present: [n] int32, bit b: the page of keys 8 b to 8 b + 7 exists.
+        q_full: Mbarrier: queries have arrived.
+        q_free: Mbarrier: all reads of the queries are done.
+        k_full: [n] mbarriers: keys and `present` have arrived.
+        k_free: [n] mbarriers: all reads of the keys are done.
+        v_full: [n] mbarriers: values have arrived.
+        v_free: [n] mbarriers: all reads of the values are done.
     """
 
     q: Any
@@ -37,12 +37,12 @@ class Shared:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A launch.
+    """The arguments of a launch.
 
     Attributes:
         spec: Constants.
         operands: References by name: query, keys, values, tables, items, shares.
-        outputs: References to output, lse, parts and lse of parts.
+        outputs: References to output, lse, partial outputs and their lse.
         shared: Shared memory and barriers.
     """
 

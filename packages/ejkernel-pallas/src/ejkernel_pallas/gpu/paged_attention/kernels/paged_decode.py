@@ -1,12 +1,12 @@
 """Paged attention on Hopper: a consumer warpgroup with 64 rows of scores, and a producer warpgroup.
 
-The rows are the query heads of one KV head, of as many tokens of a sequence as fill them, so that a key is read once
-for all of them. A step has a block of 128 keys, whose pages the producer copies one by one into a stage.
+The rows are the query heads of one KV head, for as many tokens of a sequence as fit, so that a key is read once for all
+of them. A step has a block of 128 keys, whose pages the producer copies one by one into a stage.
 
-    producer    K0 V0 | K1 V1 | K2 V2 | K3 V3 ...                 as far ahead as there are stages
+    producer    K0 V0 | K1 V1 | K2 V2 | K3 V3 ...                 ahead by the number of stages
     consumer            Q K0, softmax, P0 V0 | Q K1, softmax, P1 V1 ...
 
-One warpgroup is enough: a block of 128 keys and values of 128 takes a multiprocessor longer to read than to multiply.
+One consumer suffices: a multiprocessor takes longer to read a block of 128 keys and values of 128 than to multiply it.
 """
 
 from typing import Any, NamedTuple
@@ -28,15 +28,15 @@ from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
 from ejkernel_pallas.gpu.paged_attention.kernels.producer import produce
 
 LOWEST = -1e30
-"""The maximum of no scores, and a masked score: finite, so that differences are no NaN."""
+"""The maximum of no scores, and a masked score: finite, so that differences are not NaN."""
 
 
 class State(NamedTuple):
     """What the consumer carries from step to step.
 
     Attributes:
-        output: [64, Dv] numerators.
-        row_max: [64] running maximum, as a power of two.
+        output: [64, Dv] unnormalised output.
+        row_max: [64] running maximum, in base 2.
         row_sum: [64] sums of the weights.
     """
 
@@ -51,14 +51,15 @@ def paged_kernel(call: Call) -> None:
 
     @pl.when(warpgroup == 0)
     def _consume() -> None:
-        # No registers are moved between warpgroups: two of them share 65536, more than their threads can name.
+        # The register limits of warpgroups stay equal: two warpgroups share 65536 registers, more than their threads
+        # can use.
         every_item(call, lambda item, count: _consume_item(call, item, count), I32(0))
 
     pl.when(warpgroup == 1)(lambda: produce(call))
 
 
 def _consume_item(call: Call, item: Item, count: Any) -> Any:
-    """Returns a program's part of the output of an item; returns the blocks that it has had until then."""
+    """Computes a program's steps of an item; returns the number of blocks that it has processed so far."""
     shared, spec = call.shared, call.spec
     plgpu.barrier_wait(shared.q_full)
     begin = State(
@@ -66,32 +67,32 @@ def _consume_item(call: Call, item: Item, count: Any) -> Any:
     )
     position = call.operands["items"][item.row, 5]
     state = lax.fori_loop(0, item.steps, lambda n, state: _step(call, item, position, (n, count + n), state), begin)
-    # The last scores have been waited for.
+    # The last scores have been awaited.
     plgpu.barrier_arrive(shared.q_free)
-    # `row_sum` is not 0: where nothing attends, weights are exp2(LOWEST - LOWEST) = 1. `run.py` drops such rows by
-    # their lse.
+    # `row_sum` is not 0: for rows that attend to nothing, weights are exp2(LOWEST - LOWEST) = 1. `forward.py` drops
+    # such rows by their lse.
     output = state.output * over_columns(spec.value_scale / state.row_sum, state.output.shape)
     _write(call, item, output, state.row_max * LN2 + jnp.log(state.row_sum))
     return count + item.steps
 
 
 def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state: State) -> State:
-    """Adds a block of keys; `numbers` are the step of the item and the program's blocks before."""
+    """Adds a block of keys; `numbers` are the step of the item and the program's earlier blocks."""
     shared, spec = call.shared, call.spec
     slot = lax.rem(numbers[1], I32(spec.stages))
     key = (item.first + numbers[0]) * UNIT
     plgpu.barrier_wait(shared.k_full.at[slot])
-    # Not a step ahead: decoding reads 64 KB a step, which takes longer than its products
+    # The product is not issued a step ahead: decoding reads 64 KB per step, which takes longer than its products
     # (docs/lab/hopper_paged_attention.md).
     scores = wgmma.wait(wgmma.issue(shared.q, shared.k.at[slot]), in_flight=0)
-    # Before the stage is free: the producer then writes the bits of a later block.
+    # Before the stage is freed: the producer then writes the bits of a later block.
     present = shared.present[slot]
-    # The stage's keys are free while its values are still needed: they have barriers of their own.
+    # The stage's keys are freed while its values are still needed: they have separate mbarriers.
     plgpu.barrier_arrive(shared.k_free.at[slot])
     scores = _masked(call, item, scores, (key, position, present))
     row_max = jnp.maximum(state.row_max, scores.max(axis=1))
     weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
-    # A row that no key has reached yet has weights of 1: the first key that does makes alpha exp2(LOWEST - m) = 0.
+    # A row without any key so far has weights of 1: its first key makes alpha exp2(LOWEST - m) = 0.
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
     output = _rescaled(call, state.output, alpha)
@@ -99,7 +100,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     plgpu.barrier_wait(shared.v_full.at[slot])
     # Slots of keys that no row attends to may hold NaN, and a weight of zero times NaN is NaN.
     pl.when((end < UNIT) | (first > 0))(lambda: _zero(shared.v.at[slot], first, end))
-    # Keeps the conversion in front of the product, which no register of its operand may be written under.
+    # Keeps the conversion before the product, during which the registers of its operand must not be written.
     weights = lax.optimization_barrier(weights.astype(spec.dtype))
     output = _product(output, weights, shared.v.at[slot])
     plgpu.barrier_arrive(shared.v_free.at[slot])
@@ -107,31 +108,31 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
 
 
 def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) -> Any:
-    """Returns scores as powers of two, `LOWEST` where a row does not attend.
+    """Returns scores in base 2, `LOWEST` where a row does not attend.
 
     Args:
         call: The launch.
-        item: Whose keys these are.
+        item: The item whose keys these are.
         scores: [64, 128].
-        numbers: The block's first key, the position of the tile's first token, and the bits of pages that are there.
+        numbers: The block's first key, the position of the tile's first token, and the bits of pages that exist.
     """
     spec, (key, position, present) = call.spec, numbers
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    # Of all tokens of the tile: the first key of its first, and the last of its last. Limits of single tokens follow
-    # below.
+    # Limits of the whole tile: the first key of its first token, and the last key of its last. Limits of single tokens
+    # follow below.
     attends = (column < item.keys - key) & (column >= item.low - key)
     if spec.columns:
         bits = jnp.right_shift(present, lax.div(column, I32(GROUP)))
         attends = attends & (jnp.bitwise_and(bits, 1) > 0)
     if spec.tokens > 1 and (spec.left is not None or spec.right is not None):
         row = plgpu.broadcasted_iota(I32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-        # How far a key lies behind its row's token.
+        # The distance of a key from its row's token.
         distance = column - lax.div(row, I32(spec.group)) + (key - position)
         if spec.right is not None:
             attends = attends & (distance <= spec.right)
         if spec.left is not None:
             attends = attends & (distance >= -spec.left)
-    # A select, not an added -inf: products with slots of no key may be NaN, and keys are not zeroed.
+    # Selected, instead of adding -inf: products with invalid slots may be NaN, and keys are not zeroed.
     return jnp.where(attends, scores * spec.exponent, LOWEST)
 
 
@@ -146,13 +147,13 @@ def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
 
 
 def _product(output: Any, weights: Any, values: Any) -> Any:
-    """Returns the output with weights times values added."""
+    """Returns the output plus weights times values."""
     ref = plgpu.WGMMAAccumulatorRef.init(output)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(ref)
 
 
 def _write(call: Call, item: Item, output: Any, lse: Any) -> None:
-    """Writes the rows of an item, or of a part of it."""
+    """Writes the rows of an item, or of a partial result."""
     result, sums, parts, part_sums = call.outputs
     _, head = program_of(call)
     number = item.row * call.spec.tiles + head
@@ -164,6 +165,6 @@ def _write(call: Call, item: Item, output: Any, lse: Any) -> None:
 
     @pl.when(~item.whole)
     def _part() -> None:
-        # Divided by the part's own denominator, which its lse has: the weight when parts are merged.
+        # Divided by its own denominator, which its lse includes: the weight when partial results are merged.
         parts[item.slot] = output
         part_sums[item.slot] = lse

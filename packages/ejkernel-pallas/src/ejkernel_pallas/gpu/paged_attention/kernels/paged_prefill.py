@@ -1,13 +1,12 @@
-"""Sequences with many query tokens: flash attention's kernel, whose keys and values lie in pages.
+"""Attention for sequences with many query tokens: flash attention's kernel with keys and values in pages.
 
-A work tile has 128 query rows of one head, as in flash attention, where the decoding kernel has all query heads of a
-KV head: with that many tokens keys are read often enough from L2, and two warpgroups overlap products with
-exponentials. Queries are read and outputs written where they are. Copies begin at multiples of eight rows, so that the
-first tile of a sequence may begin with rows of the one before, and its last one end with those of the next: they are
-computed, and not written.
+A work tile has 128 query rows of one head, as in flash attention, where the decode kernel has all query heads of a KV
+head: with many tokens, keys are read from L2 often enough, and two warpgroups overlap products with exponentials.
+Queries and outputs are not moved. Copies start at multiples of eight rows, so the first tile of a sequence may start
+with rows of the previous one, and its last one end with those of the next: they are computed, but not written.
 
-    rows     | sequence 0 ....... | 1 | sequence 2 ............. | none      1 has few tokens: the decoding kernel's
-    tiles    | 128 | 128 | 70     |  4 + 124 | 128 | 128 | 5     | 128      the rows of no sequence get zeros
+    rows     | sequence 0 ....... | 1 | sequence 2 ............. | none      1 has few tokens: for the decode kernel
+    tiles    | 128 | 128 | 70     |  4 + 124 | 128 | 128 | 5     | 128      padding rows get zeros
 """
 
 import dataclasses
@@ -41,26 +40,26 @@ STAGES = 2
 OPERANDS = ("q", "k", "v", "tables", "table")
 """Operands of the kernel, in the order in which `prefill` passes them."""
 COLUMNS_OF_EIGHT = 2
-"""Columns that a thread has of eight of a tile of scores, and so the bits of eight keys in a word."""
+"""Columns per thread of every eight columns of a tile of scores, and so the bits of eight keys in a word."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedKeys:
-    """`KeyPages` of a cache.
+    """Reads a cache of pages for flash attention's kernel: its `KeyPages`.
 
     Attributes:
-        spec: How the cache lies.
+        spec: Describes the cache's layout.
     """
 
     spec: PagedSpec
 
     @property
     def copies(self) -> int:
-        """Returns a copy a page, or a part of one."""
+        """Returns the number of copies of a block: one per page, or per part of one."""
         return UNIT // self.spec.copied
 
     def live(self, operands: dict[str, Any]) -> Any:
-        """Returns all heads' tiles that have query tokens."""
+        """Returns the number of tiles with query tokens, over all heads."""
         return operands["table"][0, 0, LIVE]
 
     def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
@@ -70,7 +69,7 @@ class PagedKeys:
     def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
         """Returns the page of every copy of a block.
 
-        That of an absent one is the number of pages: copies from beyond an array's end write zeros.
+        A missing one gets the number of pages: copies from past an array's end write zeros.
         """
         spec, key = self.spec, block * UNIT
         if spec.columns == 0:
@@ -78,16 +77,16 @@ class PagedKeys:
         pages: list[Any] = []
         for first in range(0, UNIT, spec.copied):
             column = lax.div(key + first, I32(spec.page_size))
-            # Behind the table's end its last entry is read; `there` is false for it.
+            # Past the table's end its last entry is read; `there` is false for it.
             page = operands["tables"][tile.sequence, jnp.minimum(column, spec.columns - 1)]
             there = (key + first < tile.keys) & (page >= 0) & (page < spec.pages)
             pages.append(jnp.where(there, page, spec.pages))
         return tuple(pages)
 
     def word(self, pages: tuple[Any, ...]) -> Any:
-        """Returns the keys of a block that are there."""
+        """Returns a bit per key of a block, set if it exists."""
         if self.spec.columns == 0:
-            # All bits set: keys behind the last one are masked by their number.
+            # All bits set: keys past the last one are masked by their number.
             return I32(-1)
         word, bits = I32(0), COLUMNS_OF_EIGHT * (self.spec.copied // GROUP)
         for number, page in enumerate(pages):
@@ -112,13 +111,13 @@ class PagedKeys:
 def prefill(
     record: PagedAttention, spec: PagedSpec, lengths: paged_cache.RowLimits, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns output [T, H, Dv] and lse [T, H] of the sequences with so many query rows.
+    """Returns output [T, H, Dv] and lse [T, H] of the sequences with many query rows.
 
-    Rows of no sequence have 0 and -inf, those of other sequences anything.
+    Padding rows have 0 and -inf; those of other sequences are undefined.
 
     Args:
         record: The canonical arguments, without new tokens.
-        spec: How the cache lies.
+        spec: Describes the cache's layout.
         lengths: Query rows of the sequences.
         cache: Keys and values as three axes, as `PagedKeys` reads them.
     """
@@ -155,7 +154,7 @@ def _flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
 
 
 def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns outputs [1, T, H, Dv] and lse [1, H, T], of whole groups of eight rows."""
+    """Returns outputs [1, T, H, Dv] and lse [1, H, T], padded to groups of eight rows."""
     operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
     tile = forward_tile(HopperForward(block_q=TILE, block_kv=UNIT, stages=STAGES), spec)
     # All heads are one bundle, so that tiles are in order over all of them and the live ones come first.

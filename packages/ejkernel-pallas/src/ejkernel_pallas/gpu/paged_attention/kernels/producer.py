@@ -1,4 +1,6 @@
-"""The warpgroup of the paged kernel that copies queries, and keys and values page by page, to shared memory."""
+"""The producer warpgroup of the paged kernel, which copies queries, and keys and values page by page, to shared
+memory.
+"""
 
 from typing import Any
 
@@ -17,7 +19,7 @@ from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 
 
 def produce(call: Call) -> None:
-    """Copies all that the program needs."""
+    """Copies all operands of the program."""
 
     def one(item: Item, carry: Any) -> Any:
         count, number = carry
@@ -33,24 +35,24 @@ def produce(call: Call) -> None:
 
 
 def _copy_queries(call: Call, item: Item, number: Any) -> None:
-    """64 rows of the tile's KV head from its first token on: rows of later tokens are computed and dropped."""
+    """Copies 64 rows of the tile's KV head from its first token on: rows of later tokens are computed and dropped."""
     spec, shared = call.spec, call.shared
     _, head = program_of(call)
-    # The first item's queries find their place free.
+    # The first item finds the queries' memory free.
     pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
     row = head * spec.query_rows + call.operands["items"][item.row, 6] * spec.group
     plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, WGMMA_M), :], shared.q, shared.q_full)
 
 
 def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
-    """Keys, then values of a block, each as soon as its stage is free."""
+    """Copies the keys, then the values of a block, each once its stage is free."""
     spec, shared = call.spec, call.shared
     slot = lax.rem(count, I32(spec.stages))
-    # Before the waits: the page table's latency passes while the stage is still read.
+    # Before the waits, so that the page table's latency overlaps with them.
     places, present = block_places(call, item, key, UNIT)
     # The first blocks find their stages free, without an arrival.
     pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
-    # Behind the wait: until then the block before is masked with its bits.
+    # After the wait: until then the previous block is masked with its bits.
     shared.present[slot] = present
     _copy(call, places, 0, shared.k.at[slot], shared.k_full.at[slot])
     plgpu.barrier_arrive(shared.k_full.at[slot])  # after the bits
@@ -59,7 +61,9 @@ def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
 
 
 def _copy(call: Call, places: Places, component: int, target: Any, full: Any) -> None:
-    """Keys (0) or values (1) of a block: a copy a page, or a part of one; copies beyond an array's end write zeros."""
+    """Copies keys (0) or values (1) of a block, one copy per page or part of one; past an array's end copies write
+    zeros.
+    """
     rows, source = call.spec.copied, call.operands[("keys", "values")[component]]
     _, head = program_of(call)
     for number, (page, slot) in enumerate(places):
@@ -71,9 +75,10 @@ def _copy(call: Call, places: Places, component: int, target: Any, full: Any) ->
 
 
 def cache_index(spec: PagedSpec, page: Any, head: Any, component: int) -> tuple[Any, Any]:
-    """Where a head's keys (0) or values (1) of a page lie in the cache as three axes: first index and first column.
+    """Returns the indices of a head's keys (0) or values (1) of a page in the cache of three axes: first index, first
+    column.
 
-    The second axis are the page's slots.
+    The second axis is the page's slots.
     """
     size = (spec.key_dim, spec.value_dim)[component]
     if spec.layout == COMBINED:
@@ -82,5 +87,5 @@ def cache_index(spec: PagedSpec, page: Any, head: Any, component: int) -> tuple[
         return page, head * size
     if spec.layout == "phsd":
         return page * spec.tiles + head, 0
-    # Heads outermost: an absent page lies beyond the pages of all heads, not at the next head's first one.
+    # Heads are outermost: a missing page is past the pages of all heads, not at the next head's first page.
     return jnp.where(page < spec.pages, head * spec.pages + page, spec.tiles * spec.pages), 0

@@ -1,8 +1,8 @@
-"""Which key blocks each program of the paged kernel works on: the latent kernel's schedule, of tiles of query tokens.
+"""Assigns key blocks to programs of the paged kernel: the latent kernel's schedule, for tiles of query tokens.
 
-An item is a tile of up to `tokens_of_tile` tokens of one sequence, so that decoding has one token in it and prefill
-fills the 64 rows of an instruction. Its blocks of 128 keys lie in a line with those of all other items, of which
-programs have equal shares; lengths are read on the device.
+An item is a tile of up to `tokens_of_tile` tokens of one sequence, so that in decoding it has one token, and in prefill
+it fills the 64 rows of an instruction. The blocks of 128 keys of all items are concatenated, and programs have equal
+shares of them; lengths are read on the device.
 """
 
 import jax.numpy as jnp
@@ -17,20 +17,21 @@ from ejkernel_pallas.gpu.latent_attention.spec import UNIT
 
 
 def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered: int = 0) -> LatentSchedule:
-    """The items of a record, with two more columns: the first token's position and its query row; and the shares.
+    """Returns the items of a record, with two more columns, the first token's position and its query row; and the
+    shares.
 
     Args:
         record: The canonical arguments.
         tiles: Tiles of query tokens.
         programs: Programs that share the steps.
-        gathered: Query rows of a tile where each has as many of its own; 0 where they lie as in the record.
+        gathered: Query rows per tile if they are gathered; 0 if they are in the record's order.
     """
     owner, lens = tiles.sequence, record.kv_lens.astype(I32)
     keys = jnp.minimum(lens[owner], paged_cache.capacity(record))
     left, right = band(record)
     if right is not None:
-        # The band of a tile: from the first key of its first token to the last key of its last. The kernel masks what
-        # single tokens do not attend.
+        # The band of a tile: from the first key of its first token to the last key of its last. The kernel masks keys
+        # that single tokens do not attend to.
         keys = jnp.minimum(keys, tiles.position + tiles.rows + right)
     low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(I32)[owner]
     if left is not None:
@@ -38,9 +39,9 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered
     low = jnp.maximum(low, 0)
     keys = jnp.where((tiles.rows > 0) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
-    # As in the latent kernel's plan: steps begin at multiples of UNIT, programs have equal shares of all of them.
+    # As in the latent kernel's plan: steps start at multiples of UNIT, and programs have equal shares of all of them.
     steps = jnp.maximum(cdiv(keys, UNIT) - low // UNIT, 1)  # an item without keys has an output, too
-    # Tiles behind the last one have no tokens, and no program comes by.
+    # Tiles past the last one have no tokens, and no program processes them.
     steps = jnp.where(jnp.arange(steps.shape[0]) < tiles.total, steps, 0)
     ends = jnp.cumsum(steps, dtype=I32)
     total = ends[-1]

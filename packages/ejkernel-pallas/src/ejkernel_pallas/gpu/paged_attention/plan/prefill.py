@@ -1,4 +1,4 @@
-"""The work tiles of prefill: which query rows and which keys each one has, and in which order blocks take them."""
+"""The work tiles of prefill: the query rows and keys of each one, and their order."""
 
 from typing import NamedTuple
 
@@ -12,24 +12,24 @@ from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
 
 TILE = 128
-"""Query rows of a work tile."""
+"""Query rows per work tile."""
 FIELDS = slice(4, 11)
-"""Columns of the table of tiles: those of `PagedTile`."""
+"""Columns of the table of tiles with the fields of `PagedTile`."""
 LIVE = 11
-"""The column of the number of tiles that have rows."""
+"""The column with the number of tiles that have rows."""
 
 
 class Runs(NamedTuple):
-    """Query rows that lie together: those of each sequence, those before the first and those behind the last one.
+    """Contiguous query rows: those of each sequence, those before the first and those after the last one.
 
-    The rows of no sequence have no keys, so that the kernel writes zeros there.
+    Padding rows have no keys, so that the kernel writes zeros there.
 
     Attributes:
         starts: [N + 2] int32, the first row.
-        rows: [N + 2] int32; 0 where the kernel is not to write them.
+        rows: [N + 2] int32; 0 if the kernel should not write them.
         keys: [N + 2] int32, tokens of the sequence.
-        low: [N + 2] int32, its first key.
-        holes: [N + 2] bool, whether pages of it are absent.
+        low: [N + 2] int32, the first key.
+        holes: [N + 2] bool, whether pages of the sequence are absent.
     """
 
     starts: jax.Array
@@ -43,11 +43,11 @@ class RowTiles(NamedTuple):
     """Tiles of query rows, each of one run. All int32.
 
     Attributes:
-        total: [W], in each tile the number of those that have rows: they come first.
+        total: [W], in each tile the number of tiles that have rows, which come first.
         run: [W].
         row: [W], the tile's first row, a multiple of eight.
-        first: [W], of the tile's rows, the first of its run.
-        end: [W], behind the last one of its run.
+        first: [W], the first of the tile's rows that belongs to its run.
+        end: [W], the row after the last one of its run.
     """
 
     total: jax.Array
@@ -58,21 +58,22 @@ class RowTiles(NamedTuple):
 
 
 def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> jax.Array:
-    """Returns the work tiles of the sequences with so many query rows, and of rows that are no sequence's.
+    """Returns the work tiles of the sequences with many query rows, and of padding rows.
 
     Returns:
-        [1, W, 12] int32, tiles in the order in which blocks take them: their ranges of key blocks, as
-        `tile_scheduler.block_range` reads them, the fields of `PagedTile`, and how many tiles of all heads have rows.
+        [1, W, 12] int32, tiles in the order in which blocks process them: their ranges of key blocks, as
+        `tile_scheduler.block_range` reads them, the fields of `PagedTile`, and the number of tiles with rows over all
+        heads.
     """
     runs = _runs(record, lengths)
     count, sequences = record.query.shape[0], record.kv_lens.shape[0]
-    # So many sequences have the least rows at most; a run that begins at any row has up to seven of another's.
+    # An upper bound on such sequences; a run that starts at any row has up to seven rows of another one.
     among = min(sequences, count // max(1, lengths.least)) + 2
     tiles = _tiles(runs, (count + (GROUP - 1) * among) // TILE + among)
     position = (runs.keys - runs.rows - runs.starts)[tiles.run] + tiles.row
     low, keys, blocks = _key_blocks(record, runs, tiles, position)
     items = (jnp.minimum(tiles.run, sequences - 1), position, low, keys, tiles.row, tiles.first, tiles.end)
-    # One array, as XLA makes each by a launch of its own in front of the kernel.
+    # A single array, since XLA would compute each by a separate launch before the kernel.
     return jnp.stack((*blocks, *items, tiles.total * record.query.shape[1]), axis=1)[None]
 
 
@@ -93,16 +94,16 @@ def _runs(record: PagedAttention, lengths: paged_cache.RowLimits) -> Runs:
 
 
 def _tiles(runs: Runs, bound: int) -> RowTiles:
-    """Returns tiles of runs; the run with the most keys first, and of each run the last tile first.
+    """Returns the tiles of runs, ordered by the run's keys, the most first, and in a run the last tile first.
 
-    Blocks that run together then read keys of the same sequence at about the same time, which come from L2; and no
-    block is left with a long tile at the end.
+    Blocks that run together then read keys of the same sequence at about the same time, from L2; and no block is left
+    with a long tile at the end.
     """
     number = jnp.arange(runs.keys.shape[0], dtype=I32)
-    # Copies begin at multiples of eight rows.
+    # Copies start at multiples of eight rows.
     before = runs.starts % GROUP
     count = jnp.where(runs.rows > 0, cdiv(before + runs.rows, TILE), 0)
-    # Sums of comparisons: a sort, a running sum and a search are a launch each, and more than one where they are long.
+    # Sums of comparisons: a sort, a running sum and a search are at least one launch each.
     keys, other = runs.keys[:, None], runs.keys[None]
     earlier = (other > keys) | ((other == keys) & (number[None] < number[:, None]))
     begin = jnp.sum(jnp.where(earlier, count[None], 0), axis=1)
@@ -119,9 +120,9 @@ def _tiles(runs: Runs, bound: int) -> RowTiles:
 def _key_blocks(
     record: PagedAttention, runs: Runs, tiles: RowTiles, position: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """Returns the first key of each tile, one more than its last, and the four limits of its ranges of blocks."""
+    """Returns the first key of each tile, the end of its keys, and the four limits of its ranges of blocks."""
     left, right = band(record)
-    # Positions of the first row that counts, and behind the last one.
+    # Positions of the first row of the run, and after the last one.
     head, tail = position + tiles.first, position + tiles.end
     keys, start = jnp.minimum(runs.keys, paged_cache.capacity(record))[tiles.run], runs.low[tiles.run]
     if right is not None:
@@ -130,13 +131,13 @@ def _key_blocks(
     keys = jnp.where((tiles.end > tiles.first) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
     first, stop = low // UNIT, jnp.maximum(cdiv(keys, UNIT), low // UNIT + 1)
-    # Full blocks: all rows attend all keys, those of the first row's right end and of the last row's left one.
+    # Full blocks: all rows attend to all keys from the last row's left limit to the first row's right limit.
     begin = start if left is None else jnp.maximum(start, tail - 1 - left)
     end = keys if right is None else jnp.minimum(keys, head + right + 1)
     full_end = jnp.clip(end // UNIT, first, stop)
-    # No further than full blocks end: the kernel masks blocks before `full_start` at their lower end alone.
+    # At most up to the end of full blocks: the kernel masks blocks before `full_start` only at their lower end.
     full_start = jnp.clip(cdiv(begin, UNIT), first, full_end)
-    # A page that is absent masks its keys, which full blocks do not.
+    # An absent page masks its keys, which full blocks do not.
     holes = runs.holes[tiles.run]
     full_start, full_end = jnp.where(holes, first, full_start), jnp.where(holes, first, full_end)
     return low, keys, (first, full_start, full_end, stop)
