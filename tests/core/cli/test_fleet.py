@@ -133,4 +133,4 @@ def test_the_list_says_what_was_predicted(run, filled):
 def test_what_is_no_table_is_an_error(run, tmp_path):
     (tmp_path / "notes.json").write_text("notes")
     for command in (("import",), ("merge", str(tmp_path / "out.json"))):
-        assert "is no table" in run("cache", *command, str(tmp_path / "notes.json"), status=1).output
+        assert "is not a table" in run("cache", *command, str(tmp_path / "notes.json"), status=1).output

@@ -99,7 +99,7 @@ def test_a_table_that_is_damaged_is_left_alone(run, tmp_path):
     path.parent.mkdir()
     path.write_text("<<<<<<< HEAD")
     output = run("tune", *SMALL, "--direction", "forward", "--export", str(tmp_path), status=1).output
-    assert "is no table of configurations" in output
+    assert "is not a table of configurations" in output
     assert path.read_text() == "<<<<<<< HEAD"
 
 

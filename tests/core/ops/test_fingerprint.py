@@ -98,7 +98,7 @@ def test_older_names_of_arguments_are_known():
     assert get_corrected_named_sharding((4,), spec=spec, mesh=mesh).spec == spec
     x = jnp.arange(8)[None]
     np.testing.assert_array_equal(reorder_sequence(x=x, cp_size=2), reorder_sequence(x, cp_size=2))
-    with pytest.raises(TypeError, match="got 'x' and 'tensor', which are the same"):
+    with pytest.raises(TypeError, match="got 'x' and 'tensor', two names of one argument"):
         reorder_sequence(x=x, tensor=x, cp_size=2)
 
 

@@ -189,13 +189,13 @@ def test_no_sequences_at_all():
         ({"cu_seqlens_q": np.array([1, 2])}, "cu_seqlens_q must start with 0"),
         ({"cu_seqlens_q": np.array([0, 3, 2])}, "cu_seqlens_q must not decrease"),
         ({"cu_seqlens_q": [0, 9]}, "cu_seqlens_q ends at 9, but the row it describes is only 4 long"),
-        ({"cu_seqlens_q": jnp.zeros((2, 2), jnp.int32)}, r"cu_seqlens_q has shape \(2, 2\)"),
-        ({"cu_seqlens_q": jnp.zeros(0, jnp.int32)}, r"cu_seqlens_q has shape \(0,\)"),
+        ({"cu_seqlens_q": jnp.zeros((2, 2), jnp.int32)}, r"cu_seqlens_q: got shape \(2, 2\)"),
+        ({"cu_seqlens_q": jnp.zeros(0, jnp.int32)}, r"cu_seqlens_q: got shape \(0,\)"),
         ({"cu_seqlens_q": jnp.zeros(3)}, "cu_seqlens_q must hold integers"),
         ({"cu_seqlens_q": jnp.array([0, 2]), "max_q_len": jnp.array(4)}, "max_q_len must be a Python int"),
         (
             {"cu_seqlens_q": jnp.array([0, 2]), "cu_seqlens_kv": jnp.array([0, 1, 2])},
-            r"cu_seqlens_kv has shape \(3,\), but \[sequences \+ 1=2\] is wanted",
+            r"cu_seqlens_kv: got shape \(3,\), wants \[sequences \+ 1=2\]",
         ),
     ],
 )
@@ -216,13 +216,13 @@ def test_lengths_cannot_express_padding_in_front():
 
 def test_wrong_arguments_of_the_conversions_are_named():
     cu = jnp.array([0, 2])
-    with pytest.raises(ValueError, match=r"q_mask has shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"q_mask: got shape \(2,\)"):
         qkv_masks_to_cu_seqlens(jnp.ones(2, bool))
     with pytest.raises(ValueError, match="reduce_heads must be one of 'any', 'all', 'first', got 'mean'"):
         attention_mask_to_qkv_cu_seqlens(jnp.ones((1, 1, 2, 2)), reduce_heads="mean")
-    with pytest.raises(ValueError, match="cu_seqlens_kv has shape"):
+    with pytest.raises(ValueError, match="cu_seqlens_kv: got shape"):
         qkv_cu_seqlens_to_qkv_masks(cu, max_q_len=2, cu_seqlens_kv=cu[None])
-    with pytest.raises(ValueError, match=r"cu_seqlens_kv has shape \(3,\), but \(2,\) is wanted"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_kv: got shape \(3,\), wants \(2,\)"):
         qkv_cu_seqlens_to_attention_mask(cu, max_q_len=2, cu_seqlens_kv=jnp.array([0, 1, 2]))
     with pytest.raises(ValueError, match="max_len must be at least 0, got -1"):
         cu_seqlens_to_mask(cu, -1)

@@ -144,25 +144,25 @@ def test_axis_names_and_positions_are_kept_by_every_constructor():
     ("make", "message"),
     [
         (lambda: MaskInfo.from_segments(jnp.zeros((1, 2))), "q_segment_ids must hold integers"),
-        (lambda: MaskInfo.from_segments(jnp.zeros(2, int)), r"q_segment_ids has shape \(2,\), but \[batch, q_len\]"),
+        (lambda: MaskInfo.from_segments(jnp.zeros(2, int)), r"q_segment_ids: got shape \(2,\), wants \[batch, q_len\]"),
         (
             lambda: MaskInfo.from_segments(jnp.zeros((2, 3), int), jnp.zeros((1, 3), int)),
-            r"kv_segment_ids has shape \(1, 3\), but \[batch=2, kv_len\]",
+            r"kv_segment_ids: got shape \(1, 3\), wants \[batch=2, kv_len\]",
         ),
         (
             lambda: MaskInfo.from_segments(jnp.zeros((2, 3), int), q_positions=jnp.zeros((2, 4), int)),
-            r"q_positions has shape \(2, 4\), but \[batch=2, q_len=3\]",
+            r"q_positions: got shape \(2, 4\), wants \[batch=2, q_len=3\]",
         ),
-        (lambda: MaskInfo.from_attention_mask(jnp.ones(3)), r"attention_mask has shape \(3,\)"),
+        (lambda: MaskInfo.from_attention_mask(jnp.ones(3)), r"attention_mask: got shape \(3,\)"),
         (lambda: MaskInfo.from_attention_mask(np.array([[0.0, -1e9]])), "attention_mask must hold only 0 and 1"),
-        (lambda: MaskInfo(_attention_mask=jnp.ones((1, 2, 2))), r"\[batch, heads or 1, q_len, kv_len\] is wanted"),
+        (lambda: MaskInfo(_attention_mask=jnp.ones((1, 2, 2))), r"\[batch, heads or 1, q_len, kv_len\]"),
         (
             lambda: MaskInfo(
                 _attention_mask=jnp.ones((1, 1, 2, 3)),
                 _q_segment_ids=jnp.zeros((1, 2), int),
                 _kv_segment_ids=jnp.zeros((1, 2), int),
             ),
-            r"attention_mask has shape \(1, 1, 2, 3\), but \[batch=1, heads or 1, q_len=2, kv_len=2\]",
+            r"attention_mask: got shape \(1, 1, 2, 3\), wants \[batch=1, heads or 1, q_len=2, kv_len=2\]",
         ),
         (lambda: MaskInfo(_q_segment_ids=jnp.zeros((1, 2), int)), "q_segment_ids and kv_segment_ids must both be"),
         (
@@ -171,8 +171,8 @@ def test_axis_names_and_positions_are_kept_by_every_constructor():
         ),
         (lambda: MaskInfo.from_random(1, 2, sparsity=1.5), "sparsity must be from 0 to 1, got 1.5"),
         (lambda: MaskInfo.dynamic_init(), "one of mask_info, attention_mask, input_ids and inputs_embeds"),
-        (lambda: MaskInfo.dynamic_init(input_ids=jnp.ones(3)), r"input_ids has shape \(3,\)"),
-        (lambda: MaskInfo.dynamic_init(inputs_embeds=jnp.ones((3, 2))), r"inputs_embeds has shape \(3, 2\)"),
+        (lambda: MaskInfo.dynamic_init(input_ids=jnp.ones(3)), r"input_ids: got shape \(3,\)"),
+        (lambda: MaskInfo.dynamic_init(inputs_embeds=jnp.ones((3, 2))), r"inputs_embeds: got shape \(3, 2\)"),
     ],
 )
 def test_wrong_arguments_are_named(make, message):
@@ -378,7 +378,7 @@ def test_replace_refuses_what_it_does_not_know_or_what_does_not_fit():
     info = MaskInfo.from_segments(jnp.array([[0, 1]]))
     with pytest.raises(ValueError, match="q_postions"):
         info.replace(q_postions=None)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 1, 3, 3\)"):
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(1, 1, 3, 3\)"):
         info.replace(attention_mask=jnp.ones((1, 1, 3, 3)), q_segment_ids=jnp.array([[0, 1]]))
 
 

@@ -138,9 +138,9 @@ def test_integer_masks_attend_where_they_are_not_zero():
 
 
 def test_wrong_ranks_are_named():
-    with pytest.raises(ValueError, match=r"mask has shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"mask: got shape \(3,\)"):
         mask_to_segment_ids(jnp.ones(3, bool))
-    with pytest.raises(ValueError, match="segment_ids has shape"):
+    with pytest.raises(ValueError, match="segment_ids: got shape"):
         segment_ids_to_mask(jnp.zeros((1, 1, 1, 1), jnp.int32))
-    with pytest.raises(ValueError, match="kv segment_ids has shape"):
+    with pytest.raises(ValueError, match="kv segment_ids: got shape"):
         segment_ids_to_mask((jnp.zeros((1, 2), jnp.int32), jnp.zeros(2, jnp.int32)))

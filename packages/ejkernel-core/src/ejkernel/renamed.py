@@ -19,7 +19,7 @@ def also_called(**names: str) -> Callable[[Function], Function]:
         def run(*args: Any, **kwargs: Any) -> Any:
             for old in names.keys() & kwargs.keys():
                 if names[old] in kwargs:
-                    raise TypeError(f"{function.__name__}() got {old!r} and {names[old]!r}, which are the same")
+                    raise TypeError(f"{function.__name__}() got {old!r} and {names[old]!r}, two names of one argument")
                 kwargs[names[old]] = kwargs.pop(old)
             return function(*args, **kwargs)
 

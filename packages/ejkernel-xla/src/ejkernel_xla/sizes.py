@@ -13,4 +13,4 @@ def check_positive(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value < 1:
-            raise ValueError(f"cfg: got {field.name}={value}, the XLA kernels want at least 1")
+            raise ValueError(f"cfg: got {field.name}={value}, wants at least 1")

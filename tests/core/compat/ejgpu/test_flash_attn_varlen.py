@@ -216,7 +216,7 @@ WRONG = {
     "as many": ((X, X, X), {**PACKED, "cu_seqlens_k": TWO}, r"cu_seqlens_k: got shape \(3,\), wants"),
     "too long": ((X, X, X), {**PACKED, "cu_seqlens_k": jnp.array([0, 7])}, r"cu_seqlens_k: got \[0, 7\], wants"),
     "bound": ((X, X, X), {**PACKED, "max_seqlens_k": 5}, r"max_seqlens_k: got 5, wants at least 6"),
-    "dense lengths": ((X[None],) * 3, {"cu_seqlens_q": CU}, r"cu_seqlens_q: got it with layout 'bshd'"),
+    "dense lengths": ((X[None],) * 3, {"cu_seqlens_q": CU}, r"cu_seqlens_q: got a value with layout 'bshd'"),
     "dense bound": ((X[None],) * 3, {"max_seqlens_q": 5}, r"max_seqlens_q: got 5, wants at least the 6 tokens"),
     "slopes": ((X, X, X), {**PACKED, "alibi_slopes": jnp.ones(2)}, r"alibi_slopes: got shape \(2,\), wants \[N=1, H="),
     "bias": ((X[None],) * 3, {"b": jnp.ones((1, 2, 6, 5))}, r"b: got shape \(1, 2, 6, 5\), wants \[N=1\|1, H=2\|1"),

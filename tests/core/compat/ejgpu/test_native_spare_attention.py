@@ -73,9 +73,9 @@ def test_what_is_wrong_is_named():
     tokens = prepare_token_indices(CU)
     with pytest.raises(ValueError, match="block_indices: got None with g_cmp None"):
         ejgpu.apply_native_spare_attention(q, k, v, None, 3, SIZE)
-    with pytest.raises(ValueError, match="token_indices: got it without cu_seqlens"):
+    with pytest.raises(ValueError, match="token_indices: got a value without cu_seqlens"):
         ejgpu.apply_native_spare_attention(q, k, v, blocks, 3, SIZE, token_indices=tokens)
-    with pytest.raises(ValueError, match="token_indices: got others than cu_seqlens describes"):
+    with pytest.raises(ValueError, match="token_indices: got indices that cu_seqlens does not describe"):
         ejgpu.apply_native_spare_attention(q, k, v, blocks, 3, SIZE, cu_seqlens=CU, token_indices=tokens[::-1])
     with pytest.raises(ValueError, match=r"token_indices: got shape \(4, 2\), wants \[T=21, two=2\]"):
         ejgpu.apply_native_spare_attention(q, k, v, blocks, 3, SIZE, cu_seqlens=CU, token_indices=tokens[:4])

@@ -58,8 +58,8 @@ def test_a_decoding_step_needs_no_causal_and_its_table_is_the_eighth_argument():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bias": jnp.zeros((1, 1, 3, 12))}, "bias: means nothing together with block_tables"),
-        ({"dropout_prob": 0.1, "dropout_seed": 1}, "dropout_seed: means nothing together with block_tables"),
+        ({"bias": jnp.zeros((1, 1, 3, 12))}, "bias: got a value with block_tables"),
+        ({"dropout_prob": 0.1, "dropout_seed": 1}, "dropout_seed: got a value with block_tables"),
         ({"causal": False}, "causal: got False with block_tables and 3 queries a row"),
     ],
 )
@@ -71,7 +71,7 @@ def test_what_has_no_meaning_with_pages_is_refused_by_name(options, message):
 def test_wrong_tables_are_named():
     with pytest.raises(ValueError, match=r"block_tables: got shape \(3,\)"):
         flash_attention(QUERY, KEYS, VALUES, block_tables=TABLES[0], causal=True)
-    with pytest.raises(ValueError, match="cum_seqlens_q: got it with block_tables and 2 rows"):
+    with pytest.raises(ValueError, match="cum_seqlens_q: got a value with block_tables and 2 rows"):
         flash_attention(QUERY, KEYS, VALUES, block_tables=TABLES, cum_seqlens_q=CUMULATIVE // 4, causal=True)
 
 
@@ -82,7 +82,9 @@ def test_versions_of_a_grouped_matmul_are_one_here():
         np.testing.assert_array_equal(grouped_matmul(lhs, rhs, sizes, **options), want)
     with pytest.raises(NotImplementedError, match="interpret: got True"):
         grouped_matmul(lhs, rhs, sizes, interpret=True)
-    with pytest.raises(NotImplementedError, match="out_shard_callback: apply it to the result"):
+    with pytest.raises(
+        NotImplementedError, match="out_shard_callback: got a value, wants None; apply it to the result"
+    ):
         grouped_matmul(lhs, rhs, sizes, out_shard_callback=lambda x: x)
     with pytest.raises(ValueError, match="use_v2: got str 'yes'"):
         grouped_matmul(lhs, rhs, sizes, use_v2="yes")

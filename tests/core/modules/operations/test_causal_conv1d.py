@@ -99,7 +99,7 @@ X, WEIGHT = jnp.ones((2, 5, 3)), jnp.ones((3, 4))
         ({"weight": jnp.ones((3, 9))}, "W from 2 to 8"),
         ({"bias": jnp.ones(4)}, r"bias: got shape \(4,\), wants \[I=3\]"),
         ({"initial_state": jnp.ones((2, 3, 4))}, r"initial_state: got shape \(2, 3, 4\), wants \[B=2, I=3, W-1=3\]"),
-        ({"cu_seqlens": jnp.array([0, 5])}, "cu_seqlens: got it with 2 rows"),
+        ({"cu_seqlens": jnp.array([0, 5])}, "cu_seqlens: got a value with 2 rows"),
         ({"activation": "gelu"}, "activation: got str 'gelu', wants None or 'silu'"),
         ({"return_state": 1}, "return_state: got int 1, wants True or False"),
     ],

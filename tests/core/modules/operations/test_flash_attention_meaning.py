@@ -259,7 +259,7 @@ def test_kernel_class_takes_masks_and_segment_ids_themselves():
     want = flash_attention(*arrays, mask_info=MaskInfo(_attention_mask=mask, _q_segment_ids=ids, _kv_segment_ids=ids))
     got = attention.run(*arrays, attention_mask=mask.astype(jnp.int32), q_segment_ids=ids)
     np.testing.assert_array_equal(got, want)
-    with pytest.raises(ValueError, match="mask_info: got it with attention_mask or segment ids"):
+    with pytest.raises(ValueError, match="mask_info: got a value with attention_mask or segment ids"):
         attention.run(*arrays, attention_mask=mask, mask_info=MaskInfo())
     with pytest.raises(ValueError, match="q_segment_ids: got None with kv_segment_ids"):
         attention.run(*arrays, kv_segment_ids=ids)

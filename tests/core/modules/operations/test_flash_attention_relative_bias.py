@@ -103,11 +103,11 @@ def test_kernels_without_the_term_refuse_it_by_name():
         ({"relative_bias": TABLE.astype(jnp.int32)}, "relative_bias: got"),
         (
             {"relative_bias": TABLE, "mask_info": MaskInfo(q_positions=jnp.arange(19)[None])},
-            "relative_bias: got it with mask_info.q_positions",
+            "relative_bias: got a value with mask_info.q_positions",
         ),
         (
             {"relative_bias": TABLE, "cum_seqlens_q": jnp.array([0, 19]), "cum_seqlens_k": jnp.array([0, 23])},
-            "relative_bias: got it with cum_seqlens_k",
+            "relative_bias: got a value with cum_seqlens_k",
         ),
     ],
 )

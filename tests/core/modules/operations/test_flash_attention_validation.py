@@ -220,7 +220,11 @@ SHARDING_MISTAKES = {
     "too few": ((SPLIT,), SPLIT, "^in_specs: got 1 specs, wants 3 to 8"),
     "one spec for all": (SPLIT, SPLIT, "^in_specs: got P.*wants a tuple"),
     "names for specs": (("dp", "dp", "dp"), SPLIT, "^in_specs: got 'dp' for query, wants a PartitionSpec or None"),
-    "too many axes": ((P(*[None] * 5), P(), P()), P(), "^in_specs: query has axes 'b t h d', got .* 5 entries"),
+    "too many axes": (
+        (P(*[None] * 5), P(), P()),
+        P(),
+        "^in_specs: got .* for query, wants at most one entry per axis of 'b t h d'",
+    ),
     "unknown mesh axis": ((P("fsdp"),) * 3, P("fsdp"), "^in_specs: query names mesh axis 'fsdp', the mesh has"),
     "split keys": ((P(), P(None, "dp"), P()), P(), "^in_specs: axis 's' of key cannot be split"),
     "split head size": ((P(None, None, None, "tp"), P(), P()), P(), "^in_specs: axis 'd' of query cannot be split"),

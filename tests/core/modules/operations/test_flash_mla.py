@@ -235,7 +235,7 @@ Q, KV, WK, WV, BK = (jnp.ones(s) for s in ((2, 8, 4, 6), (2, 8, 5), (5, 2, 6), (
         ((Q, KV, WK, WV[:, :1]), {}, r"w_vc: got shape \(5, 1, 3\), wants \[R=5, Hk=2, Dv\]"),
         ((Q, KV, WK[..., :5], WV), {}, "query: got a head size of 6, wants w_kc's Dn = 5"),
         ((Q, KV, WK, WV, None, BK), {}, r"query: got a head size of 6, wants Dn \+ Dr = 6 \+ 3"),
-        ((Q, KV, WK, WV, BK), {}, "b_q: got it with b_k None"),
+        ((Q, KV, WK, WV, BK), {}, "b_q: got a value with b_k None"),
         ((Q, KV, WK, WV, BK[..., :2], BK), {}, r"b_q: got shape \(2, 8, 2\), wants \[B=2, T=8, Dr=3\]"),
         ((Q[:, :, :3], KV, WK, WV), {}, "w_kc: got .* with 2 heads, wants a divisor of query's 3"),
         ((Q, KV.astype(jnp.bfloat16), WK, WV), {}, "key_value: got dtype bfloat16, wants query's float32"),

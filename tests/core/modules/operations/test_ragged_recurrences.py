@@ -177,9 +177,9 @@ def test_slots_of_an_operation_go_backwards_in_time_too():
 
 def test_slots_want_packed_sequences_and_states():
     call = {**QKV, "g": GATES, "state_indices": INDICES}
-    with pytest.raises(ValueError, match="state_indices: got it without initial_state"):
+    with pytest.raises(ValueError, match="state_indices: got a value without initial_state"):
         gla_attention(**call, cu_seqlens=STARTS)
-    with pytest.raises(ValueError, match="state_indices: got it without cu_seqlens"):
+    with pytest.raises(ValueError, match="state_indices: got a value without cu_seqlens"):
         gla_attention(**{name: x[None] for name, x in QKV.items()}, state_indices=INDICES, initial_state=SLOTS_KV)
     with pytest.raises(ValueError, match=r"initial_state: .*slots"):
         gla_attention(**call, cu_seqlens=STARTS, initial_state=SLOTS_KV[0])

@@ -172,5 +172,5 @@ def test_heads_that_do_not_share_evenly_are_refused(which: str, heads: tuple[int
 
 @pytest.mark.parametrize("function", [*DELTA.values(), lambda beta, decay, **rest: gla_attention(**rest, g=decay)])
 def test_segments_and_packed_sequences_exclude_each_other(function) -> None:
-    with pytest.raises(ValueError, match="seg_ids: got it with cu_seqlens"):
+    with pytest.raises(ValueError, match="seg_ids: got a value with cu_seqlens"):
         function(**tokens(1, 2, 2, 2), seg_ids=jnp.asarray(IDS[:1]), cu_seqlens=jnp.asarray(STARTS))

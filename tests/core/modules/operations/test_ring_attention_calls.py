@@ -51,7 +51,7 @@ def test_in_jit_a_mesh_and_its_axis_are_enough():
     def within(*arrays):
         return call(*arrays, causal=True)
 
-    with pytest.raises(ValueError, match=r"axis_name: got 'sp'.*give mesh=.*around jax.jit, not in it"):
+    with pytest.raises(ValueError, match=r"axis_name: got 'sp'.*pass mesh=.*outside of jax.jit"):
         jax.jit(within)(*ARRAYS)
 
 
@@ -130,7 +130,7 @@ def test_executors_and_kernel_objects(want):
 
 def test_what_chooses_nothing_is_honoured_or_refused_by_name(want):
     close(ring_attention(*ARRAYS, fused_backward=True), want)
-    with pytest.raises(NotImplementedError, match=r"mask_builder: .* blocksparse_attention has; give the mask as"):
+    with pytest.raises(NotImplementedError, match=r"mask_builder: .* pass mask_info.*call blocksparse_attention"):
         ring_attention(*ARRAYS, mask_builder=lambda *sizes: None)
     with pytest.raises(ValueError, match="fused_backward: got int 1, wants True or False"):
         ring_attention(*ARRAYS, fused_backward=1)
@@ -143,8 +143,14 @@ WRONG = {
     "axis is no name": ({"axis_name": ("sp",)}, r"axis_name: got tuple \('sp',\), wants the name of one mesh axis"),
     "keys split over no axis": (on(ring(2)) | {"axis_name": None}, r"axis_name: got None with the keys split over"),
     "keys not split": (on(ring(2)) | {"in_specs": (THREE[0], P(), P())}, "in_specs: axis_name='sp' wants key's"),
-    "part of a mesh": ({"mesh": ring(2)}, "in_specs, out_specs: mesh, in_specs and out_specs go"),
-    "specs without a mesh": ({"axis_name": "sp", "in_specs": (P(None, "sp"),) * 3}, "mesh, out_specs: mesh, in_specs"),
+    "part of a mesh": (
+        {"mesh": ring(2)},
+        "in_specs, out_specs: got None, wants a value: mesh, in_specs and out_specs go",
+    ),
+    "specs without a mesh": (
+        {"axis_name": "sp", "in_specs": (P(None, "sp"),) * 3},
+        "mesh, out_specs: got None, wants a value: mesh, in_specs",
+    ),
     "mesh is none": ({"axis_name": "sp", "mesh": 3}, "mesh: got int, wants a jax.sharding.Mesh"),
     "uneven": (on(ring(3)), "in_specs: axis 't' of size 32 does not divide into 3 parts"),
     "chunk": ({"chunk_size": 0}, "chunk_size: got int 0, wants an int of at least 1"),

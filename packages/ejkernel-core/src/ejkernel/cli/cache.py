@@ -273,7 +273,7 @@ def read_table(path: Path) -> Mapping[str, Entry]:
         return decode(data)
     except DAMAGED as error:
         reason = malformed(data) or str(error)
-        raise click.ClickException(f"{path} is no table of configurations: {reason}") from error
+        raise click.ClickException(f"{path} is not a table of configurations: {reason}") from error
     except OtherFormatError as error:
         raise click.ClickException(f"{path} {error}") from error
 

@@ -193,7 +193,7 @@ def _check_mesh(mesh: Any, in_specs: Any, out_specs: Any) -> None:
     sharding_options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     missing = [name for name, value in sharding_options.items() if value is None]
     if 0 < len(missing) < len(sharding_options):
-        raise ValueError(f"{', '.join(missing)}: mesh, in_specs and out_specs go together, got None")
+        raise ValueError(f"{', '.join(missing)}: got None, wants a value: mesh, in_specs and out_specs go together")
     if not isinstance(mesh, Mesh | AbstractMesh | None):
         raise ValueError(f"mesh: got {type(mesh).__name__}, wants a jax.sharding.Mesh")
 

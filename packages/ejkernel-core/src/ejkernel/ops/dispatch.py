@@ -1,4 +1,8 @@
-"""Choosing an implementation, and being able to say why."""
+"""Chooses the implementation of a call, and keeps the reasons for the choice.
+
+Every registered implementation gets a verdict: refused, with all its reasons, or usable. The first usable one in the
+order of choice is chosen. `explain` prints these verdicts, and they are the error of a call that none can serve.
+"""
 
 import dataclasses
 import functools
@@ -22,16 +26,16 @@ Status = Literal["chosen", "usable", "refused"]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What dispatch thinks of one implementation for one call.
+    """The result of judging one implementation for one call.
 
     Attributes:
         implementation: The implementation.
-        status: Chosen, usable in its place, or refused.
+        status: "chosen"; "usable" for one that could serve but comes later in the order; or "refused".
         reasons: Why it is refused; empty otherwise.
-        remark: Why it is chosen, where that is more than its place in the order.
-        unconfirmed: Why it comes after all that are confirmed on the device; empty where it does not.
-        confirmed: On which device, and with which toolchain, all its tests have passed; empty without evidence.
-        priority: Its priority for the call; None where it depends on the call, and it cannot compute the call.
+        remark: Why it is chosen, if there is another reason than the order of choice; empty otherwise.
+        unconfirmed: Why it comes after all implementations with evidence for the device; empty if it does not.
+        confirmed: The device and the toolchain on which all its tests have passed; empty without evidence.
+        priority: Its priority for the call; None if the priority depends on the call and the kernels cannot compute it.
     """
 
     implementation: Implementation
@@ -44,7 +48,7 @@ class Verdict:
 
     @property
     def remarks(self) -> str:
-        """What there is to say about it: why it is refused, or about its place in the order."""
+        """The reasons of a refusal, or else the remarks on its place in the order of choice."""
         return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed, self.confirmed)))
 
     def __str__(self) -> str:
@@ -60,14 +64,14 @@ class Choice:
     Attributes:
         op: Operation name.
         direction: `"forward"` or `"backward"`.
-        device: The device it was made for.
-        platform: The toolchain that was asked for, or `"auto"`.
+        device: The device of the call.
+        platform: The toolchain that the call requests, or `"auto"`.
         verdicts: One for each registered implementation, best first.
-        failed_plugins: Plugins that could not take part.
-        notes: Sentences about implementations that have another name here than their plugin gave them.
-        config: The configuration part, once the chain has been asked.
-        tier: The tier of the chain that gave it.
-        trail: One sentence for each tier that was asked.
+        failed_plugins: Plugins that did not load.
+        notes: Sentences about implementations that were renamed because two distributions use one name.
+        config: The configuration; None until the chain has chosen one.
+        tier: The tier of the chain that it comes from.
+        trail: One sentence per tier, up to the one that answered.
     """
 
     op: str
@@ -83,7 +87,7 @@ class Choice:
 
     @property
     def implementation(self) -> Implementation | None:
-        """The chosen implementation, or None where every one refused."""
+        """The chosen implementation; None if all are refused."""
         return next((v.implementation for v in self.verdicts if v.status == "chosen"), None)
 
     def __str__(self) -> str:
@@ -101,14 +105,14 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a call would do. `print` it.
+    """What a call would do. Printing it gives a table.
 
     Attributes:
         forward: The forward choice of a call that is not differentiated.
         backward: The backward choice, as if every differentiable argument were differentiated.
         differentiated: The forward choice of the differentiated call, where another implementation serves it: a
             paired implementation takes both passes or neither. None otherwise.
-        conventions: What the call means where libraries differ, a sentence each.
+        conventions: One sentence for each point of the call that libraries define differently.
     """
 
     forward: Choice
@@ -132,19 +136,20 @@ def choose(
     grad_fields: frozenset[str] = frozenset(),
     cfg: BaseOperationConfig | None = None,
 ) -> Choice:
-    """Judges every registered implementation of `op` for `record` and picks the best that serves.
+    """Judges every registered implementation of an operation for a call, and chooses the first usable one.
 
     Args:
         op: The operation.
         record: Lowered record (arrays, tracers or shapes).
         device: The device the call is for.
         platform: A toolchain, or `"auto"`. An explicit one is never replaced.
-        direction: Which pass.
+        direction: The pass.
         grad_fields: For backward: the record fields whose gradient is needed.
         cfg: The call's own configuration.
     """
     registered = registry()
     verdicts: list[Verdict] = []
+    # All are judged, not only those up to the first usable one: `explain` and the error show the whole table.
     for implementation in registered.implementations.get(op.name, ()):
         reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, grad_fields))
         reasons += _foreign_config(op, implementation, direction, cfg)
@@ -168,7 +173,8 @@ def _verdict(
     direction: Direction,
     reasons: tuple[str, ...],
 ) -> Verdict:
-    # A priority that depends on the call is asked for calls that the kernels can compute, here or elsewhere.
+    # A priority function may divide by sizes and look at dtypes that the kernels do not accept, so it is called only
+    # for records that they can compute, on this device or on another.
     knows_priority = (
         not reasons
         or implementation.usual_rank is not None
@@ -185,16 +191,18 @@ def _verdict(
 
 
 def _order(verdict: Verdict) -> tuple[bool, int, str]:
-    """Returns the order of choice: those that evidence confirms, and those that need none, come before all others."""
+    """Returns the key of the order of choice: evidence, then priority, then name."""
+    # An unconfirmed kernel may be wrong on this device, so it comes after a slower one that is known to be right. The
+    # name breaks ties: the order in which plugins load must not decide which kernel a call runs.
     return bool(verdict.unconfirmed), -(verdict.priority or 0), verdict.implementation.name
 
 
 def _foreign_config(
     op: Op, implementation: Implementation, direction: Direction, cfg: BaseOperationConfig | None
 ) -> tuple[str, ...]:
-    """Returns why a call's own configuration cannot be the implementation's: it is in another kernel's own fields.
+    """Returns why an implementation cannot use the call's `cfg=`: its fields are those of another kernel.
 
-    A public field that the implementation does not read is no reason: it only tunes, and has no effect.
+    A public field that the implementation does not read is no reason to refuse: it only tunes, and has no effect.
     """
     direction = "both" if implementation.paired else direction
     part = None if cfg is None else cfg.part_of(direction)
@@ -203,11 +211,13 @@ def _foreign_config(
 
 
 def choose_pair(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
-    """Returns the two choices for a call that is differentiated, from those made for each pass alone.
+    """Returns the two choices for a call that is differentiated, from the choices for each pass alone.
 
     A paired implementation serves both passes or neither; any other forward pass needs some backward pass that is not
     paired. The first forward pass for which this holds is chosen.
     """
+    # The first forward pass with a backward pass is chosen, and then a backward pass that fits it: a fast backward pass
+    # never brings a slower forward pass with it, unless the two are paired.
     forwards = {v.implementation.name: v for v in forward.verdicts}
     backwards = {v.implementation.name: v for v in backward.verdicts}
     unpaired = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
@@ -223,7 +233,7 @@ def choose_pair(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
 
 
 def exclude_paired(choice: Choice) -> Choice:
-    """Returns a choice among the implementations whose passes need not come together."""
+    """Returns a choice among the implementations that are not paired."""
     reason = "paired, and the passes of this call are chosen apart"
     verdicts = [
         dataclasses.replace(v, status="refused", reasons=(*v.reasons, reason)) if v.implementation.paired else v
@@ -233,7 +243,7 @@ def exclude_paired(choice: Choice) -> Choice:
 
 
 def require_handles(choice: Choice, piece: str) -> Choice:
-    """Returns a choice of a backward pass among the implementations that honour a piece of the `Pullback`."""
+    """Returns a choice among the backward passes that honour a piece of the `Pullback`, such as `lse_cotangent`."""
     verdicts = [
         v
         if piece in v.implementation.requires_for(choice.direction).handles
@@ -247,7 +257,7 @@ PAIRED = "paired: serves both passes with one configuration"
 
 
 def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Returns the verdicts with the first that does not refuse as the choice."""
+    """Returns the verdicts, of which the first that is not refused is now chosen and the others are usable."""
     chosen = next((i for i, v in enumerate(verdicts) if v.status != "refused"), None)
     return tuple(
         v
@@ -260,7 +270,7 @@ def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 
 def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool) -> Verdict:
-    """Returns a verdict on a forward pass that a backward pass follows."""
+    """Returns the verdict on a forward pass if a backward pass has to follow it."""
     if verdict.status == "refused":
         return verdict
     if not verdict.implementation.paired:
@@ -272,7 +282,7 @@ def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool
 
 
 def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
-    """Returns a verdict on a backward pass that follows the chosen forward pass."""
+    """Returns the verdict on a backward pass, now that the forward pass is chosen."""
     implementation = verdict.implementation
     if verdict.status == "refused" or not implementation.paired or implementation is chosen:
         return verdict
@@ -291,7 +301,7 @@ def refusals(
     direction: Direction,
     grad_fields: frozenset[str],
 ) -> Iterator[str]:
-    """Sentences saying why an implementation cannot serve one direction of a call; none if it can."""
+    """Yields the reasons why an implementation cannot serve one direction of a call; none if it can."""
     if platform not in ("auto", implementation.platform):
         yield f"platform={platform!r} was asked for"
     if direction == "backward":
@@ -304,13 +314,13 @@ def refusals(
 def hardware_refusals(
     implementation: Implementation, device: DeviceInfo, direction: Direction = "forward"
 ) -> tuple[str, ...]:
-    """Returns the sentences that are the same for every call on a device; none where all it needs is there."""
+    """Returns the reasons that hold for every call on a device: its kind, missing modules, its compute capability."""
     requires = implementation.requires_for(direction)
     return _hardware_refusals(requires.devices, requires.modules, requires.min_compute_capability, device)
 
 
 def can_compute(family: Family, implementation: Implementation, record: Any, direction: Direction) -> bool:
-    """Returns whether an implementation serves a direction of a call on the devices that it is for."""
+    """Returns whether the kernels can compute one direction of a call, on a device of the kind that they are for."""
     if direction == "backward" and implementation.backward is None:
         return False
     return not any(_record_refusals(family, implementation.requires_for(direction), record))
@@ -329,7 +339,7 @@ def _gradient_refusals(implementation: Implementation, grad_fields: frozenset[st
 def _hardware_refusals(
     devices: frozenset[str], modules: tuple[str, ...], capability: float | None, device: DeviceInfo
 ) -> tuple[str, ...]:
-    """Returns the part of a verdict that is the same for every call of a process."""
+    """Computes `hardware_refusals` once per device: looking for modules reads the disk."""
     reasons = []
     if not devices & device.names:
         reasons.append(f"needs {' or '.join(sorted(devices))}, this is {device.platform}")
@@ -360,6 +370,7 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
     if empty and not _has_no_grid(requires.devices):
         yield f"{empty[0]} is empty"
         return
+    # `extra` may compute with sizes, so it comes after the checks that all sizes are known and not 0.
     yield from requires.extra(record)
 
 

@@ -153,7 +153,7 @@ def decode(data: bytes) -> EvidenceFile:
     if file.format != FORMAT:
         raise ValueError(f"has format {file.format}, this version reads {FORMAT}")
     if _sealed(file).checksum != file.checksum:
-        raise ValueError("its checksum is that of another content: evidence is written by runs, not by hand")
+        raise ValueError("its checksum does not fit its content: evidence is written by runs, not by hand")
     return file
 
 

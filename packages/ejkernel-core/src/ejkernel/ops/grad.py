@@ -1,7 +1,8 @@
-"""Gradients, once for every operation.
+"""The gradient rule, a single `jax.custom_vjp` for every operation.
 
-The forward and the backward implementation are chosen separately, unless they are a pair. What connects them is the
-family's residual type; private residuals reach the backward function of the same implementation alone, which is paired.
+The forward and the backward implementation are chosen separately, unless an implementation is paired. The residuals of
+the family connect them: every backward pass of the family can read them. A paired implementation may have private
+residuals as well, which its own backward function alone reads.
 """
 
 import dataclasses
@@ -29,11 +30,11 @@ from ejkernel.types.pullback import Pullback, Results, differentiating
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallPlan:
-    """How to carry out calls of an operation: everything but the record.
+    """Everything that decides how a call runs, except its record. It is a static argument of the compiled function.
 
     Attributes:
         op: The operation.
-        device: Where it will run.
+        device: The device on which it will run.
         platform: A toolchain, or `"auto"`.
         cfg: The call's own configuration, or None.
         chain: Chooses the configuration.
@@ -53,7 +54,7 @@ class CallPlan:
 
     @property
     def tunes_on_miss(self) -> bool:
-        """Whether the current policy measures calls that no tier knows."""
+        """Whether the current policy measures calls for which no tier has a configuration."""
         return effective(self.chain.policy, self.chain).tunes_on_miss
 
     def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
@@ -62,11 +63,11 @@ class CallPlan:
         return require_handles(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
 
     def choose(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
-        """Chooses an implementation and, where one serves, its configuration."""
+        """Chooses an implementation and, if one serves the call, its configuration."""
         return self.configured(self.pick(record, direction, grad_fields), record)
 
     def configured(self, choice: Choice, record: Any) -> Choice:
-        """Returns a choice with its configuration, where some implementation serves."""
+        """Returns a choice with the configuration of its implementation, if it has one."""
         if choice.implementation is None:
             return choice
         selection = self.chain.choose(self.request(choice, record))
@@ -77,8 +78,8 @@ class CallPlan:
         return choose_pair(self.pick(record, "forward"), self.pick(record, "backward", grad_fields))
 
     def request(self, choice: Choice, record: Any) -> Request:
-        """Returns the question to the chain that follows from a choice of implementation."""
-        assert choice.implementation is not None  # callers have looked
+        """Returns the request to the configuration chain for the chosen implementation."""
+        assert choice.implementation is not None  # the callers have checked it
         return Request(
             op=self.op,
             implementation=choice.implementation,
@@ -96,7 +97,7 @@ class CallPlan:
             choice: Result of `choose` or `configured`; None chooses here.
 
         Raises:
-            NoImplementationError: Every implementation refuses; holds the table.
+            NoImplementationError: All implementations are refused; the message is the table of reasons.
         """
         choice = self.choose(record, "forward") if choice is None else choice
         isolate = None if self.op.padding_only or not self.isolates else self.op.family.isolate
@@ -104,10 +105,10 @@ class CallPlan:
         return _checked(choice, results)
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
-        """`run(argument)`, the forward pass of a record or the backward pass of a pullback, for a second derivative.
+        """Runs a forward pass of a record, or a backward pass of a pullback, so that it can be differentiated again.
 
         Raises:
-            NotImplementedError: Later, where it is taken outside of a `second_derivatives` block.
+            NotImplementedError: When a second derivative is taken outside of a `second_derivatives` block.
         """
         if choice.implementation is None:
             raise NoImplementationError(choice)
@@ -119,8 +120,8 @@ class CallPlan:
     def _apply(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
-        # The scope names the kernel in profiles. JAX cannot infer over which mesh axes a kernel's results vary, so it
-        # does not look into the function.
+        # The scope names the kernel in profiles. JAX cannot infer over which mesh axes a kernel's results vary, so the
+        # kernel is called untracked.
         with jax.named_scope(f"ejkernel.{self.op.name}.{choice.direction}.{choice.implementation.name}"):
             function = choice.implementation.function(choice.direction)
             return _compat.untracked(lambda argument: function(argument, choice.config), argument)
@@ -145,12 +146,12 @@ def _checked(choice: Choice, results: Results) -> Results:
 
 @arguments
 class _Saved:
-    """What a forward pass leaves for the backward pass.
+    """The values that the gradient rule keeps from the forward pass for the backward pass.
 
     Attributes:
         pullback: The argument of the backward function, without the cotangent.
-        config: The configuration that a paired implementation has for both passes, which its private residuals depend
-            on. It is not asked for again: the backward pass may be traced outside of the block that gave it.
+        config: The configuration of both passes of a paired implementation, on which its private residuals depend. The
+            chain is not asked again: the backward pass may be traced outside of the overlay that it came from.
     """
 
     pullback: Pullback
@@ -166,9 +167,9 @@ def _forward_only(plan: CallPlan, record: Any) -> Any:
 @promoting
 def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
-    # JAX marks what is differentiated, so a kernel computes no gradient that is not needed.
+    # JAX marks the arrays that are differentiated, so a kernel computes no gradient that is not needed.
     grad_fields = _grad_fields(plan.op, marked)
-    # Chosen now although it runs later: a call without a backward pass fails where it was made.
+    # The backward pass runs later but is chosen now, so that a call without one fails at its own line.
     forward, backward = plan.pick_both(record, grad_fields)
     if backward.implementation is None:
         raise NoImplementationError(backward)
@@ -176,7 +177,8 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     with differentiating():
         results = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
     assert forward.implementation is not None  # it has run
-    # The caller gets the named output: a layer that read another would have the kernel run again.
+    # The caller gets the output that carries the name. If a layer used the unnamed one, `jax.checkpoint` would run the
+    # kernel again to compute it, although its policy saves the named one.
     results = _named(results)
     pullback = Pullback(record=record, cotangent=None, wanted=grad_fields, **results._asdict())
     config = forward.config if forward.implementation.paired else None
@@ -185,11 +187,11 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
 
 
 OUTPUT, LSE, STATE, PRIVATE = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_private"
-"""Names by which policies of `jax.checkpoint` may keep the results of a forward pass."""
+"""Names of the results of a forward pass, for the policies of `jax.checkpoint`."""
 
 
 def _named(results: Results) -> Results:
-    """Returns the same arrays under the names that policies of `jax.checkpoint` can keep."""
+    """Names the results, so that policies of `jax.checkpoint` can save them."""
     return Results(
         output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), results.output),
         residuals=jax.tree_util.tree_map_with_path(_named_residual, results.residuals),
@@ -208,7 +210,7 @@ def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
-    # The choice depends on shapes and the device alone, so it is the one that the forward pass made.
+    # The choice depends on shapes and the device alone, so this is the implementation that the forward pass chose.
     _, backward = plan.pick_both(saved.record, saved.wanted)
     if kept.config is None:
         backward = plan.configured(backward, saved.record)
@@ -217,7 +219,8 @@ def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
         backward = dataclasses.replace(backward, config=kept.config)
     pullback = dataclasses.replace(saved, cotangent=cotangent, lse_cotangent=lse_cotangent)
     gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
-    # To JAX, None is a cotangent of zeros of any dtype.
+    # JAX takes None as a cotangent of zeros. Fields without a gradient, such as integer ids, get it; a differentiated
+    # field never does: `_grad_fields` has raised for one without a gradient.
     cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
 
@@ -266,9 +269,9 @@ _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def differentiable_call(plan: CallPlan, record: Any) -> Any:
-    """Carries out a call of a family, which can be differentiated.
+    """Runs a call of a family so that it can be differentiated.
 
-    Inside of a caller's `shard_map`, arrays that are the same on all devices are taken to vary as the others do: so JAX
-    sums their gradients up over the devices.
+    Inside of the caller's `shard_map`, arrays that are equal on all devices are marked as varying over the mesh axes of
+    the other arrays, so that JAX sums their gradients over the devices.
     """
     return _differentiable(plan, _compat.as_varying(record, record))

@@ -1,4 +1,8 @@
-"""Finding backends: two hooks, both data, and loading that no broken plugin can stop."""
+"""Finds backends: two hooks, both of which return data, and a loader that a broken plugin cannot stop.
+
+A backend is an entry point of the group `ejkernel`. Its module is imported here, its kernels are not: an implementation
+names its functions as `"module:function"`, and they are imported when it is first chosen.
+"""
 
 import dataclasses
 import importlib
@@ -19,7 +23,7 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 
 class Hooks:
-    """What a backend may provide. A hook module must import without its toolchain."""
+    """The hooks that a backend may define. The module that defines them must import without its toolchain."""
 
     @hookspec
     def ejkernel_implementations(self) -> Iterable[Implementation]:  # type: ignore[empty-body]
@@ -27,7 +31,7 @@ class Hooks:
 
     @hookspec
     def ejkernel_ops(self) -> Iterable[Op]:  # type: ignore[empty-body]
-        """Operations beyond those of the core."""
+        """Returns operations in addition to those of the core."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Plugin:
     Attributes:
         name: Entry-point name.
         distribution: `"name version"` of the distribution it came from.
-        error: Why it does not serve, or None.
-        notes: Sentences about implementations that have another name here than the plugin gave them.
+        error: Why it was not loaded, or which of its declarations were not accepted; None if all is well.
+        notes: Sentences about its implementations that were renamed.
     """
 
     name: str
@@ -49,16 +53,16 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """Everything that was found.
+    """The operations and implementations of all plugins.
 
     Attributes:
         ops: Name -> operation.
         implementations: Operation name -> implementations, best first.
-        plugins: All entry points, in the order they were loaded.
+        plugins: All entry points, in the order in which they were loaded.
         versions: (operation, implementation name) -> version of the distribution it came from.
         providers: (operation, implementation name) -> name of the plugin it came from.
-        renamed: (operation, implementation name) -> a sentence, for each implementation that has another name than its
-            plugin gave it, because another distribution has an implementation of that name.
+        renamed: (operation, new implementation name) -> a sentence, for each implementation whose name another
+            distribution has already taken.
     """
 
     ops: dict[str, Op]
@@ -70,14 +74,14 @@ class Registry:
 
     @property
     def failed(self) -> tuple[Plugin, ...]:
-        """Plugins that do not serve, wholly or in part."""
+        """Plugins with an error: not loaded, or with a declaration that was not accepted."""
         return tuple(plugin for plugin in self.plugins if plugin.error)
 
     def op(self, what: Any) -> Op:
         """Returns the operation named by its id, its public function, its Kernel class or instance, or itself.
 
         Raises:
-            ValueError: Nothing of the kind is registered.
+            ValueError: No such operation is registered.
         """
         what = getattr(what, "op", what)
         for op in self.ops.values():
@@ -100,15 +104,17 @@ def registry() -> Registry:
 
 
 def reload() -> None:
-    """Forgets what was found, so that the next call discovers again."""
+    """Forgets the registry, so that the next call discovers the plugins again."""
     loaded.clear()
 
 
 def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
-    """Loads entry points one by one, in name order and those of this project first; a failure stops no other."""
+    """Loads entry points one by one, this project's first and then by name; a failure does not stop the others."""
     built_in: tuple[Op, ...] = importlib.import_module(OPERATIONS).OPS
     collected = _Collected({op.name: op for op in built_in})
     owners: dict[str, str] = {}
+    # Sorted, because the order of `importlib.metadata` depends on the file system, and the first of two equal names is
+    # kept: the same packages must give the same registry on every machine.
     for entry_point in sorted(entry_points, key=lambda e: (not _is_built_in(e), e.name, _distribution(e))):
         name, owner = entry_point.name, _owner(entry_point)
         if owners.setdefault(name, owner) != owner:
@@ -130,13 +136,13 @@ class _Declared:
     version: str
 
     def qualified(self) -> "_Declared":
-        """Returns the same under a name that no other distribution can have."""
+        """Returns it with a name that no other distribution can have."""
         name = f"{self.owner}:{self.implementation.name}"
         return dataclasses.replace(self, implementation=dataclasses.replace(self.implementation, name=name))
 
 
 class _Collected:
-    """Accumulates what the plugins declare; orders it and lists it by operation at the end."""
+    """Collects the declarations of the plugins, and lists them by operation when all are loaded."""
 
     def __init__(self, ops: dict[str, Op]) -> None:
         self.ops = ops
@@ -144,7 +150,7 @@ class _Collected:
         self.declared: list[_Declared] = []
 
     def add(self, entry_point: importlib.metadata.EntryPoint, name: str) -> str | None:
-        """Adds one plugin under a name; returns what was wrong with it."""
+        """Adds one plugin under a name; returns what is wrong with it, or None."""
         try:
             ops, implementations = _declarations(entry_point)
         except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
@@ -170,9 +176,10 @@ class _Collected:
     def registry(self) -> Registry:
         """Lists every implementation for the operations of its family.
 
-        If two distributions give a name to implementations of one operation, the first to be loaded keeps the name,
-        and that of the other is qualified by its distribution.
+        If two distributions use one name for implementations of an operation, the first to be loaded keeps it, and the
+        other one is qualified by its distribution.
         """
+        # Only when all plugins are loaded: one may declare an operation of a family that earlier plugins serve.
         by_op: dict[str, dict[str, _Declared]] = {name: {} for name in self.ops}
         problems: dict[str, list[str]] = {}
         renamed: dict[tuple[str, str], str] = {}
@@ -199,7 +206,7 @@ class _Collected:
         )
 
     def _unserved(self, implementation: Implementation, served: list[str]) -> list[str]:
-        """Returns what an implementation names that there is not."""
+        """Returns the family and the operations that an implementation names and that do not exist."""
         if all(op.family.name != implementation.family for op in self.ops.values()):
             return [f"implementation {implementation.name!r}: no operation has the family {implementation.family!r}"]
         missing = ", ".join(sorted((implementation.only or frozenset()) - set(served)))
@@ -207,7 +214,7 @@ class _Collected:
 
 
 def _ranked(declared: Iterable[_Declared]) -> tuple[Implementation, ...]:
-    """Returns the implementations, those whose priority depends on the call first."""
+    """Returns the implementations in the order of choice, as far as it does not depend on the call."""
     return tuple(sorted((d.implementation for d in declared), key=_static_order))
 
 
@@ -217,7 +224,7 @@ def _static_order(implementation: Implementation) -> tuple[bool, int, str]:
 
 
 def _enter(entries: dict[str, _Declared], declared: _Declared) -> str | bool:
-    """Enters an implementation among those of an operation; its new name if it needs one, else whether it is new."""
+    """Adds an implementation to an operation; returns its new name if it was renamed, else whether it was added."""
     name = declared.implementation.name
     if name not in entries:
         entries[name] = declared
@@ -244,7 +251,7 @@ def _reported(
     entries: Mapping[tuple[str, str], _Declared],
     renamed: Mapping[tuple[str, str], str],
 ) -> Plugin:
-    """Returns a plugin with what is wrong with its implementations, and what is said about their names."""
+    """Returns a plugin with the errors of its implementations and the notes on their names."""
     error = "; ".join([*filter(None, [plugin.error]), *problems]) or None
     ops: dict[str, list[str]] = {}
     for key, sentence in renamed.items():
@@ -275,7 +282,10 @@ def _typed(hook: Callable[[], list[Iterable[Any]]], kind: type) -> list[Any]:
 
 
 def _version_error(entry_point: importlib.metadata.EntryPoint) -> str | None:
-    """Backends state the core they are made for as a requirement; a mismatch is a refusal, not a crash."""
+    """Returns why a backend does not fit this core, from the requirement in its metadata; None if it fits.
+
+    A mismatch is an error of the plugin that `ejkernel doctor` prints, and not an ImportError in the middle of a call.
+    """
     from packaging.requirements import Requirement
 
     required = (entry_point.dist.requires or []) if entry_point.dist else []

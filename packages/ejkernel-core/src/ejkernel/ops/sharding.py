@@ -1,8 +1,9 @@
-"""Running a call under `shard_map`, with the global call's meaning.
+"""Runs a call under `shard_map` so that the result is that of the call without it.
 
-The caller gives partition specs for the first arguments in public order. They say which mesh axes split which axis of
-the problem (batch, heads, queries, ...); from that every array of the lowered record, given a spec or not, gets its
-own, so that a replicated bias is cut where the queries are cut and nothing is read twice or misaligned.
+The caller passes partition specs for the first arguments, in public order. They say which mesh axes split which axis of
+the operation (batch, heads, queries, ...). Axes have letters, such as `b t h d` for queries. The specs of all arrays of
+the lowered record follow from the letters, with a spec from the caller or without: a replicated bias is split where the
+queries are split, so that each device reads the rows of its queries.
 """
 
 import dataclasses
@@ -75,12 +76,12 @@ def split_axes(
     Args:
         letters: The letters of a call.
         in_specs: Partition specs of its first arguments.
-        mesh: Whose axes they name.
-        keep_single: Whether axes of size 1, which split nothing, count too.
+        mesh: The mesh whose axes they name.
+        keep_single: Whether to keep mesh axes of size 1, which split nothing.
 
     Raises:
-        ValueError: Fewer specs than required arguments, or more than arguments; something that is no spec; an unknown
-            mesh axis; two specs that disagree about a letter; a letter that cannot be split.
+        ValueError: There are fewer specs than required arguments, or more than arguments; an entry is not a spec; a
+            mesh axis does not exist; two specs split a letter over different mesh axes; a letter cannot be split.
     """
     _check_specs(letters, in_specs)
     split: dict[str, tuple[MeshAxes, str]] = {}
@@ -89,13 +90,15 @@ def split_axes(
             continue
         entries = [_mesh_axes(entry) for entry in spec]
         if len(entries) > len(axis_letters.split()):
-            raise ValueError(f"in_specs: {argument} has axes {axis_letters!r}, got {spec} with {len(entries)} entries")
+            raise ValueError(
+                f"in_specs: got {spec} for {argument}, wants at most one entry per axis of {axis_letters!r}"
+            )
         for letter, axes in zip(axis_letters.split(), entries, strict=False):
             _check_known(argument, axes, mesh)
             axes = axes if keep_single else _splitting(axes, mesh)
             _check_shardable(letters, argument, letter, axes)
-            # An argument without a split for this letter is replicated by its caller. The split of another argument
-            # holds, and the array is cut where the kernel reads it.
+            # An argument that is not split along this letter is replicated by the caller. The split of another argument
+            # decides, and `shard_map` then slices the replicated array.
             known = split.setdefault(letter, (axes, argument)) if axes else split.get(letter, ((), argument))
             if axes and known[0] != axes:
                 raise ValueError(
@@ -105,11 +108,10 @@ def split_axes(
 
 
 def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the mesh and the specs in the types of a call's arrays; None and no specs where no explicit axis is in
-    them.
+    """Returns the mesh and the specs in the types of a call's arrays; None and no specs if they have no explicit axis.
 
-    They are there under `jax.set_mesh` with explicit axes, and on arrays that were put on such a mesh.
-    Where the caller's `shard_map` has taken some of the axes, its part of the arrays is all that the call is about.
+    Types have explicit axes under `jax.set_mesh`, and for arrays that were put on such a mesh. Inside of the caller's
+    `shard_map` some axes are manual, and the call is about the caller's shard alone.
     """
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args)]
     mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
@@ -123,21 +125,21 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
     """Returns a record of partition specs, one for every leaf of `record`.
 
     Raises:
-        ValueError: An axis does not divide evenly, or aligned axes are split differently.
+        ValueError: An axis cannot be divided evenly, or aligned axes are split differently.
     """
     specs: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for name, value in array_fields(record).items():
         axis_letters = letters.record[name].split()
         for letter, size in zip(axis_letters, value.shape, strict=True):
-            if size != 1:  # an axis of size 1 broadcasts: it is not split, and says nothing about the letter
+            if size != 1:  # an axis of size 1 broadcasts: it is not split, and is not the size of the letter
                 sizes[letter] = size
         specs[name] = PartitionSpec(
             *(_entry(split.get(letter, ()), size) for letter, size in zip(axis_letters, value.shape, strict=True))
         )
     for letter, axes in split.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        # Lowering can leave one where arguments have several, such as KV heads that read the same latent vectors.
+        # An axis may have size 1 in the record and more in the arguments, such as KV heads that share latent vectors.
         size = sizes.get(letter, letters.sizes.get(letter, 1))
         if size % parts:
             raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
@@ -161,7 +163,7 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
     outputs = letters.outputs
     several = isinstance(out_specs, tuple | list) and not isinstance(out_specs, PartitionSpec)
     specs: tuple[Any, ...] = tuple(out_specs) if several else (out_specs,)
-    # As with arguments, trailing specs may be left out: which results a call returns can depend on its arguments.
+    # Trailing specs may be left out, as those of arguments: which results a call returns can depend on its arguments.
     if len(specs) > len(outputs):
         raise ValueError(f"out_specs: got {len(specs)} specs, {letters.op.name} returns at most {len(outputs)} arrays")
     for index, (axis_letters, spec) in enumerate(zip(outputs, specs, strict=False)):
@@ -176,9 +178,9 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
 
 
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
-    """Runs `run(record)` on every shard and returns the result of the unsharded call.
+    """Runs `run(record)` on every shard and returns the result of the call without sharding.
 
-    Without `out_specs` the specs are those of types, and the output is split as follows from the inputs.
+    `out_specs` is None if the specs come from the types of the arrays; those of the output then follow from the inputs.
     """
     letters = letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
@@ -218,7 +220,7 @@ def _checked_split(letters: Letters, mesh: Any, in_specs: tuple[Any, ...], out_s
         split = split_axes(letters, in_specs, mesh)
         check_output(letters, split, out_specs, mesh)
         return split
-    try:  # where they agree, axes of size 1 stay in the types of the results
+    try:  # mesh axes of size 1 stay in the types of the results, unless the arrays disagree about them
         return split_axes(letters, in_specs, mesh, keep_single=True)
     except ValueError:
         pass
@@ -234,16 +236,17 @@ def _mapped(letters: Letters, record: Any, mesh: Any, split: Mapping[str, MeshAx
     def body(local: Any) -> Any:
         return run(letters.op.family.localise(local, _offsets(letters, local, split, mesh)))
 
-    # Kernels are opaque to varying-axes inference; the specs above are derived, so there is nothing left to infer.
+    # JAX cannot infer over which mesh axes the results of a kernel vary, so it does not check them (`check_vma`). The
+    # specs are derived from the letters and need no check.
     return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(record)
 
 
 def _with_automatic_axes(run: Any, mesh: Any, args: Any, shardings: Any) -> Any:
-    """`run(mesh, args)` with no explicit axes in the mesh or in the arrays' types; `shardings()` are the results'.
+    """Calls `run(mesh, args)` with automatic instead of explicit mesh axes; `shardings()` are those of the results.
 
-    With explicit mesh axes `shard_map` does not move arrays by itself, and many a reshape asks for a sharding. Where no
-    array has an explicit sharding and no mesh is set, the result has none in its type either, which JAX could not
-    differentiate outside `jax.set_mesh`.
+    With explicit axes `shard_map` does not move arrays by itself, and many reshapes need a sharding. If no array has an
+    explicit sharding and no mesh is set, the result has none in its type either: JAX could not differentiate it outside
+    of `jax.set_mesh`.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return run(mesh, args)
@@ -258,7 +261,7 @@ def _with_automatic_axes(run: Any, mesh: Any, args: Any, shardings: Any) -> Any:
 
 
 def _offsets(letters: Letters, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> dict[str, Any]:
-    """Global index of the shard's first element, for every letter that is split."""
+    """Returns the index in the whole array of the shard's first element, for every letter that is split."""
     sizes = {
         letter: size
         for name, value in array_fields(local).items()
@@ -293,7 +296,7 @@ def _check_known(argument: str, axes: MeshAxes, mesh: Any) -> None:
 
 
 def _splitting(axes: MeshAxes, mesh: Any) -> MeshAxes:
-    """Returns those of the axes that split anything."""
+    """Returns the mesh axes that have more than one device."""
     return tuple(axis for axis in axes if mesh.shape.get(axis) != 1)
 
 
@@ -317,7 +320,7 @@ def _mesh_axes(entry: Any) -> MeshAxes:
 
 
 def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
-    """Returns size of each letter, where it is more than one."""
+    """Returns the size of each letter whose size is not 1."""
     shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
     axes_and_shapes = [(axis_letters.split(), shapes[name]) for name, axis_letters in letters.items()]
     pairs = [

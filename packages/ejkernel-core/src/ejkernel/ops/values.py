@@ -151,5 +151,5 @@ def _check_width(args: Any) -> None:
             if value.min() < narrow.min or value.max() > narrow.max:
                 raise ValueError(
                     f"{field.name}: got NumPy's {value.dtype} from {value.min()} to {value.max()}, wants values from "
-                    f"{narrow.min} to {narrow.max}, or jax_enable_x64: JAX would wrap others around"
+                    f"{narrow.min} to {narrow.max}, or jax_enable_x64=True: JAX would wrap other values around"
                 )

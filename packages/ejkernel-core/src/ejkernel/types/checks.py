@@ -67,13 +67,13 @@ def _check_leaf(name: str, shape: tuple[int, ...], dimensions: tuple[str, ...], 
         fits = fits and (serves_all_rows or sizes.setdefault(dimension, size) == size)
     if not fits:
         expected = ", ".join(f"{d}={sizes[d]}" if d in sizes and d != "heads or 1" else d for d in dimensions)
-        raise ValueError(f"{name} has shape {tuple(shape)}, but [{expected}] is wanted")
+        raise ValueError(f"{name}: got shape {tuple(shape)}, wants [{expected}]")
 
 
 def check_rank(name: str, shape: tuple[int, ...], expected: Mapping[int, str]) -> None:
     """Raises ValueError unless the rank of `shape` is a key of `expected` (rank to how that shape is written)."""
     if len(shape) not in expected:
-        raise ValueError(f"{name} has shape {tuple(shape)}, but {' or '.join(expected.values())} is wanted")
+        raise ValueError(f"{name}: got shape {tuple(shape)}, wants {' or '.join(expected.values())}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -96,7 +96,7 @@ def check_number(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, int | np.integer):
         check_static_size(name, value, minimum)
     elif integer_array(name, value).ndim:
-        raise ValueError(f"{name} has shape {jnp.shape(value)}, but a single number is wanted")
+        raise ValueError(f"{name}: got shape {jnp.shape(value)}, wants a single number")
 
 
 def integer_array(name: str, value: Any) -> jax.Array:
@@ -116,5 +116,5 @@ def per_row(name: str, value: Any, batch_size: int) -> jax.Array:
     """Returns an int or an int array of shape [] or [batch] as int32 of shape [batch]; raises ValueError for others."""
     array = integer_array(name, value)
     if array.shape not in ((), (batch_size,)):
-        raise ValueError(f"{name} has shape {array.shape}, but a single number or [batch={batch_size}] is wanted")
+        raise ValueError(f"{name}: got shape {array.shape}, wants a single number or [batch={batch_size}]")
     return jnp.broadcast_to(array, (batch_size,))

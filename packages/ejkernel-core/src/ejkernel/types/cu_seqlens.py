@@ -29,7 +29,7 @@ def as_cu_seqlens(name: str, value: Any, max_len: int | None = None) -> jax.Arra
     check_cu_seqlens_values(name, value, max_len)
     cu_seqlens = integer_array(name, value)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
-        raise ValueError(f"{name} has shape {cu_seqlens.shape}, but [sequences + 1] is wanted")
+        raise ValueError(f"{name}: got shape {cu_seqlens.shape}, wants [sequences + 1]")
     return cu_seqlens
 
 
@@ -169,7 +169,7 @@ def qkv_cu_seqlens_to_attention_mask(
         cu_seqlens_q, max_q_len=max_q_len, cu_seqlens_kv=cu_seqlens_kv, max_kv_len=max_kv_len
     )
     if q_valid.shape[0] != kv_valid.shape[0]:
-        raise ValueError(f"cu_seqlens_kv has shape ({kv_valid.shape[0] + 1},), but ({q_valid.shape[0] + 1},) is wanted")
+        raise ValueError(f"cu_seqlens_kv: got shape ({kv_valid.shape[0] + 1},), wants ({q_valid.shape[0] + 1},)")
     return (q_valid[:, None, :, None] & kv_valid[:, None, None, :]).astype(dtype)
 
 

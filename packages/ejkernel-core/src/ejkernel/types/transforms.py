@@ -287,7 +287,7 @@ def _distance(side: Any) -> Any:
 
 def _width(left: Any, right: Any) -> int:
     if left is None or right is None:
-        raise ValueError("sliding_window must limit both sides where columns are cut")
+        raise ValueError("sliding_window: got a side without a limit, wants a limit on both sides to cut columns")
     return check_static_size("sliding_window", left) + check_static_size("sliding_window", right) + 1
 
 
@@ -339,8 +339,7 @@ def _token_types(
         array = jnp.asarray(ids)
         if array.shape != (info.batch_size, length):
             raise ValueError(
-                f"{name} token_type_ids has shape {array.shape}, "
-                f"but [batch={info.batch_size}, length={length}] is wanted"
+                f"{name} token_type_ids: got shape {array.shape}, wants [batch={info.batch_size}, length={length}]"
             )
         types.append(jnp.where((array < 0) | (zero & zeros_disabled[len(types)]), -1, array))
     return types[0], types[1]

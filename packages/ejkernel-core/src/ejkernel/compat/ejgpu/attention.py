@@ -243,7 +243,9 @@ def _sides(
         return _packed_sides(arrays, cu_seqlens, bounds)
     for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
         if lengths is not None:
-            raise ValueError(f"{name}: got it with layout {layout!r}, wants None; packed sequences have layout 'thd'")
+            raise ValueError(
+                f"{name}: got a value with layout {layout!r}, wants None; packed sequences have layout 'thd'"
+            )
     for name, bound, size in zip(("max_seqlens_q", "max_seqlens_k"), bounds, (sizes["T"], sizes["S"]), strict=True):
         if bound is not None and bound < size:
             raise ValueError(f"{name}: got {bound}, wants at least the {size} tokens of a row")

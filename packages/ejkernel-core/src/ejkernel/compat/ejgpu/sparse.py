@@ -103,10 +103,12 @@ def apply_native_spare_attention(
 
 def _check_token_indices(token_indices: Any, cu_seqlens: jax.Array | None, tokens: int) -> None:
     if cu_seqlens is None:
-        raise ValueError("token_indices: got it without cu_seqlens, wants None: there is one sequence a row")
+        raise ValueError("token_indices: got a value without cu_seqlens, wants None: there is one sequence per row")
     check_shape("token_indices", token_indices, "T two", {"T": tokens, "two": 2})
     check_dtype("token_indices", token_indices, jnp.integer, "an integer dtype")
     if any(map(_compat.is_tracer, (token_indices, cu_seqlens))):
         return
     if not np.array_equal(token_indices, prepare_token_indices(cu_seqlens, tokens)):
-        raise ValueError("token_indices: got others than cu_seqlens describes, wants prepare_token_indices(cu_seqlens)")
+        raise ValueError(
+            "token_indices: got indices that cu_seqlens does not describe, wants prepare_token_indices(cu_seqlens)"
+        )

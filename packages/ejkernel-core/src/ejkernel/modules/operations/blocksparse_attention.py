@@ -41,8 +41,8 @@ from ejkernel.types.sparse_masks import Mask, MultiHeadMask, band_of
 def _refuse(qkv_layouts: Any, sequence_axis: Any) -> None:
     if qkv_layouts is not None:
         raise NotImplementedError(
-            "qkv_layouts: bounds of blocks mean something only for the block sizes they were made for, which are a "
-            "configuration here and change no answer; describe the pattern with mask_builder"
+            "qkv_layouts: got a value, wants None: a layout fits one block size, and here the block size is a "
+            "configuration, which changes no result; describe the pattern with mask_builder"
         )
     if sequence_axis is not None:
         raise NotImplementedError(

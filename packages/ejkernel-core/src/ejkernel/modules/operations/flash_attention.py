@@ -220,7 +220,7 @@ def _check_relative_bias(args: FlashAttentionArguments, sizes: dict[str, int]) -
     placed = [name for name in ("q_positions", "kv_positions") if getattr(args.mask_info, name, None) is not None]
     if placed or args.cum_seqlens_k is not None:
         other = f"mask_info.{placed[0]}" if placed else "cum_seqlens_k"
-        raise ValueError(f"relative_bias: got it with {other}, wants distances that are those of indices")
+        raise ValueError(f"relative_bias: got a value with {other}, wants one of the two: its distances count indices")
 
 
 def _check_cum_seqlens(args: FlashAttentionArguments, sizes: dict[str, int]) -> None:
@@ -378,7 +378,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, Array]):
         if attention_mask is None and q_segment_ids is None and kv_segment_ids is None:
             return args, kwargs
         if kwargs.get("mask_info") is not None:
-            raise ValueError("mask_info: got it with attention_mask or segment ids, wants one or the other")
+            raise ValueError("mask_info: got a value with attention_mask or segment ids, wants one or the other")
         if q_segment_ids is None and kv_segment_ids is not None:
             raise ValueError("q_segment_ids: got None with kv_segment_ids given, wants [B, T] ints")
         mask_info = MaskInfo(

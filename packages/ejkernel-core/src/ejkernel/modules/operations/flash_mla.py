@@ -178,7 +178,7 @@ def validate(args: FlashMLAArguments) -> None:
     required = {"query": "B T H Dq", "key_value": "B T R", "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
     sizes = check_latent_sizes(args, required, {"b_k": "B T Dr", "b_q": "B T Dr"})
     if args.b_q is not None and args.b_k is None:
-        raise ValueError("b_q: got it with b_k None, wants both, b_k alone, or neither")
+        raise ValueError("b_q: got a value with b_k None, wants both, b_k alone, or neither")
     check_query_size(sizes, args.b_k is not None and args.b_q is None)
     if args.attention_mask is not None:
         check_shape("attention_mask", args.attention_mask, "B H T T", sizes, broadcast="B H T")

@@ -131,7 +131,7 @@ def validate(args: GatedGroupedMatmulArguments) -> None:
         if getattr(args, name) is not None:
             check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
     if args.gated and sizes["N"] % 2:
-        raise ValueError(f"rhs: got {sizes['N']} columns, wants as many of the gate as of the others")
+        raise ValueError(f"rhs: got {sizes['N']} columns, wants an even number: half of them are the gate's")
     _check_activation(args)
 
 
@@ -146,10 +146,10 @@ def _check_activation(args: GatedGroupedMatmulArguments) -> None:
         gate = " with a gate" if args.gated else ""
         raise ValueError(f"activation: got {args.activation!r}{gate}, wants one of {', '.join(activations)}")
     if args.alpha != 1 and args.activation != "silu":
-        raise ValueError(f"alpha: got {args.alpha} with activation={args.activation!r}, wants 'silu'")
+        raise ValueError(f"alpha: got {args.alpha} with activation={args.activation!r}, wants activation='silu'")
     for name, default in _OF_GATES.items():
         if not args.gated and getattr(args, name) != default:
-            raise ValueError(f"{name}: got {getattr(args, name)} with gated=False, wants a gate")
+            raise ValueError(f"{name}: got {getattr(args, name)} with gated=False, wants the default, or gated=True")
 
 
 def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:

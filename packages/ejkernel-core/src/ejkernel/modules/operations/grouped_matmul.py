@@ -35,9 +35,13 @@ from ejkernel.quantization import as_stored, as_words, check_quantized, split_th
 
 def _refuse(interpret: Any, out_shard_callback: Any) -> None:
     if interpret:
-        raise NotImplementedError("interpret: got True; EJKERNEL_TPU_INTERPRET interprets the TPU kernels")
+        raise NotImplementedError(
+            "interpret: got True, wants False; set EJKERNEL_TPU_INTERPRET=1 to interpret the TPU kernels"
+        )
     if out_shard_callback is not None:
-        raise NotImplementedError("out_shard_callback: apply it to the result, or give mesh, in_specs and out_specs")
+        raise NotImplementedError(
+            "out_shard_callback: got a value, wants None; apply it to the result, or pass mesh, in_specs and out_specs"
+        )
 
 
 @document_options
@@ -190,7 +194,9 @@ def validate(args: GroupedMatmulArguments) -> None:
             raise ValueError(f"{name}: got {dtype} without {name}_scale, wants a floating dtype of 16 bits or more")
     _check_groups(args, sizes)
     if args.existing_out is not None and args.left_over != "zero":
-        raise ValueError(f"left_over: got {args.left_over!r} with existing_out, which left-over rows are; wants 'zero'")
+        raise ValueError(
+            f"left_over: got {args.left_over!r} with existing_out, wants 'zero': unassigned rows keep existing_out"
+        )
     shapes = {
         "existing_out": "M N",
         "rhs_scale": "E blocks 1 N",

@@ -182,7 +182,9 @@ def validate(args: NativeSparseAttentionArguments) -> None:
 def _check_blocks(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -> None:
     if args.block_indices is None:
         if args.g_cmp is None:
-            raise ValueError("block_indices: got None with g_cmp None, wants either: nothing says which blocks to read")
+            raise ValueError(
+                "block_indices: got None with g_cmp None, wants one of the two, which select the blocks to read"
+            )
         if not isinstance(args.block_counts, Slots):
             raise ValueError(
                 f"block_counts: got {got(args.block_counts)} with block_indices None, wants an int: how many blocks "

@@ -86,7 +86,9 @@ def _check(args: Any, options: dict[str, Any]) -> None:
         check_shape(name, getattr(args, name), "pages slots Hk Dv" if name == "value" else "pages slots Hk D", sizes)
     packed = args.cum_seqlens_q is not None
     if packed and sizes["B"] != 1:
-        raise ValueError(f"cum_seqlens_q: got it with block_tables and {sizes['B']} rows, wants one row that holds all")
+        raise ValueError(
+            f"cum_seqlens_q: got a value with block_tables and {sizes['B']} rows, wants one row with all sequences"
+        )
     check_shape("block_tables", args.block_tables, "N max_blocks" if packed else "B max_blocks", sizes)
     check_dtype("block_tables", args.block_tables, jnp.integer, "an integer dtype")
     unsupported = [name for name in _UNMEANT if getattr(args, name) is not None]
@@ -94,7 +96,10 @@ def _check(args: Any, options: dict[str, Any]) -> None:
     unsupported += [] if args.logits_dtype == jnp.float32 else ["logits_dtype"]
     unsupported += [name for name in ("mesh", "in_specs", "out_specs") if options[name] is not None]
     if unsupported:
-        raise NotImplementedError(f"{unsupported[0]}: means nothing together with block_tables; see unified_attention")
+        raise NotImplementedError(
+            f"{unsupported[0]}: got a value with block_tables, which flash_attention does not support; "
+            "unified_attention has the arguments of attention over pages"
+        )
     if not args.causal and sizes["T"] != 1:
         raise NotImplementedError(
             f"causal: got False with block_tables and {sizes['T']} queries a row, wants True: a query sits at the end "

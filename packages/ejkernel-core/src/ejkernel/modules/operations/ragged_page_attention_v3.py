@@ -213,7 +213,7 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
     shape = tuple(args.kv_cache.shape)
     if fitting:
         raise ValueError(
-            f"kv_cache: got shape {shape}, which is both; kv_layout wants to say which of {', '.join(fitting)}"
+            f"kv_cache: got shape {shape}, which fits several layouts; pass kv_layout=, one of {', '.join(fitting)}"
         )
     wants = " or ".join(f"[P, S, {', '.join(map(str, shape))}] ({name})" for name, shape in layouts.items())
     raise ValueError(

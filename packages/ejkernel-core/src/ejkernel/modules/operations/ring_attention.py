@@ -136,8 +136,8 @@ class RingAttentionArguments(ArgumentRecord, of=ring_attention):
     def __post_init__(self) -> None:
         if self.mask_builder is not None:
             raise NotImplementedError(
-                "mask_builder: ring_attention has no patterns, blocksparse_attention has; give the mask as mask_info, "
-                "causal, sliding_window or chunk_size"
+                "mask_builder: got a value, wants None: ring_attention takes no pattern; pass mask_info, causal, "
+                "sliding_window or chunk_size, or call blocksparse_attention"
             )
         axis: Any = self.axis_name
         if not isinstance(axis, str | None):

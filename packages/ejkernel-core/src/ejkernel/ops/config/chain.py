@@ -1,4 +1,4 @@
-"""The seven tiers: override, overlay, memory, persistent, autotune, heuristics, error.
+"""The configuration chain: seven tiers are asked in order, and the first answer is the configuration of the call.
 
 | tier | source | stored? |
 |---|---|---|
@@ -7,8 +7,11 @@
 | memory | measured, or read from the store, in this process | |
 | persistent | the user's store, then the tables shipped with the backend | copied to memory |
 | autotune | measured now, if the policy says so and nothing is being traced | memory and the user's store |
-| heuristics | what was predicted for the device, else the implementation's rule | predictions, apart |
-| error | none of them may answer | |
+| heuristics | a prediction for the device, else the implementation's rule | predictions, in a store of their own |
+| error | no tier that the policy allows has an answer | |
+
+The order follows from two rules: what the caller wrote comes before what was stored, and a measurement comes before a
+prediction, which comes before a rule.
 """
 
 import dataclasses
@@ -33,7 +36,7 @@ from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.params import given_values
 
 MEASURED = frozenset({"memory", "persistent", "autotune"})
-"""The tiers whose answers were measured, on this machine or another; no other answers are kept."""
+"""The tiers whose answers were measured, on this machine or another. No other answers are stored."""
 
 
 _EVENTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -46,7 +49,7 @@ _EVENTS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 class Measures(Protocol):
-    """The interface of a tuner that a chain uses."""
+    """The methods of a tuner that a chain calls."""
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
         """Measures the candidates of one direction of a call."""
@@ -58,11 +61,11 @@ class ConfigSelectorChain:
 
     Args:
         cache: Memory tier.
-        policy: What to do on a miss.
-        tuner: Measures candidates; None for one made with the defaults when it is needed.
-        persistent: User's store; None for no disk at all.
-        persist_autotune: Whether what was measured goes to the store.
-        on_event: Called as `(event, operation, **details)` with what the chain does: `"override"`, `"overlay_hit"`,
+        policy: What to do when no tier before autotune has a configuration.
+        tuner: Measures candidates; None creates one with the defaults when it is needed.
+        persistent: The user's store; None reads and writes no files.
+        persist_autotune: Whether measurements are written to the store.
+        on_event: Called as `(event, operation, **details)` for every event of the chain: `"override"`, `"overlay_hit"`,
             `"cache_hit"` with a `level`, `"autotune_start"`, `"autotune_finish"`, `"heuristics"`, `"error"`. Not
             called by `explain`.
         forbid_reautotune: Whether measuring a call a second time is an error.
@@ -91,7 +94,7 @@ class ConfigSelectorChain:
         self._predictions: dict[ConfigKey, Any] = {}
 
     def choose(self, request: Request, argument: Any = None) -> Selection:
-        """Returns the configuration part for a call.
+        """Returns the configuration of one direction of a call.
 
         Args:
             request: The call.
@@ -100,22 +103,23 @@ class ConfigSelectorChain:
 
         Raises:
             NoConfigError: No tier that the policy allows has an answer.
-            AgreementError: Process 0 of the job has none, or was not asked.
+            AgreementError: Process 0 of the job has no configuration, or has not run this call.
         """
         trail: list[str] = []
-        # An explicit configuration wins under every policy. It is about this call alone, so it is never stored.
+        # The configuration that the caller wrote wins under every policy. It holds for this call alone, so it is not
+        # stored: another call of these shapes must not inherit it.
         explicit = self._explicit(request, trail)
         if explicit is not None:
             self._tell(explicit, request)
             return explicit
         key = request.key()
-        if looking():  # `explain` must not measure, store or wait for other processes
+        if looking():  # `explain` must not measure, store, or wait for other processes
             return self._agreement.known(key) or self._implied(key, request, None, trail)
 
         def propose() -> Selection:
             return self._implied(key, request, argument, trail)
 
-        # All processes of a job must compile the same program: process 0 decides, and the others take its answer.
+        # Process 0 decides for all processes of a job: they must compile the same program, or their collectives hang.
         selection = self._agreement.decide(key, request.part_type(), propose, anew=argument is not None)
         self._keep(key, selection)
         self.cache.answered(key, selection.part)
@@ -136,22 +140,22 @@ class ConfigSelectorChain:
     def tune(
         self, request: Request, make_argument: Callable[[], Any], *, predicted: bool = False
     ) -> TuningResult | None:
-        """Measures a call, even if a tier already has an answer, and stores the winner.
+        """Measures a call, even if a tier already has a configuration, and stores the fastest candidate.
 
         Args:
             request: The call.
             make_argument: Returns the argument of the implementation's function.
-            predicted: Whether the tuner predicts times instead of measuring them. Such a winner is kept apart, and
-                stands in for the rule alone.
+            predicted: Whether the tuner predicts times instead of measuring them. Predictions have a store
+                of their own, and replace the rule only.
 
         Returns:
-            The measurements. None in the processes of a job that take the result of process 0.
+            The measurements; None in the processes of a job that take the result of process 0.
 
         Raises:
-            TunerError: The policy forbids it, or no candidate ran.
+            TunerError: The policy does not allow measuring, or no candidate ran.
         """
         if not effective(self.policy, self).allow_autotune:
-            raise TunerError(f"the policy does not allow measuring {request.op.name}")
+            raise TunerError(f"the policy does not allow measuring {request.op.name}: allow_autotune is False")
         key, results = request.key(), list[TuningResult]()
 
         def propose() -> Selection:
@@ -164,7 +168,7 @@ class ConfigSelectorChain:
         return results[0] if results else None
 
     def known(self, request: Request) -> bool:
-        """Returns whether a tier before autotune answers."""
+        """Returns whether a tier before autotune has a configuration."""
         return self._explicit(request, []) is not None or self._stored(request.key(), request, []) is not None
 
     def store(
@@ -177,20 +181,20 @@ class ConfigSelectorChain:
         spread: float = 0.0,
         samples: int = 0,
     ) -> None:
-        """Keeps a measured part in memory and in the user's store. Nothing else is ever kept there."""
+        """Stores a measured configuration in memory and in the user's store. Only measurements are stored there."""
         self.cache.put(key, part)
         if self.persistent is not None and self.persist_autotune:
             self.persistent.put(key, part, seconds, measured_at, spread=spread, samples=samples)
 
     def _store_prediction(self, key: ConfigKey, part: Any, seconds: float, predicted_at: str) -> None:
-        """Keeps a predicted part apart from those that were measured."""
+        """Stores a predicted configuration, in another file than measurements."""
         self._predictions[key] = part
         if self.persistent is not None and self.persist_autotune:
             config = msgspec.to_builtins(part)
             self.persistent.predicted.update({str(key): Entry(config, seconds, predicted_at, predicted=True)})
 
     def _keep(self, key: ConfigKey, selection: Selection) -> None:
-        # A rule's answer is not kept: it would hide the answer of a later version of the rule.
+        # The answer of a rule is not stored: it would hide the answer of a later version of the rule.
         if selection.tier in MEASURED:
             self.cache.put(key, selection.part)
 
@@ -216,9 +220,9 @@ class ConfigSelectorChain:
         return None
 
     def _implied(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
-        """Returns the answer of the first tier after `cfg=` and overlays.
+        """Returns the answer of the first tier after `cfg=` and overlays that has one.
 
-        A stored measurement comes before a new one, which takes seconds, and both before a rule, which is a guess.
+        A stored measurement comes before a new one, which takes seconds. Both come before a rule, which is a guess.
         """
         return (
             self._stored(key, request, trail)
@@ -249,14 +253,14 @@ class ConfigSelectorChain:
         elif key in self._untunable:
             trail.append(f"autotune: failed earlier, {self._untunable[key]}")
         elif argument is None:
-            # Under a trace a clock would time the tracing. The call was recorded and can be tuned afterwards.
+            # Under a trace nothing runs that could be timed. The call was recorded and can be tuned afterwards.
             trail.append("autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline")
         else:
             try:
                 part = self._measured(request, argument).winner.part
                 return Selection(part, "autotune", (*trail, "autotune: measured now"))
             except TunerError as error:
-                # Remembered, so that a loop does not measure a call that cannot be measured at every step.
+                # Remembered, so that a training loop does not try the same measurement again at every step.
                 self._untunable[key] = str(error)
                 warnings.warn(f"{request.op.name} is not tuned: {error}", TunerWarning, stacklevel=2)
                 trail.append(f"autotune: failed, {error}")
@@ -268,7 +272,7 @@ class ConfigSelectorChain:
         self.event("autotune_start", request.op.name, direction=request.direction)
         result = (self.tuner or Tuner()).tune(request, argument)
         winner, now = result.winner, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        assert winner.seconds is not None  # a tuner raises where nothing ran
+        assert winner.seconds is not None  # a tuner raises if no candidate ran
         if predicted:
             self._store_prediction(result.key, winner.part, winner.seconds, now)
         else:
@@ -291,7 +295,7 @@ class ConfigSelectorChain:
         return Selection(request.completed(part), "heuristics", (*trail, step))
 
     def _predicted(self, key: ConfigKey, request: Request) -> tuple[Any | None, str]:
-        """Returns what a model of the device predicts to be fastest, and who says so."""
+        """Returns the configuration that was predicted to be fastest, and where the prediction is stored."""
         if key in self._predictions:
             return self._predictions[key], "in this process"
         part = self.persistent.predicted.get(key, request.part_type()) if self.persistent is not None else None
@@ -299,9 +303,9 @@ class ConfigSelectorChain:
 
 
 def _shipped(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:
-    """Returns the entry of a shipped table, and what to call it.
+    """Returns the entry of a shipped table, and the name of the table.
 
-    Kernels see records and not operations: what was measured for one operation holds for the others of its family.
+    A kernel gets a record and does not know the operation, so a measurement holds for all operations of the family.
     """
     tuned, kind, part_type = request.implementation.tuned, request.kind(), request.part_type()
     for op in request.relatives():
@@ -312,7 +316,7 @@ def _shipped(key: ConfigKey, request: Request, predicted: bool = False) -> tuple
 
 
 def _unread(part: Any, request: Request) -> str:
-    """Returns a remark about fields that were set and that the chosen kernels do not read."""
+    """Returns a remark on fields that are set and that the chosen kernel does not read."""
     implementation = request.implementation
     unread = implementation.config.unread(part, request.direction)
     return f" ({', '.join(unread)}: no effect, {implementation.name} does not read it)" if unread else ""

@@ -53,7 +53,7 @@ def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[st
     def run_forward(*arrays: Any) -> tuple[Any, Any]:
         if any(x.perturbed for x in arrays[of_args:]):
             raise NotImplementedError(
-                f"{name}: vjp has gradients of positional arguments alone; pass it as one of these"
+                f"{name}: got a keyword, wants a positional argument: vjp has gradients of positional arguments alone"
             )
         values = tuple(x.value for x in arrays)
         positional, keywords = restored(values)

@@ -76,7 +76,9 @@ class Executor:
                 mapping |= {"check_vma": check_vma}
                 return custom_kernel.run(self.chooser, kernel, args, cfg, kwargs, mapping if mapped else None)
             if check_vma:
-                raise ValueError("check_vma: got True, wants False; kernels are opaque to varying-axes inference")
+                raise ValueError(
+                    "check_vma: got True, wants False: JAX cannot infer over which axes the results of a kernel vary"
+                )
             missing = [name for name in _MAPPING if method and kwargs.get(name) is None]
             if missing:
                 raise ValueError(f"{missing[0]}: got None, wants a value with method='shard_map'")

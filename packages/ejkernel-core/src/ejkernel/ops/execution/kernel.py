@@ -174,7 +174,9 @@ class Kernel(Generic[Cfg, Out]):
             ValueError: `check_vma` is set: kernels are opaque to it.
         """
         if check_vma:
-            raise ValueError("check_vma: got True, wants False; kernels are opaque to varying-axes inference")
+            raise ValueError(
+                "check_vma: got True, wants False: JAX cannot infer over which axes the results of a kernel vary"
+            )
         return functools.partial(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **kwargs), args
 
     def heuristic_cfg(self, inv: Invocation) -> Cfg:

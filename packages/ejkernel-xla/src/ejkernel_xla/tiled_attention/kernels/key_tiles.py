@@ -84,7 +84,9 @@ def _all_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns:
         NotImplementedError: The record has a pattern, which lists tiles.
     """
     if record.pattern is not None:
-        raise NotImplementedError(f"pattern: got symbolic lengths {record.query.shape[1]} and {record.key.shape[1]}")
+        raise NotImplementedError(
+            f"pattern: got symbolic lengths {record.query.shape[1]} and {record.key.shape[1]}, wants numbers"
+        )
     first = np.zeros((1, plan.queries.tiles), np.int32)
     last = first + plan.keys.tiles
     return KeyTileRuns(first, last, last, last, any_full=False, any_partial=True)

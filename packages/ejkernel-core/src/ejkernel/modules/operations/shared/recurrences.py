@@ -111,7 +111,7 @@ def settle_packing(args: Any) -> None:
     """
     if args.cu_seqlens is not None:
         if args.seg_ids is not None:
-            raise ValueError("seg_ids: got it with cu_seqlens, wants one of the two")
+            raise ValueError("seg_ids: got a value with cu_seqlens, wants one of the two")
         if rank(args.query) in (3, 4):
             check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.query.shape[-3])
     if isinstance(args.seg_ids, np.ndarray) and np.issubdtype(args.seg_ids.dtype, np.integer):
@@ -140,7 +140,7 @@ def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens: got shape {cu_seqlens.shape}, wants [N + 1] with N of at least 1")
     if sizes["B"] != 1:
-        raise ValueError(f"cu_seqlens: got it with {sizes['B']} rows, wants one row that holds all sequences")
+        raise ValueError(f"cu_seqlens: got a value with {sizes['B']} rows, wants one row that holds all sequences")
     sizes["N"] = cu_seqlens.shape[0] - 1
 
 
@@ -161,7 +161,7 @@ def check_states(args: Any, axes: str, sizes: dict[str, int]) -> None:
         return
     for name in ("cu_seqlens", "initial_state"):
         if getattr(args, name) is None:
-            raise ValueError(f"state_indices: got it without {name}, wants both or neither")
+            raise ValueError(f"state_indices: got a value without {name}, wants both or neither")
     check_shape("state_indices", indices, "N", sizes)
     check_dtype("state_indices", indices, jnp.integer, "an integer dtype")
     check_floating("initial_state", states, f"slots {axes}", sizes)

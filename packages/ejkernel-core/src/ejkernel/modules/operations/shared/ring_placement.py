@@ -32,7 +32,7 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
     if mesh is None:
         raise ValueError(
             f"axis_name: got {args.axis_name!r}, which is bound by no shard_map or pmap around the call, and there is "
-            "no mesh: give mesh=, or call within jax.set_mesh(mesh), a block that has to be around jax.jit, not in it"
+            "no mesh: pass mesh=, or call in a block of jax.set_mesh(mesh), which must be outside of jax.jit"
         )
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh: got {type(mesh).__name__}, wants a jax.sharding.Mesh")
