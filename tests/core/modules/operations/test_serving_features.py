@@ -202,3 +202,24 @@ def test_terms_that_do_not_fit_are_refused(given, message):
     paged = Paged(batch_for(op))
     with pytest.raises(ValueError, match=message):
         ej.ragged_page_attention_v2(*paged_calls.arguments(op, paged), **given)
+
+
+@pytest.mark.parametrize("op", ["page_attention", "chunked_prefill_paged_decode", "ragged_page_attention_v3"])
+def test_kernels_that_read_a_prefix_once_refuse_it_where_they_cannot(op):
+    paged = Paged(batch_for(op), prefix=PREFIX)
+    positional, keywords = paged_calls.keywords(op, paged, {"prefix": PREFIX})
+    arrays = [*paged_calls.arguments(op, paged), *positional]
+    found = str(ejkernel.explain(getattr(ej, op), *arrays, **keywords))
+    assert "table_prefix" in found
+    record = registry().ops[op].lower(registry().ops[op].bind(tuple(arrays), keywords)[0])
+    assert record.shared_prefix is None
+
+
+def test_packed_queries_over_a_cache_that_is_only_read_keep_their_prefix():
+    op = "unified_attention"
+    paged = Paged(batch_for(op), prefix=PREFIX)
+    positional, keywords = paged_calls.keywords(op, paged, {"prefix": PREFIX})
+    declared = registry().ops[op]
+    record = declared.lower(declared.bind((*paged_calls.arguments(op, paged), *positional), keywords)[0])
+    assert record.shared_prefix is not None
+    assert record.table_prefix is None

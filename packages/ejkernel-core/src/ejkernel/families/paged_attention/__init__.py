@@ -68,6 +68,7 @@ def axes(record: PagedAttention) -> dict[str, Any]:
         "kv_starts": "r",
         "num_seqs": "counts" if record.num_seqs is not None and record.num_seqs.ndim else "",
         "shared_prefix": "",
+        "table_prefix": "",
         "softmax_aux": "h",
         "alibi_slopes": "h",
         "qq_bias": "i j",
@@ -109,7 +110,7 @@ FAMILY = Family(
     head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
     axes=axes,
     # A shard that has not the first sequence lacks the pages of a prefix that all share.
-    shardable=lambda record: "rhg" if record.query_start is None and record.shared_prefix is None else "hg",
+    shardable=lambda record: "rhg" if record.query_start is None and record.table_prefix is None else "hg",
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,

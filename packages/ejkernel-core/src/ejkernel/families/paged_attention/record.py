@@ -44,7 +44,10 @@ class PagedAttention:
         value_scale: Factor on the output.
         latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
         shared_prefix: int scalar, tokens that all sequences begin with: they lie in the pages of sequence 0, whatever
-            the other tables say, and after them all queries.
+            the other tables say, and after them all queries. Kernels that honour it read these pages once.
+        table_prefix: What `shared_prefix` is in records that write new tokens, are latent, or have a query row per
+            sequence: it moves here, because kernels that read a prefix once need packed queries and a cache that is
+            only read.
     """
 
     query: jax.Array
@@ -72,10 +75,23 @@ class PagedAttention:
     shared_prefix: jax.Array | None = None
     sequence_qq_bias: jax.Array | None = None
     chunk_size: int | None = static(default=None)
+    table_prefix: jax.Array | None = None
 
     def __post_init__(self) -> None:
         _without_empty_tables(self)
-        for name in ("block_tables", "kv_lens", "query_start", "kv_starts", "num_seqs", "shared_prefix"):
+        reads_once = self.query_start is not None and self.new_keys is None and self.latent is None
+        if self.shared_prefix is not None and not reads_once:
+            object.__setattr__(self, "table_prefix", self.shared_prefix)
+            object.__setattr__(self, "shared_prefix", None)
+        for name in (
+            "block_tables",
+            "kv_lens",
+            "query_start",
+            "kv_starts",
+            "num_seqs",
+            "shared_prefix",
+            "table_prefix",
+        ):
             values = getattr(self, name)
             if hasattr(values, "dtype") and not fits_int32(values.dtype):  # a cast would make pages of what are none
                 object.__setattr__(self, name, as_int32(values))

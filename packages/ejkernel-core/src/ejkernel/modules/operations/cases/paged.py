@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,6 +90,42 @@ def _shared(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     return {**per_head(key, "softmax_aux", sizes), "shared_prefix": jnp.int32(21)}
 
 
+def _chunked(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
+    """Returns what combines with chunks of positions: scales of stored keys and values, and alibi."""
+    return {**per_head(key, "alibi_slopes", sizes), "chunk_size": 9, "k_scale": 0.5, "v_scale": 3.0, **LSE}
+
+
+_CHUNKED = ("chunk_size", "alibi_slopes", "value_scale")
+
+
+def _trees(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
+    """Returns a tree of new tokens for each sequence, with chunks and everything that combines with them."""
+    terms, rest = jax.random.split(key)
+    bias = normal(terms, jnp.float32, qq_bias=(len(sizes.lens), 8, 8))["qq_bias"]
+    bias = jnp.where(jax.random.bernoulli(rest, 0.3, bias.shape), -jnp.inf, bias)
+    return {**_chunked(rest, sizes), **_shared(rest, sizes), "qq_bias": bias, "logits_soft_cap": 1.5}
+
+
+_TREES = ("sequence_qq_bias", *_CHUNKED, "softmax_aux", "logits_soft_cap")
+
+
+def _eight_bits(make: Callable[[jax.Array, PagedSizes], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Returns inputs of an operation with caches of float8, keys and values divided by their scales."""
+
+    def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
+        fields = make(key, dataclasses.replace(sizes, dtype=jnp.bfloat16))
+        stored = {name: x.astype(jnp.float8_e4m3fn) for name, x in fields.items() if name in STORED}
+        return {**fields, **stored}
+
+    return inputs
+
+
+STORED = ("key_cache", "value_cache", "key_buffer", "value_buffer", "keys", "values", "kv_pages")
+"""Arguments that have the dtype of a cache."""
+
+_FLOAT8 = {"k_scale": 0.5, "v_scale": 3.0}
+
+
 def _shared_sinks(key: jax.Array) -> dict[str, Any]:
     return {**normal(key, jnp.float32, softmax_aux=(3,)), "logits_soft_cap": 1.5}
 
@@ -104,11 +141,22 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
         ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
         ("sinks, lse", PLAIN, lambda k: _sinks_lse(k, PLAIN), ("softmax_aux",), ()),
         ("soft cap", PLAIN, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+        ("chunks, alibi and scales, lse", PLAIN, lambda k: _chunked(k, PLAIN), _CHUNKED, ()),
         ("wide table, bfloat16", short, lambda k: {"max_context_len": 70}, (), ()),
         ("model", model, nothing, (), ("bench",)),
         ("small model", SMALL_DECODE, nothing, (), ("bench_cpu",)),
     )
-    return table(arguments, page_inputs, rows)
+    common = PagedSizes(lens=(37, 40, 50, 0))
+    eight: tuple[Row[PagedSizes], ...] = (
+        (
+            "float8, scales and shared prefix",
+            common,
+            lambda k: {**_shared(k, common), **_FLOAT8},
+            ("table_prefix", "value_scale", "softmax_aux"),
+            (),
+        ),
+    )
+    return (*table(arguments, page_inputs, rows), *table(arguments, _eight_bits(page_inputs), eight))
 
 
 def unified_cases(arguments: type) -> tuple[Case, ...]:
@@ -134,6 +182,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
         ("qq_bias of -inf and soft cap, lse", MIXED, _masking_pairs, ("qq_bias", "logits_soft_cap"), ("awkward",)),
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("shared prefix, sinks", common, lambda k: _shared(k, common), ("shared_prefix", "softmax_aux"), ()),
+        ("a tree per sequence, and everything", common, lambda k: _trees(k, common), _TREES, ("awkward",)),
         ("model", model, nothing, (), ("bench",)),
         ("small model", SMALL_MIXED, nothing, (), ("bench_cpu",)),
     )
@@ -151,6 +200,7 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
         ("window and soft cap", MIXED, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
+        ("chunks, alibi and scales, lse", MIXED, lambda k: _chunked(k, MIXED), _CHUNKED, ()),
         ("rounded operands", MIXED, lambda k: {"compute_dtype": jnp.bfloat16}, ("compute_dtype",), ()),
         ("model", model, nothing, (), ("bench",)),
         ("small model", SMALL_UNUSED, nothing, (), ("bench_cpu",)),
@@ -172,6 +222,7 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
         ("window and soft cap", wide, lambda k: _CAPPED_WINDOW, ("sliding_window", "logits_soft_cap"), ()),
         ("head size 64, sinks, lse", small, lambda k: _sinks_lse(k, small), ("softmax_aux",), ()),
         ("scales", small, lambda k: scaled, ("value_scale",), ()),
+        ("chunks, alibi and scales, lse", wide, lambda k: _chunked(k, wide), _CHUNKED, ()),
         ("model", model, nothing, (), ("bench",)),
         ("small model", SMALL_UNUSED, nothing, (), ("bench_cpu",)),
     )
@@ -199,6 +250,7 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
         lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
     )
     capped = {"logits_soft_cap": 1.5}
+    common = PagedSizes(lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), rows=30)
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", MIXED, nothing, ("new_keys", "new_values"), ()),
         ("multi-query, head size 60", long, nothing, (), ("awkward",)),
@@ -210,11 +262,16 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
             ("alibi_slopes", "logits_soft_cap"),
             (),
         ),
+        ("a tree per sequence, and everything", common, lambda k: _trees(k, common), _TREES, ("awkward",)),
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
         ("small model", SMALL_MIXED, nothing, (), ("bench_cpu",)),
     )
     return table(arguments, chunked_inputs, rows)
+
+
+def _decode_chunks(key: jax.Array) -> dict[str, Any]:
+    return {name: value for name, value in _chunked(key, PLAIN).items() if name not in LSE}
 
 
 def decode_cases(arguments: type) -> tuple[Case, ...]:
@@ -226,6 +283,7 @@ def decode_cases(arguments: type) -> tuple[Case, ...]:
         ("multi-query, head size 60", WIDE, nothing, (), ("awkward",)),
         ("rows of tokens, soft cap", rows_of_tokens, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
         ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
+        ("chunks, alibi and scales", PLAIN, _decode_chunks, _CHUNKED, ()),
         ("sinks, bfloat16", _half(PLAIN), lambda k: per_head(k, "softmax_aux", PLAIN), ("softmax_aux",), ()),
         ("model", model, nothing, (), ("bench",)),
         ("small model", SMALL_DECODE, nothing, (), ("bench_cpu",)),
@@ -249,6 +307,7 @@ def prefill_cases(arguments: type) -> tuple[Case, ...]:
         ("window", chunk, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
         ("soft cap", chunk, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
         ("sinks, lse", chunk, lambda k: _sinks_lse(k, chunk), ("softmax_aux",), ()),
+        ("chunks, alibi and scales, lse", chunk, lambda k: _chunked(k, chunk), _CHUNKED, ()),
         ("model", model, nothing, (), ("bench",)),
         ("small model", PagedSizes(lens=(256,), q_lens=(64,), h=8, g=2, d=64, v=64), nothing, (), ("bench_cpu",)),
     )
@@ -271,6 +330,7 @@ def dense_cases(arguments: type) -> tuple[Case, ...]:
             ("softmax_aux", "logits_soft_cap"),
             (),
         ),
+        ("chunks, alibi and scales, lse", plain, lambda k: _chunked(k, plain), _CHUNKED, ()),
         (
             "sinks by head, bfloat16",
             _half(plain),

@@ -66,6 +66,7 @@ SMALL_MODEL = PagedSizes(lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h
 LSE = {"return_lse": True}
 SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
 QUARTERS = {"k_scale": 0.25, "v_scale": 0.25}
+_TREES = ("sequence_qq_bias", "softmax_aux", "alibi_slopes", "chunk_size")
 CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
 
 
@@ -75,11 +76,18 @@ _TIMED: tuple[Row[PagedSizes], ...] = (
 )
 
 
+def _trees(key: jax.Array) -> dict[str, Any]:
+    """Returns a tree of new tokens for each sequence, with sinks, alibi and chunks."""
+    made = normal(key, jnp.float32, qq_bias=(len(SMALL.lens), 8, 8), softmax_aux=(SMALL.h,), alibi_slopes=(SMALL.h,))
+    return {**made, "chunk_size": 9, **LSE}
+
+
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `multi_latent_ragged_page_attention`."""
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", SMALL, lambda k: {}, ("latent", "new_keys", "num_seqs"), ("awkward",)),
         ("window and soft cap, bfloat16", HALF, lambda k: CAPPED, ("sliding_window", "logits_soft_cap"), ()),
+        ("a tree per sequence, sinks, alibi, chunks, lse", SMALL, _trees, _TREES, ()),
         *_TIMED,
     )
     eight: tuple[Row[PagedSizes], ...] = (
