@@ -1,7 +1,7 @@
 """Names that arguments had earlier, and are still known by."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -17,13 +17,23 @@ def also_called(**names: str) -> Callable[[Function], Function]:
     def known(function: Function) -> Function:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            for old in names.keys() & kwargs.keys():
-                if names[old] in kwargs:
-                    raise TypeError(f"{function.__name__}() got {old!r} and {names[old]!r}, two names of one argument")
-                kwargs[names[old]] = kwargs.pop(old)
-            return function(*args, **kwargs)
+            return function(*args, **current_names(run, kwargs))
 
         run.__dict__["also_called"] = names
         return cast(Function, run)
 
     return known
+
+
+def current_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments of a function by the names in its signature.
+
+    Raises:
+        TypeError: An argument has two values, one by each of its names.
+    """
+    names: Mapping[str, str] = getattr(function, "also_called", {})
+    for old in names.keys() & kwargs.keys():
+        if names[old] in kwargs:
+            called = getattr(function, "__name__", "a function")
+            raise TypeError(f"{called}() got {old!r} and {names[old]!r}, two names of one argument")
+    return {names.get(name, name): value for name, value in kwargs.items()}

@@ -14,11 +14,9 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Conditions
+from ejkernel.renamed import current_names
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
-
-ALIASES = "__ejkernel_aliases__"
-"""The attribute of a public function that has old names of arguments: old name -> the name in its signature."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,19 +170,6 @@ class Op:
 
 def _no_reasons(record: Any) -> Iterable[str]:
     return ()
-
-
-def current_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments of a public function by the names in its signature.
-
-    Raises:
-        ValueError: An argument is given by its old name and by the current one.
-    """
-    names: Mapping[str, str] = getattr(function, ALIASES, {})
-    for old in names.keys() & kwargs.keys():
-        if names[old] in kwargs:
-            raise ValueError(f"{names[old]}: got it by its old name {old} as well, wants one of the two")
-    return {names.get(name, name): value for name, value in kwargs.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

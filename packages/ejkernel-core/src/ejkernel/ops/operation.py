@@ -1,12 +1,11 @@
 """What the public functions of operations have in common: what their body does, and what is documented for all."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ejkernel.ops.call import call
-from ejkernel.ops.model import ALIASES, CALL_OPTIONS, Op, current_names
+from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.promotion import standard_promotion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,24 +37,6 @@ def run_operation(op: Op, arguments: dict[str, Any]) -> Any:
     options = {name: arguments.pop(name, None) for name in CALL_OPTIONS}
     with standard_promotion():
         return call(op, op.arguments(**arguments), **options)
-
-
-def aliases(**names: str) -> Callable[[Function], Function]:
-    """Lets a public function take keyword arguments by their old names.
-
-    Args:
-        **names: Old name -> the name in the signature.
-    """
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def renamed(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **current_names(renamed, kwargs))
-
-        setattr(renamed, ALIASES, names)
-        return renamed  # type: ignore[return-value]
-
-    return decorate
 
 
 def document_options(function: Function) -> Function:

@@ -25,11 +25,12 @@ from ejkernel.modules.operations.shared.shapes import check_not_empty, check_sam
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import aliases, document_options, run_operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.renamed import also_called
 
 
-@aliases(seq_lens="kv_lens")
+@also_called(seq_lens="kv_lens")
 @document_options
 def decode_attention(
     query: Float[Array, "r h d"],

@@ -29,11 +29,12 @@ from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import aliases, document_options, run_operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.renamed import also_called
 
 
-@aliases(context_lens="kv_lens", attn_scale="softmax_scale", attn_logits_soft_cap="logits_soft_cap")
+@also_called(context_lens="kv_lens", attn_scale="softmax_scale", attn_logits_soft_cap="logits_soft_cap")
 @document_options
 def page_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],

@@ -26,11 +26,12 @@ from ejkernel.modules.operations.shared.paged_terms import check_terms, record_t
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import aliases, document_options, run_operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.renamed import also_called
 
 
-@aliases(context_len="kv_lens", attn_logits_soft_cap="logits_soft_cap")
+@also_called(context_len="kv_lens", attn_logits_soft_cap="logits_soft_cap")
 @document_options
 def prefill_page_attention(
     query: Float[Array, "t h d"],

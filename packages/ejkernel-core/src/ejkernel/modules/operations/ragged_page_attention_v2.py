@@ -41,11 +41,12 @@ from ejkernel.modules.operations.shared.shapes import (
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
-from ejkernel.ops.operation import aliases, document_options, run_operation
+from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.renamed import also_called
 
 
-@aliases(context_lens="kv_lens")
+@also_called(context_lens="kv_lens")
 @document_options
 def ragged_page_attention_v2(
     queries: Float[Array, "t h d"],
