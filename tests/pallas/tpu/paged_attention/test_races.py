@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -33,16 +34,19 @@ def read_words(buffer, head_group, word, at, spec):
 
 def records():
     sizes = PagedSizes(lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
+    tables = sizes.tables()
+    absent = jnp.where(jnp.arange(tables.shape[1]) % 3 == 1, -1, jnp.asarray(tables))
     single = paged_inputs.page_inputs, dataclasses.replace(sizes, lens=(300, 150, 256))
     new = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
     return {
         "decoding": lowered("page_attention", *single),
         "several blocks": lowered("unified_attention", paged_inputs.packed_inputs, sizes),
+        "absent pages": lowered("unified_attention", paged_inputs.packed_inputs, sizes, block_tables=absent),
         "written": lowered("ragged_page_attention_v3", paged_inputs.v3_inputs, new),
     }
 
 
-@pytest.mark.parametrize("name", ["decoding", "several blocks", "written"])
+@pytest.mark.parametrize("name", ["decoding", "several blocks", "absent pages", "written"])
 def test_there_is_none(name, monkeypatch):
     record = records()[name]
     monkeypatch.setattr(load_keys, "_words", read_words)
