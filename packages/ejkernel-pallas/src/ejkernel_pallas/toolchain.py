@@ -1,4 +1,4 @@
-"""What all kernels in Pallas need installed."""
+"""The installation requirements of all Pallas kernels."""
 
 JAX = ("jax>=0.10,<0.13",)
-"""Pallas is no stable interface: its kernels are refused under a JAX that they were not tried with."""
+"""Pallas is not a stable interface: its kernels are refused with versions of JAX that they were not tested with."""

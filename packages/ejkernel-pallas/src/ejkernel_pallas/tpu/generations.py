@@ -1,15 +1,15 @@
-"""What generations of chips differ in where kernels and tiles do, by words in the kinds of devices."""
+"""Differences between chip generations that kernels and tiles depend on, by the kinds of devices."""
 
 
 def is_wide(kind: str) -> bool:
-    """Returns whether matrix units multiply 256 by 256 numbers at a time: on v6e and v7x."""
+    """Returns whether matrix units are 256 by 256: on v6e and v7x."""
     return "v6" in kind or is_v7x(kind)
 
 
 def is_v7x(kind: str) -> bool:
-    """Returns whether it is v7x.
+    """Returns whether the chip is a v7x.
 
-    Its matrix units keep sums; it copies keys about as fast as it decodes with them; and the compiler takes twice as
-    long for large products.
+    Its matrix units accumulate; it copies keys about as fast as it multiplies them in decoding; and the compiler takes
+    twice as long for large products.
     """
     return "7x" in kind

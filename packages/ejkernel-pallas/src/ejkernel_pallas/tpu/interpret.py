@@ -1,8 +1,7 @@
-"""TPU kernels on other devices: interpreted, for their numbers.
+"""Runs TPU kernels on other devices in Pallas's interpreter, to check their results.
 
 With `EJKERNEL_TPU_INTERPRET=1` in the environment, implementations for TPUs serve the CPU too, and their kernels are
-interpreted there by Pallas: slow, and with the numbers that they have. Blocks that reach beyond an array are filled
-with NaN.
+interpreted there by Pallas: slowly, with the results of a TPU. Blocks that extend past an array are filled with NaN.
 """
 
 import os
@@ -11,10 +10,10 @@ VARIABLE = "EJKERNEL_TPU_INTERPRET"
 
 
 def interpreting() -> bool:
-    """Returns whether this process interprets TPU kernels; what `interpret=` of `pallas_call` is to be."""
+    """Returns whether this process interprets TPU kernels, for `interpret=` of `pallas_call`."""
     return os.environ.get(VARIABLE, "0").lower() in ("1", "true", "yes", "on")
 
 
 def devices() -> frozenset[str]:
-    """Returns what an implementation for TPUs says that it serves."""
+    """Returns the device kinds that implementations for TPUs serve."""
     return frozenset({"tpu", "cpu"}) if interpreting() else frozenset({"tpu"})

@@ -1,4 +1,4 @@
-"""Tile sizes, and the shared memory that they take."""
+"""Tile sizes of the tiled-attention kernels, and the shared memory that they take."""
 
 import dataclasses
 from typing import Any
@@ -13,28 +13,30 @@ from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGM
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 WARPGROUPS = 2
-"""Consumer warpgroups of a backward pass."""
+"""Consumer warpgroups of the backward kernel."""
 RESERVE = 4 * 1024
-"""Bytes of shared memory that a forward pass leaves for barriers and for Mosaic."""
+"""Bytes of shared memory reserved for mbarriers and Mosaic in the forward kernel."""
 BARRIERS = 512
-"""Bytes of shared memory that a backward pass leaves for barriers and for Mosaic."""
+"""Bytes of shared memory reserved for mbarriers and Mosaic in the backward kernel."""
 ALIGNMENT = 1024
-"""Alignment in bytes of the arrays that Mosaic puts into shared memory."""
+"""Alignment in bytes of the arrays that Mosaic allocates in shared memory."""
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
-"""By number of consumer warpgroups: registers of their threads, and of the producer's. A multiprocessor has 65536."""
+"""Registers per thread of consumers and of the producer, by the number of consumer warpgroups. A multiprocessor has
+65536.
+"""
 PAGED_REGISTERS = (232, 40)
-"""The same for two consumer warpgroups and keys that lie in pages: the producer needs more to find them."""
+"""The same for two consumer warpgroups and keys in pages: the producer needs more registers to look pages up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
-    """How the forward kernel cuts its work.
+    """The tile sizes of the forward kernel.
 
     Attributes:
-        warpgroups: Warpgroups that multiply, with 64 queries each.
-        keys: Keys a step.
+        warpgroups: Consumer warpgroups, with 64 queries each.
+        keys: Keys per step.
         stages: Tiles of keys, and of values, in shared memory.
-        buffers: Tiles of queries in shared memory; with two the next one is fetched early.
+        buffers: Tiles of queries in shared memory; with two the next one is copied early.
     """
 
     warpgroups: int
@@ -44,7 +46,7 @@ class ForwardTile:
 
     @property
     def queries(self) -> int:
-        """Returns queries a block."""
+        """Returns queries per block."""
         return self.warpgroups * WGMMA_M
 
     def needs_masks(self, spec: HopperSpec) -> bool:
@@ -52,45 +54,45 @@ class ForwardTile:
         return spec.masked or spec.keys % self.keys != 0
 
     def has_uneven_ends(self, spec: HopperSpec) -> bool:
-        """Returns whether the first warpgroup of some block has keys before the last of the block's, by whole tiles."""
+        """Returns whether in some block the first warpgroup's keys end at least a tile before the block's last ones."""
         if spec.right is None or spec.pattern or spec.pages:
             return False
         ends = ((row + spec.right, row + self.queries - WGMMA_M + spec.right) for row in self._last_rows())
         return any(first // self.keys != last // self.keys for first, last in ends)
 
     def has_idle_warpgroups(self, spec: HopperSpec) -> bool:
-        """Returns whether warpgroups of a head's last block that have no queries leave its keys to the others.
+        """Returns whether warpgroups without queries, in a head's last block, skip its keys.
 
-        On an H200 it makes 2048 tokens with head size 64 up to 2% faster where there is a mask; without, it costs 1%.
+        On an H200 it makes 2048 tokens with head dimension 64 up to 2% faster with a mask; without, it costs 1%.
         """
         return spec.masked and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - WGMMA_M
 
     def _last_rows(self) -> range:
-        """Returns the last rows of first warpgroups, of as many blocks as there are places in a tile of keys."""
+        """Returns the last rows of first warpgroups, for as many blocks as there are offsets in a tile of keys."""
         return range(WGMMA_M - 1, self.queries * self.keys, self.queries)
 
     def registers(self, spec: HopperSpec) -> tuple[int, int]:
-        """Registers of a thread of a consumer warpgroup, and of the producer warpgroup."""
+        """Returns registers per thread of a consumer warpgroup, and of the producer warpgroup."""
         return PAGED_REGISTERS if spec.pages else REGISTERS[self.warpgroups]
 
 
 def forward_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
-    """Returns shared memory of the forward kernel."""
+    """Returns the shared memory of the forward kernel in bytes."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     matrices = tile.buffers * tile.queries * spec.head_dim + tile.stages * tile.keys * (spec.head_dim + spec.value_dim)
-    numbers = (tile.stages + 1) * tile.keys  # of queries and keys, for dropout
+    numbers = (tile.stages + 1) * tile.keys  # dropout's keys of queries and keys
     return matrices * itemsize + (4 * tile.buffers * tile.queries + numbers) * 4
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTile:
-    """How the backward kernel cuts its work.
+    """The tile sizes of the backward kernel.
 
     Attributes:
         size: Head dimension of queries and keys.
         value_size: Head dimension of values.
-        keys: Keys whose dk and dv a block accumulates, or the two blocks of a cluster.
-        queries: Queries of a step.
+        keys: Keys whose dk and dv a block, or the two blocks of a cluster, accumulate.
+        queries: Queries per step.
         depth: Tiles of queries in shared memory.
     """
 
@@ -102,50 +104,51 @@ class BackwardTile:
 
     @property
     def wide(self) -> bool:
-        """Returns whether a warpgroup sums up one gradient of 64 keys, and not both."""
+        """Returns whether a warpgroup accumulates only one gradient of 64 keys, instead of both."""
         return self.size + self.value_size > 5 * SWIZZLE_COLUMNS
 
     @property
     def register_bound(self) -> bool:
-        """Returns whether both gradients of 64 keys leave a warpgroup no registers for dq beside gradients of weights.
+        """Returns whether both gradients of 64 keys leave a warpgroup too few registers for dq next to gradients of
+        weights.
 
-        Then its part of dq is made once those are narrow, and there is no room in shared memory for a second tile of
-        cotangents, nor for ids of keys and dropout's numbers.
+        Then its part of dq is computed once those are converted to 16 bits, and shared memory has no room for a second
+        tile of cotangents, nor for ids of keys and dropout's keys.
         """
         return not self.wide and self.size + self.value_size > 4 * SWIZZLE_COLUMNS
 
     @property
     def part(self) -> int:
-        """Returns columns of keys that lie together in shared memory: those of a warpgroup's part of dq."""
+        """Returns the contiguous columns of keys in shared memory: those of a warpgroup's part of dq."""
         return self.size // 2 if self.register_bound else SWIZZLE_COLUMNS
 
     @property
     def swizzle(self) -> int:
-        """Bytes of a row of queries, keys and gradients of scores that lie together: a part is whole ones of them."""
+        """Returns the swizzle in bytes of queries, keys and gradients of scores; a part is a multiple of it."""
         return 128 if self.part % SWIZZLE_COLUMNS == 0 else 64
 
     def line(self, name: str) -> int:
-        """Returns bytes of a row of an array that lie together in shared memory."""
+        """Returns the swizzle in bytes of an array."""
         return self.swizzle if name in ("q", "k", "ds") else 128
 
     @property
     def members(self) -> int:
-        """Returns blocks that own `keys` together, as a cluster."""
+        """Returns the number of blocks (a cluster) that share `keys`."""
         return 2 if self.wide else 1
 
     @property
     def owners(self) -> int:
-        """Returns tiles of 64 keys a block."""
+        """Returns tiles of 64 keys per block."""
         return self.keys // (WGMMA_M * self.members)
 
     @property
     def parts(self) -> int:
-        """Returns parts of a row of keys."""
+        """Returns parts per row of keys."""
         return self.size // self.part
 
     @property
     def shared_parts(self) -> int:
-        """Returns parts of a row of the other member's keys: those that a block's share of dq is made of."""
+        """Returns parts per row of the other member's keys that a block needs for its share of dq."""
         return self.parts // 2 if self.wide else 0
 
     @property
@@ -155,42 +158,44 @@ class BackwardTile:
 
     @property
     def pieces(self) -> int:
-        """Pieces of a step's part of dq that are added in order by themselves: one per warpgroup, or one of both."""
+        """Returns the pieces of a step's part of dq that are added separately: one per warpgroup, or one for both."""
         return WARPGROUPS if self.wide else 1
 
     @property
     def adders(self) -> int:
-        """Warps that add to device memory, one piece after the other: an addition takes longer than a step may."""
+        """Returns the warps that add to device memory, for alternate pieces: an addition may take longer than a
+        step.
+        """
         return 3 if self.wide else 2
 
     @property
     def makers(self) -> int:
-        """Returns warpgroups that make a piece, 64 rows each."""
+        """Returns the warpgroups that compute a piece, 64 rows each."""
         return WARPGROUPS // self.pieces
 
     @property
     def strips(self) -> int:
-        """Returns strips that a warpgroup hands its share over in, one after the other.
+        """Returns the strips of a warpgroup's share that are handed to the adder warps one after the other.
 
-        Device memory takes about 16 bytes of sums a cycle from a multiprocessor: what is handed over at a time should
-        be gone before there is more.
+        Device memory takes about 16 bytes of sums per cycle from a multiprocessor: a strip should have been added
+        before the next one is ready.
         """
         return 2 if self.wide else 1
 
     @property
     def dq_columns(self) -> int:
-        """Returns columns of a strip."""
+        """Returns columns per strip."""
         return self.size * self.queries // (WGMMA_M * WARPGROUPS * self.strips * self.members)
 
     def dq_start(self, member: Any, maker: int, strip: int) -> tuple[int, Any]:
-        """Returns first row and column of a strip."""
+        """Returns the first row and column of a strip."""
         if self.wide:
             return 0, ((member * WARPGROUPS + maker) * self.strips + strip) * self.dq_columns
         row, part = self.dq_half(maker)
         return row * WGMMA_M, part * self.dq_columns
 
     def dq_half(self, warpgroup: Any) -> tuple[Any, Any]:
-        """Returns which 64 queries, and which part of a row of keys, a warpgroup's share is of where two have one."""
+        """Returns which 64 queries, and which part of a row of keys, a warpgroup's share has, if two share them."""
         return (warpgroup, 0) if self.queries == WARPGROUPS * WGMMA_M else (0, warpgroup)
 
     @property
@@ -203,23 +208,23 @@ class BackwardTile:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a thread of a consumer warpgroup."""
+        """Returns registers per thread of a consumer warpgroup."""
         return REGISTERS[WARPGROUPS][0]
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a thread of the producer warpgroup."""
+        """Returns registers per thread of the producer warpgroup."""
         return REGISTERS[WARPGROUPS][1]
 
     def row_bytes(self, spec: HopperSpec) -> int:
-        """Returns bytes of a query in device memory, with its cotangent and, in float32, its gradient."""
+        """Returns bytes per query in device memory, with its cotangent and its float32 gradient."""
         narrow, single = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
         return self.size * (narrow + single) + self.value_size * narrow
 
     def extras(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
-        """Returns arrays with one number for every row that come along with an array, to shared memory.
+        """Returns arrays with one element per row that are copied to shared memory with an array.
 
-        Pairs of blocks and register-bound ones have no room for ids of keys, and for dropout's numbers.
+        Wide and register-bound tiles have no shared memory for ids of keys, and for dropout's keys.
         """
         roomy = not self.wide and not self.register_bound
         if name == "q":
@@ -229,7 +234,7 @@ class BackwardTile:
         return ()
 
     def needs_masks(self, spec: HopperSpec) -> bool:
-        """Whether some tile of scores needs masking, or may: a register-bound tile has loops that mask in any case.
+        """Returns whether tiles of scores may need masks; a register-bound tile has masking loops in any case.
 
         With the loop of full tiles alone, ptxas (CUDA 13.0) serialises the products of register-bound tiles.
         """
@@ -237,7 +242,7 @@ class BackwardTile:
 
 
 def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
-    """Returns shared memory of the backward kernel."""
+    """Returns the shared memory of the backward kernel in bytes."""
     itemsize = jnp.dtype(spec.dtype).itemsize
     accumulated = (
         WGMMA_M * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * SWIZZLE_COLUMNS) * itemsize
@@ -253,7 +258,7 @@ def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
 
 
 VALUES = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
-"""Head dimensions of values by those of queries and keys, as far as the kernels were checked on a chip."""
+"""Head dimensions of values by those of queries and keys, for the combinations that were tested on a chip."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,8 +266,8 @@ class HopperForward:
     """The configuration of the forward kernel.
 
     Attributes:
-        block_q: Queries a block, 64 for each warpgroup that multiplies.
-        block_kv: Keys a step.
+        block_q: Queries per block, 64 per consumer warpgroup.
+        block_kv: Keys per step.
         stages: Tiles of keys, and of values, in shared memory.
     """
 
@@ -276,8 +281,8 @@ class HopperBackward:
     """The configuration of the backward kernel.
 
     Attributes:
-        block_kv: Keys that a block owns, or a pair of blocks.
-        block_q: Queries a step.
+        block_kv: Keys per block, or per cluster of two blocks.
+        block_q: Queries per step.
         stages: Tiles of queries in shared memory.
     """
 
@@ -287,7 +292,7 @@ class HopperBackward:
 
 
 PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "num_stages": "stages"}
-"""Public configuration field -> field of these."""
+"""Maps fields of the public configuration to fields of these."""
 
 FORWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((192, 128, 2), (128, 128, 3), (128, 192, 2)),
@@ -324,7 +329,7 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
     """Returns the tile of a forward configuration.
 
     Raises:
-        ValueError: Something is missing, is nothing that a kernel can be compiled with, or does not fit.
+        ValueError: A field is not valid for a kernel, or the tile does not fit shared memory.
     """
     warpgroups, keys, stages = _checked(params, "block_q", "block_kv", "stages")
     fitting = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
@@ -338,7 +343,7 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     """Returns the tile of a backward configuration.
 
     Raises:
-        ValueError: As `forward_tile`.
+        ValueError: As in `forward_tile`.
     """
     warpgroups, queries, stages = _checked(params, "block_kv", "block_q", "stages")
     tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * WGMMA_M, queries, stages)

@@ -26,11 +26,11 @@ from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import extent
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec, make_spec
 
 MIN_BUNDLE = 16
-"""The least heads of a bundle where tiles have unequal numbers of key blocks.
+"""The smallest number of heads per bundle if tiles have unequal numbers of key blocks.
 
-Blocks that run together then have tiles of equal index in their heads, and read the same keys at about the same
-time. On an H200, 16 packed sequences with head size 64 are 30% faster than with 4 heads. With a full mask it costs 6%,
-and with 32 heads, whose keys the cache does not hold, causal calls take up to 5% more time.
+Blocks that run together then have tiles of equal index in their heads, and read the same keys at about the same time.
+On an H200, 16 packed sequences with head dimension 64 are 30% faster than with 4 heads. With a full mask it costs 6%,
+and with 32 heads, whose keys do not fit L2, causal calls take up to 5% more time.
 """
 
 
@@ -39,11 +39,11 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
 
     Args:
         record: The canonical arguments.
-        params: `block_q` queries of a block, 64 for each warpgroup that multiplies; `block_kv` keys a step;
-            `stages` tiles of keys in shared memory.
+        params: `block_q` queries per block, 64 per consumer warpgroup; `block_kv` keys per step; `stages` tiles of keys
+            in shared memory.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
 
     Returns:
         Output [B, T, H, D] in the query's dtype, and the residuals for the backward pass.
@@ -81,13 +81,15 @@ def run_plan(
     batch: int,
     pages: KeyPages | None = None,
 ) -> tuple[jax.Array, ...]:
-    """What the kernel writes: outputs [batch, T, H, Dv], lse [batch, H, whole tiles], and those of parts of tiles."""
+    """Returns the kernel's outputs [batch, T, H, Dv], lse [batch, H, whole tiles], and those of parts of split
+    tiles.
+    """
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         shared = Shared(**_with_outputs(spec, buffers))
         forward_kernel(Call(spec, tile, plan, given, made, shared, tile_scheduler.counter(), pages))
 
-    # Tiles of paged queries begin where sequences do; all others are whole, one after the other.
+    # Tiles of paged queries start where sequences do; all others are whole, one after the other.
     rows = operands["q"].shape[1] if spec.pages else plan.tiles * tile.queries
     outputs = [
         jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
@@ -103,26 +105,26 @@ def run_plan(
 def _with_split(
     plan: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns outputs and lse, with the tiles that were split made of their parts."""
+    """Returns outputs and lse, with the split tiles merged from their parts."""
     outputs, sums = merged(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
     batch, rows, head = tile_scheduler.split_rows(plan, sums.shape[1])
     return (
-        # Rows of a partial tile that lie past the end are dropped.
+        # Rows of a partial tile that are past the end are dropped.
         output.at[batch, rows, head].set(outputs.astype(output.dtype), mode="drop", unique_indices=True),
         lse.at[batch, head, rows].set(sums, unique_indices=True),
     )
 
 
 def _head_bytes(spec: HopperSpec) -> int:
-    """Bytes of keys and values of a head, or what they may count for `MIN_BUNDLE` heads to be worked on together."""
+    """Returns bytes of keys and values of a head, lowered so that at least `MIN_BUNDLE` heads form a bundle."""
     size = spec.keys * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
     return min(size, tile_scheduler.CACHE * spec.group_size // MIN_BUNDLE) if spec.masked else size
 
 
 def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
-    """Returns what the kernel reads, for every row of the batch or once for all."""
+    """Returns the kernel's operands, for every row of the batch or shared by all."""
     operands, ids = {}, None
-    if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side restrict nothing
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side only restrict nothing
         operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
         ids = operands["q_ids"], operands["k_ids"]
@@ -140,24 +142,24 @@ def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> di
 
 
 def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
-    """Returns shared memory and barriers, by the names of `Shared`."""
+    """Returns shared memory and mbarriers, by the names of `Shared`."""
     queries, copies = tile.buffers * tile.warpgroups, 1 if pages is None else pages.copies
     made: dict[str, Any] = {
         **_query_scratch(spec, queries),
         "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
         "v": matrix((tile.stages, tile.keys, spec.value_dim), spec.dtype),
         "lse": plgpu.SMEM((queries, WGMMA_M), jnp.float32),
-        # One arrival a copy: TMA counts the bytes of each.
+        # One arrival per copy; TMA counts the bytes of each.
         "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
-        # A block of pages arrives once more, with its word in `present`.
+        # A block of pages has one more arrival, for its word in `present`.
         "k_full": plgpu.Barrier(num_arrivals=copies + spec.has_dropout + spec.pages, num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
         "number": plgpu.SMEM((2,), jnp.int32),
         "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
-        # The producer reads the number as well.
+        # The producer reads the index as well.
         "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
     }
     if spec.has_dropout:
@@ -175,8 +177,8 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dic
 def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
     """Returns tiles of queries, which outputs overwrite.
 
-    Outputs of another head dimension have a view of the same memory in which a tile of queries is a number of
-    [64, 64] tiles, so that those of one warpgroup overlap the queries of no other.
+    Outputs with another head dimension have a view of the same memory in which a tile of queries is a sequence of [64,
+    64] tiles, so that those of one warpgroup do not overlap the queries of another.
     """
     queries = matrix((tiles, WGMMA_M, spec.head_dim), spec.dtype)
     if spec.value_dim == spec.head_dim:
@@ -186,7 +188,7 @@ def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
 
 
 def _with_outputs(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
-    """Returns buffers in which queries and outputs that share memory have a name each."""
+    """Returns buffers with separate names for queries and outputs that share memory."""
     if spec.value_dim == spec.head_dim:
         return buffers
     queries, outputs = buffers["q"]

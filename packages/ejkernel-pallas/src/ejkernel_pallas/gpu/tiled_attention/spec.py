@@ -1,4 +1,4 @@
-"""What a tiled-attention kernel is compiled for: all of a record that is neither an array nor a tile size."""
+"""The compile-time constants of the tiled-attention kernels."""
 
 import dataclasses
 from typing import Any
@@ -10,13 +10,13 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.planning import dropout
 
 FIXED_MAX_LIMIT = 80.0
-"""The largest exponent of two for which a fixed maximum of 0 serves: float32 then holds the sums of 2**80."""
+"""The largest exponent of two for which a fixed maximum of 0 works: float32 can then hold the sums."""
 LOWEST = -1e38
-"""Where running maxima start: below every score, and finite, so that no difference of two of them is NaN."""
+"""The initial running maximum: below every score, and finite, so that no difference of two of them is NaN."""
 WORD = 32
-"""Bits of a word of a bit mask."""
+"""Bits per word of a bit mask."""
 SPAN = 4 * WORD
-"""Columns of a tile of which each thread has a fourth, as many as a word has bits."""
+"""Columns of which a thread has one word of bits: a fourth of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class HopperSpec:
         segments: Whether there are segment ids.
         pattern: Whether a pattern says which pairs attend, so that blocks come from lists.
         sinks: Whether there are sinks.
-        threshold: Dropout drops where a row's number times a column's is below; 0 without dropout.
+        threshold: Dropout drops a weight if the product of its row's and column's keys is below; 0 without dropout.
         dropout_scale: Factor on the weights that dropout keeps.
-        pages: Whether keys lie in pages: then every tile of queries is of a sequence of its own, whose keys and
-            positions `Call.pages` knows.
-        key_starts: Whether such sequences may begin behind their first key.
+        pages: Whether keys are in pages: then every tile of queries belongs to one sequence, whose keys and positions
+            `Call.pages` has.
+        key_starts: Whether such sequences may have a first key other than 0.
     """
 
     batch: int
@@ -73,7 +73,7 @@ class HopperSpec:
 
     @property
     def masked(self) -> bool:
-        """Returns whether some pair of indices may not attend."""
+        """Returns whether any pair of indices may not attend."""
         return self.left is not None or self.right is not None or self.segments or self.pattern or self.pages
 
     @property
@@ -83,24 +83,25 @@ class HopperSpec:
 
     @property
     def masks_lower(self) -> bool:
-        """Returns whether tiles before the full ones can be masking, too."""
+        """Returns whether tiles before the full ones can be partial, too."""
         return not self.pattern and (self.left is not None or self.segments or self.key_starts)
 
     @property
     def ping_pong(self) -> bool:
-        """Whether consumer warpgroups are scheduled ping-pong: one issues products while the other exponentiates.
+        """Returns whether consumer warpgroups are scheduled ping-pong: one issues products while the other
+        exponentiates.
 
-        On an H200 it helps where exponentials cost more than products, or products are large; with values of 128
-        they alternate by themselves, and named barriers cost 2%.
+        On an H200 it helps if exponentials cost more than products, or products are large; with values of 128 they
+        alternate without it, and named barriers cost 2%.
         """
         return self.value_dim != 128 or self.soft_cap is not None
 
     @property
     def rescales_lazily(self) -> bool:
-        """Returns whether the accumulator is rescaled lazily: only where a row's maximum grew by more than a threshold.
+        """Returns whether the accumulator is rescaled lazily: only if a row's maximum grew by more than a threshold.
 
-        On an H200 it makes heads of 256 up to 16% faster, whose accumulator is twice as large as scores and weights; it
-        costs others 1% to 3%, as the branch takes longer than what it saves.
+        On an H200 it makes head dimension 256 up to 16% faster, whose accumulator is twice as large as scores and
+        weights; it costs others 1% to 3%, since the branch takes longer than what it saves.
         """
         return self.value_dim > 128
 
@@ -108,27 +109,29 @@ class HopperSpec:
     def fixed_max(self) -> bool:
         """Returns whether the row maximum is fixed at 0, so that no maximum is computed and nothing is rescaled.
 
-        A soft cap bounds scores, so their powers of two are bounded: bfloat16 has as many digits for such weights as
-        for others, and float32 room for their sums.
+        A soft cap bounds scores, so their powers of two are bounded: bfloat16 has the same precision for such weights,
+        and float32 can hold their sums.
         """
         return self.soft_cap is not None and self.log2_scale <= FIXED_MAX_LIMIT and self.dtype == jnp.bfloat16
 
     @property
     def fuses_soft_cap(self) -> bool:
-        """Returns whether `capped_weights` computes tanh and exponential in one go where no pair is masked.
+        """Returns whether `capped_weights` computes tanh and exponential together for full blocks.
 
-        With head size 256, where products take four times as long as with 64, a soft cap costs 3% without it.
+        With head dimension 256, where products take four times as long as with 64, a soft cap costs 3% without it.
         """
         return self.fixed_max and self.head_dim <= 128
 
     @property
     def inner_scale(self) -> float:
-        """Returns factor on a raw product before `log2_scale`: the soft cap's argument; 1 without a soft cap."""
+        """Returns the factor on a raw product before `log2_scale`: for the soft cap's argument; 1 without a soft
+        cap.
+        """
         return 1.0 if self.soft_cap is None else self.scale / self.soft_cap
 
     @property
     def log2_scale(self) -> float:
-        """Returns factor that turns a raw product, or the soft cap's tanh, into an exponent of two."""
+        """Returns the factor that converts a raw product, or the soft cap's tanh, to base 2."""
         return (self.scale if self.soft_cap is None else self.soft_cap) * LOG2E
 
 

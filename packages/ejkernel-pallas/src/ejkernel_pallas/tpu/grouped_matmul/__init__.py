@@ -1,6 +1,6 @@
 """Grouped matmul in Mosaic TPU.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
 from collections.abc import Iterable
@@ -64,7 +64,7 @@ def _dtype(array: Any) -> Any:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation of products and one of gated products."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="grouped_matmul",

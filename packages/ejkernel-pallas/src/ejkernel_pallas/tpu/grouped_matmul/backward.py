@@ -1,7 +1,7 @@
 """Backward pass of a grouped matmul on TPUs; the formulas are in `ejkernel_xla.grouped_matmul.backward`.
 
-The gradient of lhs is a grouped matmul itself, of the cotangent with the matrices transposed. What belongs to a matrix
-is summed over its rows by a kernel that owns matrices.
+The gradient of lhs is a grouped matmul itself, of the cotangent with the transposed matrices. Gradients of matrices,
+scales and biases are sums over a matrix's rows, by a kernel that accumulates for tiles of matrices.
 """
 
 import jax
@@ -20,20 +20,20 @@ def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
     """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangent [M, N], and the names of the wanted fields.
+        pullback: Record, cotangent [M, N], and the names of the requested fields.
         config: Tile sizes `block_m`, `block_k` and `block_n`, of both kernels.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for a kernel.
 
     Returns:
-        Each grad_fields gradient, in its field's shape and dtype.
+        The gradient of each requested field, in its shape and dtype.
     """
     record, cotangent, grad_fields, blocks = pullback.record, pullback.cotangent, pullback.wanted, blocks_of(config)
     gradients: dict[str, jax.Array] = {}
     if "existing_out" in grad_fields:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
-    # Rounded once where every product rounds it; matrix_gradients for a bias take it as it is.
+    # Rounded once if every product rounds it; `matrix_gradients` for a bias takes it unrounded.
     spec = backward_spec(record, blocks)
     rounded = cotangent.astype(spec.operand)
     if "lhs" in grad_fields:

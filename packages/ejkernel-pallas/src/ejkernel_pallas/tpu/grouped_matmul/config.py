@@ -19,9 +19,9 @@ class TpuMatmul:
     """The configuration of each kernel; all sizes are multiples of 128.
 
     Attributes:
-        block_m: Rows a tile.
-        block_k: Contracted elements per step, of the forward pass; rows of a matrix's gradient a tile.
-        block_n: Columns a tile.
+        block_m: Rows per tile.
+        block_k: Contracted elements per step of the forward pass; rows per tile of a matrix's gradient.
+        block_n: Columns per tile.
     """
 
     block_m: int = 512
@@ -30,14 +30,14 @@ class TpuMatmul:
 
 
 PUBLIC_FIELDS = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n"}
-"""Public configuration field -> field of this."""
+"""Maps fields of the public configuration to fields of this one."""
 
 LANES = 128
 WHOLE_COLUMNS_LIMIT = 32 * 2**20
 """Bytes of VMEM for a tile that has to have all columns of a matrix."""
 ROW_TILES = (1024, 512, 256, 128)
 UNROLLED_COLUMNS = 1024
-"""Columns of a forward tile whose multiplications count; through more goes a loop."""
+"""Columns of a forward tile whose multiplications are counted in `deepest`; wider tiles have a loop."""
 
 
 TABLE_LIMIT = 2**20 - 2**16
@@ -45,12 +45,12 @@ TABLE_LIMIT = 2**20 - 2**16
 
 
 class TileLimits(NamedTuple):
-    """What bounds tiles on a kind of TPU, in addition to its figures in `ejkernel.ops.chips`.
+    """The limits of tiles on a kind of TPU, in addition to the chip's properties in `ejkernel.ops.chips`.
 
     Attributes:
         memory: Bytes of VMEM for the blocks of candidates.
-        deepest: Multiplications of a tile at most: libtpu takes seconds for more, or they need a loop.
-        quick: Bytes of VMEM for blocks by default: libtpu takes a minute for kernels with more.
+        deepest: The largest number of multiplications of a tile: libtpu takes seconds for more, or they need a loop.
+        quick: Bytes of VMEM for default blocks: libtpu takes a minute for kernels with more.
     """
 
     memory: int
@@ -68,7 +68,7 @@ LIMITS = {
 
 
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
-    """Returns the tiles for a record on a device: those that wait least, by operations and bytes alone."""
+    """Returns the default tiles for a record on a device: those with the lowest estimate of operations and bytes."""
     tpu = tpu_of(device)
     limits = LIMITS[tpu.name]
     limits = limits._replace(memory=min(limits.memory, limits.quick))
@@ -92,19 +92,19 @@ def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Directi
 
 
 def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
-    """Returns the record of the products, by shapes alone."""
+    """Returns the record of the products, with shapes only."""
     rows = record.lhs.shape[0] if record.indices is None else record.indices.shape[0]
     return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)
 
 
 def table_bytes(record: GroupedMatmul) -> int:
-    """Returns the bytes of SMEM that the work list takes with the smallest tiles of rows that the rule has."""
+    """Returns the bytes of SMEM of the work list with the smallest tiles of rows that the heuristic chooses."""
     rows, matrices = record.lhs.shape[0], record.rhs.shape[0]
     return 6 * 4 * (cdiv(rows, max(LANES, _rows(record) // 2)) + matrices)
 
 
 def whole_columns_bytes(record: GatedGroupedMatmul) -> int:
-    """Returns the bytes of VMEM of the smallest tile that has all columns of a matrix; 0 where tiles may have fewer."""
+    """Returns the bytes of VMEM of the smallest tile with all columns of a matrix; 0 if tiles may have fewer."""
     width = record.rhs.shape[1 if record.transpose_rhs else 2]
     if not record.gated or record.interleaved or width // 2 % LANES == 0:
         return 0
@@ -112,7 +112,7 @@ def whole_columns_bytes(record: GatedGroupedMatmul) -> int:
 
 
 def _whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
-    """Returns the largest tiles with all columns of a matrix that VMEM has room for."""
+    """Returns the largest tiles with all columns of a matrix that fit VMEM."""
     product = product_of(record)
     width, most = _padded(columns(product)), (_rows(product), min(1024, _padded(product.lhs.shape[1])))
     sizes = [(m, k) for k in (1024, 512, 256, LANES) for m in ROW_TILES if m <= most[0] and k <= most[1]]
@@ -122,7 +122,7 @@ def _whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
 
 
 def _halved(tiles: TpuMatmul) -> TpuMatmul:
-    """Returns tiles with as many products, two columns of which are one of the output."""
+    """Returns tiles with the same products, where two columns make one column of the output."""
     return dataclasses.replace(tiles, block_n=_padded(max(LANES, tiles.block_n // 2)))
 
 
@@ -132,24 +132,24 @@ def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tupl
 
 
 def kind(record: GroupedMatmul) -> str:
-    """What the calls have in common that share an entry of a shipped table: matrices, and about the rows of each."""
+    """Returns the key of a shipped table entry: the matrices' sizes, and the approximate rows of each."""
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"transpose_rhs={record.transpose_rhs}")
     sizes = f"k={record.lhs.shape[1]} n={columns(record)} rows={_rows(record)}"
     return " ".join((*fields, f"out={jnp.dtype(record.out_dtype)}", f"scaled={record.rhs_scale is not None}", sizes))
 
 
 def _rows(record: GroupedMatmul) -> int:
-    """Returns rows a tile: no more than a group has, about."""
+    """Returns the rows of a tile: about at most the rows of a group."""
     average = record.lhs.shape[0] / record.group_sizes.shape[0]
     return next((rows for rows in ROW_TILES if rows <= average), ROW_TILES[-1])
 
 
 def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) -> Iterator[TpuMatmul]:
-    """Yields tiles that memory has room for, each once."""
+    """Yields each of the tiles that fit memory once."""
     depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
     if direction == "forward" and _rows(record) == ROW_TILES[0]:
-        sizes.append((depth, 2048))  # reads rows half as often: with few of them, matrices are what takes time to read
+        sizes.append((depth, 2048))  # reads rows half as often: with few rows, reading matrices is the bottleneck
     for height in (_rows(record), _rows(record) // 2):
         for k, n in sizes:
             tiles = (min(max(LANES, height), _padded(record.lhs.shape[0])), min(k, depth), min(n, width))
@@ -162,7 +162,7 @@ def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) ->
 
 
 def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) -> int:
-    """Bytes of the double-buffered blocks and of the sum; in the backward pass of the kernel that needs more."""
+    """Returns bytes of the double-buffered blocks and of the sum, in the backward pass for the larger kernel."""
     rows, matrices, out = record.lhs.dtype.itemsize, record.rhs.dtype.itemsize, jnp.dtype(record.out_dtype).itemsize
     if direction == "backward":
         scaled = 2 if record.rhs_scale is None else 6
@@ -173,7 +173,7 @@ def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) 
 
 
 def _seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> float:
-    """Returns the larger of the time that products take, with what tiles compute in vain, and that copies take."""
+    """Returns the larger of the time of products, including padding of tiles, and that of copies."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
     across, steps = cdiv(width, n), cdiv(depth, k)
@@ -182,7 +182,7 @@ def _seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> float:
     copied = across * items * m * depth * record.lhs.dtype.itemsize
     copied += matrices * depth * width * record.rhs.dtype.itemsize
     copied += rows * width * jnp.dtype(record.out_dtype).itemsize
-    # Beginning and ending a tile costs what 40 of its contracted elements do, and more where it has several steps.
+    # Starting and ending a tile costs as much as 40 of its contracted elements, and more if it has several steps.
     products = 2 * (rows + groups * min(m, 256) / 2) * steps * (k + 40) * across * n
     return max(products / tpu.flops, copied / tpu.bandwidth)
 

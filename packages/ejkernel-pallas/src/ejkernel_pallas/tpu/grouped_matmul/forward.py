@@ -18,7 +18,7 @@ def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[
         config: Tile sizes `block_m`, `block_k` and `block_n`.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for the kernel.
 
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.

@@ -1,8 +1,8 @@
-"""The work list: the order of tiles of rows and groups, as tables that their index maps and bodies read.
+"""The work list: the order of tiles of rows and groups, as tables that index maps and kernels read.
 
-The rows of a matrix cover some tiles, of which the first and the last may belong to others too: such a tile is computed
-once by each. The number of items depends on the groups, which are traced, and is a bound of the grid; a table is as
-long as it could be.
+The rows of a matrix span some tiles, of which the first and the last may belong to others too: such a tile is computed
+once for each. The number of items depends on the group sizes, which are traced, and is a bound of the grid; the table
+has the length of the longest list.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,19 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 
 WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
-"""Rows of the tile belong to the matrix; all of them do; first, and last, item of a tile that is accumulated; the
-tile lies before the rows of any matrix."""
+"""Flags of an item: some of the tile's rows belong to the matrix; all of them do; first, and last, item of a tile
+that is accumulated; the tile is before the rows of any matrix.
+"""
 FLAGS = 5
-"""How many there are."""
+"""The number of flags."""
 
 
 class WorkList(NamedTuple):
     """A list of work items.
 
     Attributes:
-        total: int32 scalar, how many there are.
-        table: int32 [6 * most], read by `WorkItem`.
+        total: int32 scalar, the number of items.
+        table: int32 [6 * max items], read by `WorkItem`.
     """
 
     total: jax.Array
@@ -39,9 +40,9 @@ class WorkItem(NamedTuple):
     """One entry of a table, int32 scalars.
 
     Attributes:
-        matrix: Which is multiplied with.
+        matrix: Index of the matrix.
         tile: Tile of rows.
-        source: Tile of rows that is read; that of a neighbour where there is no work, so that nothing is copied.
+        source: Tile of rows that is read; without work that of a neighbour, so that nothing is copied.
         low: First row of the matrix, in the tile.
         high: The row after its last, in the tile.
         flags: Sum of the constants above.
@@ -60,7 +61,7 @@ class WorkItem(NamedTuple):
 
     @property
     def zero(self) -> Any:
-        """Returns 0, which the compiler cannot fold: what is above the flags."""
+        """Returns an opaque zero, which the compiler cannot fold: the bits above the flags."""
         return lax.shift_right_logical(self.flags, np.int32(FLAGS))
 
 
@@ -71,7 +72,9 @@ def read_item(table: Any, step: Any) -> WorkItem:
 
 
 def coordinates_of(axis: int) -> Callable[..., tuple[Any, ...]]:
-    """From the indices of a grid, one of which is an item, and the table, to the work item and the other indices."""
+    """Returns a function from grid indices, one of which is an item, and the table to the work item and the other
+    indices.
+    """
 
     def where(*step: Any) -> tuple[Any, ...]:
         *indices, table = step
@@ -81,20 +84,22 @@ def coordinates_of(axis: int) -> Callable[..., tuple[Any, ...]]:
 
 
 def by_rows(record: GroupedMatmul, size: int) -> WorkList:
-    """Work items for a kernel that accumulates for tiles of rows: every tile at least once, its items in a row."""
+    """Returns work items for a kernel that accumulates for tiles of rows: every tile at least once, its items
+    consecutive.
+    """
     first, end = group_rows(record)
     rows = record.lhs.shape[0]
     tiles, nonempty = cdiv(rows, size), end > first
     start, counts = first // size, jnp.where(nonempty, (end - 1) // size + 1 - first // size, 0)
-    # Rows of no matrix lie before those of the first and after those of the last: tiles that have no others.
+    # Unassigned rows are before the first matrix's and after the last one's: tiles that have no others.
     before = first[0] // size
     after = jnp.where(nonempty.any(), cdiv(end[-1], size), before)
     counts = jnp.concatenate([before[None], counts, (tiles - after)[None]])
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
-    # Neighbouring groups share at most one tile, so the list has that bound and the grid needs no other.
+    # Neighbouring groups share at most one tile, which bounds the list and the grid.
     matrix, tile, count = _listed(start, counts, tiles + first.shape[0] - 1)
     work = (matrix > 0) & (matrix <= first.shape[0])
-    # An item without work names the blocks of the nearest one that has work.
+    # An item without work refers to the blocks of the nearest one that has work.
     index = jnp.arange(first.shape[0], dtype=jnp.int32)
     least = jnp.min(jnp.where(nonempty, index, first.shape[0] - 1))
     most = jnp.max(jnp.where(nonempty, index, 0))
@@ -106,7 +111,7 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
 
 
 def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
-    """Returns WorkList for a kernel that owns matrices: every matrix at least once."""
+    """Returns the work items of a kernel that accumulates for tiles of matrices: every matrix at least once."""
     first, end = group_rows(record)
     tiles, nonempty = cdiv(record.lhs.shape[0], size), end > first
     counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
@@ -119,7 +124,7 @@ def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
 
 
 def _listed(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists owners, each as often as it counts, with tiles that go up from its first; and how long the list is."""
+    """Lists owners, each `counts` times, with consecutive tiles from its first; also returns the length of the list."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     step = jnp.arange(most, dtype=jnp.int32)
     owner = jnp.sum(step[:, None] >= ends, axis=1, dtype=jnp.int32)
@@ -128,13 +133,13 @@ def _listed(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, 
 
 
 def _changes(x: jax.Array) -> jax.Array:
-    """Returns where a list has another value than before."""
+    """Returns where a list's value differs from the previous one."""
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
 def _work_list(items: WorkItem, count: jax.Array, size: int) -> WorkList:
-    """Returns the table of work items whose rows are still those of the matrices."""
-    # Within the tile: kernels compare the numbers of its rows with them.
+    """Returns the table of work items, whose rows are still relative to the matrices."""
+    # Relative to the tile: kernels compare them with the indices of its rows.
     low = jnp.clip(jnp.take(items.low, items.matrix) - items.tile * size, 0, size)
     high = jnp.clip(jnp.take(items.high, items.matrix) - items.tile * size, 0, size)
     whole = (low == 0) & (high == size) & (items.flags & WORK != 0)

@@ -1,4 +1,4 @@
-"""What a grouped-matmul kernel is compiled for: all about a product that is neither an array nor a traced number."""
+"""The compile-time constants of the grouped-matmul kernels."""
 
 import dataclasses
 import enum
@@ -19,9 +19,9 @@ from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product
 
 CHUNK = 256
-"""Columns of one product, and its contracted elements where they are summed up in registers."""
+"""Columns per product, and contracted elements per product if sums are in registers."""
 UNROLLED = 2**30
-"""Multiplications of the largest tile whose products are compiled one by one: libtpu takes seconds for more."""
+"""Multiplications of the largest tile whose products are unrolled: libtpu takes seconds for more."""
 
 
 class GateLayout(enum.Enum):
@@ -56,7 +56,7 @@ class Gate(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Rows, contracted elements and columns a tile."""
+    """Rows, contracted elements and columns per tile."""
 
     rows: int
     contracted: int
@@ -71,16 +71,16 @@ class GroupedSpec:
         rows: M.
         contracted: K of the product; for the gradient of lhs, the matrices' N.
         columns: N of the product.
-        blocks: Tiles.
-        transposed: Whether the matrices lie with the product's columns first.
-        operand: Dtype of what is multiplied.
-        precision: Of the products.
-        scales: Blocks of scales a matrix has; 0 for matrices without.
-        per_scale: Contracted elements of the forward product that share a scale.
-        accumulates: Whether matrix units keep sums, so that a product may be as long as a tile.
+        blocks: Tile sizes.
+        transposed: Whether the product's columns are the first axis of matrices.
+        operand: Dtype of the products' operands.
+        precision: Precision of the products.
+        scales: Blocks of scales per matrix; 0 for matrices without.
+        per_scale: Contracted elements of the forward product per scale.
+        accumulates: Whether matrix units accumulate, so that a product may be as long as a tile.
         wide: Whether matrix units are 256 wide.
-        backward: Whether this is the gradient of lhs, so that scales lie along contracted elements.
-        gate: What the sums become; None for a plain product. Columns are then those of the output.
+        backward: Whether this is the gradient of lhs, for which scales are along contracted elements.
+        gate: The gate applied to the sums; None for a plain product. Columns are then those of the output.
     """
 
     rows: int
@@ -110,12 +110,12 @@ class GroupedSpec:
 
     @property
     def ragged(self) -> bool:
-        """Returns whether the last tile of contracted elements reaches beyond them."""
+        """Returns whether the last tile of contracted elements extends past them."""
         return self.contracted % self.blocks.contracted != 0
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Where the products of a tile begin, in its contracted elements, and their sizes; none has two scales."""
+        """Returns the starts and sizes of a tile's products along contracted elements; none has two scales."""
         depth = self.blocks.contracted
         per_scale = math.gcd(depth, self.per_scale) if self.scales_products and not self.scales_sum else depth
         most = per_scale if self.accumulates else CHUNK
@@ -127,19 +127,21 @@ class GroupedSpec:
 
     @property
     def subtile_rows(self) -> int:
-        """Returns rows that are computed at once of a tile that groups share: no more than matrix units are wide."""
+        """Returns rows per subtile of a tile that groups share: at most the width of matrix units."""
         return math.gcd(self.blocks.rows, CHUNK if self.wide else LANES)
 
     @property
     def strip(self) -> int:
-        """Columns of one product of the kernel that sums over rows; its other operand is transposed once a strip."""
+        """Returns the columns per product of the kernel that sums over rows; its other operand is transposed once
+        per strip.
+        """
         return 2 * CHUNK if self.wide else 4 * CHUNK
 
     @property
     def unrolls(self) -> bool:
-        """Whether the products of a tile follow each other without a loop, between whose trips matrix units drain.
+        """Returns whether the products of a tile are unrolled; between iterations of a loop matrix units would drain.
 
-        Those that keep sums have less code a product.
+        Matrix units that accumulate need less code per product.
         """
         if self.gate is not None and self.gate.layout is GateLayout.WHOLE:  # its factor begins within a lane group
             return True
@@ -153,24 +155,26 @@ class GroupedSpec:
 
     @property
     def stages_last_product(self) -> bool:
-        """Whether a sum's last product is written down before it is added: the next begins before, and needs registers.
+        """Returns whether a sum's last product is staged in memory: the next sum starts before it is added, and needs
+        registers.
 
-        Not where operands are converted from what is loaded, which takes more of them than products do.
+        Not if operands are converted after loading, which takes more registers than products do.
         """
         converted = jnp.dtype(self.operand).itemsize > 2 or (self.scales > 0 and not self.scales_products)
         return self.wide and not (self.accumulates or converted)
 
     @property
     def stages_row_mask(self) -> bool:
-        """Returns whether it is written down which rows of a shared tile are a matrix's own, and read for all columns.
+        """Returns whether the row mask of a shared tile is staged in memory, and read for all columns.
 
-        Few registers hold masks, and those of all rows are spilled. The gradient's kernel then spills operands instead.
+        There are few mask registers, and those of all rows would spill. The gradient's kernel would then spill operands
+        instead.
         """
         return self.accumulates and self.unrolls and not self.backward
 
     @property
     def reloads_first(self) -> bool:
-        """Returns whether a sum's first product is read back for the next to be added, and not kept in registers."""
+        """Returns whether a sum's first product is reloaded for the next to be added, instead of kept in registers."""
         return not self.wide
 
     @property
@@ -242,7 +246,7 @@ def gated_columns(layout: GateLayout, width: int, block: int) -> int:
 
 
 def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
-    """The constants of the kernel of lhs's gradient, which multiplies with the matrices the other way around."""
+    """Returns the constants of the kernel of lhs's gradient, which multiplies with transposed matrices."""
     forward = forward_spec(record, blocks)
     operand, precision = operands(record, spread=True)
     return dataclasses.replace(
@@ -258,17 +262,17 @@ def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
 
 
 def matrices_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
-    """Returns the constants of the kernel of what belongs to a matrix."""
+    """Returns the constants of the kernel of the matrices' gradients."""
     operand, precision = operands(record, spread=True)
     return dataclasses.replace(forward_spec(record, blocks), operand=operand, precision=precision)
 
 
 def operands(record: GroupedMatmul, spread: bool) -> tuple[Any, lax.Precision | None]:
-    """Returns dtype and precision of products; matrix units take lhs's dtype, and float32 in one pass or in six.
+    """Returns dtype and precision of products; matrix units multiply lhs's dtype, or float32 in one or six passes.
 
     Args:
         record: The record.
-        spread: Whether there is an operand that has more digits than lhs: scaled matrices, or a cotangent.
+        spread: Whether an operand has more digits than lhs: scaled matrices, or a cotangent.
     """
     asked = product_precision(record.lhs.dtype, record.precision)
     exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
@@ -278,10 +282,10 @@ def operands(record: GroupedMatmul, spread: bool) -> tuple[Any, lax.Precision | 
 
 
 def fitting(blocks: Blocks, contracted: int, columns: int) -> Blocks:
-    """Returns blocks no longer than the arrays; sizes that are not whole lanes must be the array's own.
+    """Returns blocks no longer than the arrays; sizes that are not multiples of lanes must be the array's own.
 
     Raises:
-        ValueError: A block is none that a kernel can have.
+        ValueError: A block is not valid for a kernel.
     """
     for name, size in zip(("block_m", "block_k", "block_n"), blocks, strict=True):
         if size % LANES:
@@ -291,20 +295,20 @@ def fitting(blocks: Blocks, contracted: int, columns: int) -> Blocks:
 
 
 def padded_scales(scale: jax.Array) -> jax.Array:
-    """Scales [E, blocks, 1, N] as float32 [E, blocks up to whole sublanes, N], with zeros."""
+    """Returns scales [E, blocks, 1, N] as float32 [E, blocks padded to whole sublanes, N], with zeros."""
     flat = scale[:, :, 0].astype(jnp.float32)
     return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % SUBLANES), (0, 0)))
 
 
 def factors(scales: jax.Array, first: Any, size: int, spec: GroupedSpec, columns_first: bool) -> jax.Array:
-    """What a tile of a matrix is multiplied with: every row takes the scales of its block, by a product with ones.
+    """Returns the factors of a tile of a matrix: every row has the scales of its block, by a product with ones.
 
     Args:
         scales: [blocks, n] of a tile's columns, padded.
         first: First row of the tile, in the matrix.
         size: Its rows.
         spec: The kernel's constants.
-        columns_first: Whether the tile, and the result, is [n, size] and not [size, n].
+        columns_first: Whether the tile, and the result, is [n, size] instead of [size, n].
     """
     ones = in_block(scales.shape[0], first, size, spec)
     pair = (scales, ones) if columns_first else (ones, scales)
@@ -319,5 +323,5 @@ def in_block(blocks: int, first: Any, size: int, spec: GroupedSpec) -> jax.Array
 
 
 def blocks_of(config: TpuMatmul) -> Blocks:
-    """Returns tiles of a configuration."""
+    """Returns the tile sizes of a configuration."""
     return Blocks(config.block_m, config.block_k, config.block_n)

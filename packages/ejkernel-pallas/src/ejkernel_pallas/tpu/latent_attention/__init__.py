@@ -1,6 +1,6 @@
 """Dense latent caches (`mla_decode`) on the paged kernel of Mosaic TPU.
 
-What the kernel needs, and what it does not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernel are data in this module, which imports nothing of Pallas.
 """
 
 from collections.abc import Generator
@@ -19,12 +19,12 @@ HANDLES = frozenset(
 
 
 def _reasons(record: Any) -> Generator[str]:
-    """Yields why a record cannot be served; nothing if it can."""
+    """Yields the reasons to refuse a record."""
     yield from paged_attention.reasons(paged_shapes(record))
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="tiled_attention",

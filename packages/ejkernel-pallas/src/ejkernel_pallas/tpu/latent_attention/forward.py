@@ -1,7 +1,7 @@
-"""`mla_decode` on the paged kernel: a dense cache of latent vectors is one whose pages follow each other.
+"""`mla_decode` on the paged kernel: a dense cache of latent vectors is a paged cache with consecutive pages.
 
-The operation lowers to tiled attention, whose gradients it has; this forward pass leaves the residuals of that family,
-so that any backward pass of it serves.
+The operation lowers to tiled attention, whose gradients it has; this forward pass returns that family's residuals, so
+that any of its backward passes can follow.
 """
 
 import jax
@@ -13,6 +13,6 @@ from ejkernel_pallas.tpu.paged_attention.forward import forward as paged_forward
 
 
 def forward(record: TiledAttention, config: TpuPaged) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Returns output [B, 1, H, Dv] and residuals of a record that `mla_decode` made."""
+    """Returns output [B, 1, H, Dv] and residuals of a record of `mla_decode`."""
     (output, lse), _ = paged_forward(as_pages(record), config)
     return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])

@@ -1,4 +1,4 @@
-"""A dense latent cache as a paged one, whose pages follow each other."""
+"""A dense latent cache as a paged one with consecutive pages."""
 
 import dataclasses
 
@@ -11,16 +11,17 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import along_lanes
 
 SLOTS = (512, 256, 128)
-"""Slots of a page, of which a row of the cache is to have whole ones: fewer copies with larger pages."""
+"""Slots per page; a row of the cache must be whole pages, and larger pages take fewer copies."""
 
 
 def as_pages(record: TiledAttention) -> PagedAttention:
-    """The paged record. The first columns of a row of keys are its value: all of them, where there is one cache.
+    """Returns the paged record. The first columns of a row of keys are its value: all of them, if there is one cache.
 
-    Pages are parts of the caches as they lie. Caches whose length is no multiple of 128 are padded, which copies them.
+    Pages are views of the caches. Caches whose length is not a multiple of 128 are padded, which copies them.
 
-    Two caches come joined as keys. Rotary columns that are sliced off again are the rotary cache itself, of which XLA
-    makes no copy. The kernel has both where latent vectors are rows and rotary parts columns, as XLA keeps 512 and 64.
+    Two caches are concatenated as keys. Rotary columns that are sliced off again are the rotary cache itself, which XLA
+    does not copy. The kernel reads both if latent vectors are rows and rotary parts columns, the layouts that XLA gives
+    512 and 64.
     """
     pages, _ = latent_pages.as_pages(record)
     keys, size = record.key[:, :, 0], record.value.shape[-1]
@@ -46,5 +47,5 @@ def as_pages(record: TiledAttention) -> PagedAttention:
 
 
 def paged_shapes(record: TiledAttention) -> PagedAttention:
-    """Returns the paged record's shapes and dtypes alone."""
+    """Returns the paged record with shapes and dtypes only."""
     return jax.eval_shape(as_pages, record)

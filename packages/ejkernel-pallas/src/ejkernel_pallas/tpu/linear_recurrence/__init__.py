@@ -1,6 +1,7 @@
-"""The linear recurrence in Mosaic TPU: chunks as products of the matrix unit, states in VMEM across the grid.
+"""The linear recurrence in Mosaic TPU: chunks are products of the matrix unit, and states stay in VMEM across the
+grid.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
 from ejkernel.families.linear_recurrence import FAMILY
@@ -11,7 +12,7 @@ from ejkernel_pallas.tpu.requirements import tpu_requires
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="linear_recurrence",

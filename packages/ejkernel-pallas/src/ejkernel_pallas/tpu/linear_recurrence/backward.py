@@ -28,7 +28,7 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
 
     Args:
         pullback: Record, cotangents of output and final states, and the names of the requested fields.
-        config: Chunks, and heads of a step.
+        config: Chunks, and heads per step.
 
     Returns:
         The gradient of each requested field, in its shape and dtype.
@@ -50,7 +50,7 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
 
 
 def _chunk_states(plan: Plan, arrays: dict[str, jax.Array], first: jax.Array) -> jax.Array:
-    """Returns the states before every chunk, [B, chunks, H, K, V], from those before the first tokens."""
+    """Returns the states before every chunk, [B, chunks, H, K, V], from the initial states."""
     spec = plan.spec
     shape = (plan.rows, plan.chunks, spec.total_heads, spec.keys, spec.values)
     made = run(
@@ -64,7 +64,7 @@ def _chunk_states(plan: Plan, arrays: dict[str, jax.Array], first: jax.Array) ->
 
 
 def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: jax.Array) -> dict[str, jax.Array]:
-    """Returns the gradients that the kernel writes, and those of the first states as `initial`."""
+    """Returns the gradients that the kernel writes, and those of the initial states as `initial`."""
     record, (read, final), spec = pullback.record, pullback.cotangent, plan.spec
     read = plan.align(read)
     wanted = frozenset(pullback.wanted)
@@ -99,12 +99,12 @@ def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: j
 
 
 def _written(spec: RecurrenceSpec, count: int) -> int:
-    """Returns heads of the gradient of a field: its own, or one per step where several steps read a head."""
+    """Returns heads of the gradient of a field: its own, or one per step if several steps read a head."""
     return count if spec.heads * count >= spec.total_heads else spec.steps
 
 
 def _as_field(gradient: jax.Array, field: jax.Array) -> jax.Array:
-    """Returns a gradient in the shape and dtype of its field: summed over all that share a number."""
+    """Returns a gradient in the shape and dtype of its field: summed over the axes that the field broadcasts along."""
     if gradient.ndim < field.ndim:
         gradient = gradient[..., None]
     if gradient.shape[2] != field.shape[2]:  # heads of the steps that read the same head

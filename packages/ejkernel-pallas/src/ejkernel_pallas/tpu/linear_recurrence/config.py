@@ -15,8 +15,8 @@ class TpuRecurrence:
     """The configuration of either pass.
 
     Attributes:
-        chunk_size: Tokens of a chunk, a power of two from 16 on.
-        heads: The most heads that a grid step computes, one after another.
+        chunk_size: Tokens per chunk, a power of two from 16 on.
+        heads: The largest number of heads that a grid step computes, one after another.
     """
 
     chunk_size: int
@@ -34,10 +34,10 @@ PUBLIC_FIELDS = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
 
 
 def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> TpuRecurrence:
-    """Returns the configuration for a record, not measured: predicted best for v5e by the profile.
+    """Returns the default configuration for a record, not measured: the best prediction of the profile for v5e.
 
-    Gates per key channel have a product for every halving of a chunk, so their chunks are shorter. More heads fill the
-    matrix unit better, and need more of VMEM for what does not fit registers.
+    With gates per key channel there is a product for every level of a chunk, so their chunks are shorter. More heads
+    fill the matrix unit better, and need more VMEM for what does not fit registers.
     """
     wide = by_channel(record) or record.value_decay is not None
     length, heads = (64, 8) if wide else (128, 16)

@@ -24,11 +24,11 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
 
     Args:
         record: The canonical arguments.
-        config: Chunks, and heads of a step.
+        config: Chunks, and heads per step.
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states in float32. There are no residuals: the backward pass
-        finds the states between chunks again.
+        recomputes the states between chunks.
     """
     plan = make_plan(record, make_spec(record, config))
     spec, first = plan.spec, states(record)
@@ -49,7 +49,7 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
 
 
 def token_arrays(plan: Plan, record: LinearRecurrence) -> dict[str, jax.Array]:
-    """Returns what all kernels read of a record's tokens, by the names of their refs."""
+    """Returns all kernels' inputs from a record's tokens, by the names of their refs."""
     shape = record.query.shape[:2]
     found: dict[str, jax.Array] = {}
     for name, _ in plan.spec.wide:
@@ -84,7 +84,7 @@ def run(
             kernel=functools.partial(kernel, spec=spec, chunks=plan.chunks, packed=plan.places is not None),
             refs=RecurrenceRefs,
             grid=(plan.rows, spec.steps, plan.chunks),
-            # Rows and heads; the chunks of a row follow each other.
+            # Rows and heads are parallel; the chunks of a row are sequential.
             parallel=2,
             tables={"table": plan.table},
             inputs=inputs,
@@ -95,7 +95,7 @@ def run(
 
 
 def unless_empty(record: LinearRecurrence, found: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """States of sequences: where a sequence has no tokens no step writes one."""
+    """Returns the states of sequences; those without tokens, for which no step writes a state, keep `otherwise`."""
     if record.cu_seqlens is None:
         return found
     empty = jnp.diff(record.cu_seqlens) == 0

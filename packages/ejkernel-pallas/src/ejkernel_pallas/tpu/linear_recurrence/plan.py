@@ -1,11 +1,12 @@
-"""A record as the kernels read it: chunks of whole blocks, and columns of what is one number a token and head.
+"""A record in the kernels' layout: whole chunks, and one array for the fields with a single element per token and
+head.
 
-    [B, T, heads, channels] ──► [B, T', heads * channels]       blocks [C, some heads * channels], where lanes allow it
-                                [B, heads, T', channels]        blocks [some heads, C, channels] else
+    [B, T, heads, channels] ──► [B, T', heads * channels]       blocks [C, heads per step * channels], if lanes allow
+                                [B, heads, T', channels]        blocks [heads per step, C, channels] otherwise
     decay, beta, dt, skip   ──► [B, H / heads, T', heads * 4]   blocks [C, heads * 4]
 
-T' are whole chunks. Tokens that are none have zeros everywhere: they decay nothing, write nothing and read nothing.
-Packed sequences begin a chunk each: their tokens are gathered so that no chunk has tokens of two of them.
+T' is a multiple of the chunk. Padding tokens have zeros everywhere: they decay nothing, write nothing and read nothing.
+Packed sequences start a new chunk each: their tokens are gathered so that no chunk has tokens of two of them.
 """
 
 import dataclasses
@@ -22,16 +23,16 @@ from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 
 STRONGEST = -104.0
-"""exp of it is 0 in float32: no log gate that channels share is taken for less, -inf is not."""
+"""exp of it is 0 in float32: log gates that channels share are clamped to it, including -inf."""
 
 
 class Places(NamedTuple):
-    """Where tokens lie in the kernels' arrays.
+    """The positions of tokens in the kernels' arrays, for packed sequences.
 
     Attributes:
-        source: int32 [T'] the token at each place, packed sequences alone; T where there is none.
-        target: int32 [T] the place of each token.
-        owner: int32 [chunks] the sequence of each chunk; the last one's beyond the last chunk with tokens.
+        source: int32 [T'] the token at each position; T if there is none.
+        target: int32 [T] the position of each token.
+        owner: int32 [chunks] the sequence of each chunk; that of the last chunk with tokens for later ones.
     """
 
     source: jax.Array
@@ -45,13 +46,13 @@ class Plan:
 
     Attributes:
         spec: Constants of the kernels.
-        rows: B.
+        chunks: Chunks per row.
         tokens: T.
         chunks: Of a row.
-        places: Of packed sequences; None without.
-        table: int32 [B * chunks] for the kernels. Packed sequences: `4 * owner + 2 * is_first + is_last`. Else the
+        places: Positions of packed sequences' tokens; None without.
+        table: int32 [B * chunks] for the kernels. Packed sequences: `4 * owner + 2 * is_first + is_last`. Otherwise the
             number of runs of segments in each chunk.
-        runs: float32 [B, T'] which run of its chunk each token is in, -1 for padding; None without segments.
+        runs: float32 [B, T'] the run of each token in its chunk, -1 for padding; None without segments.
     """
 
     spec: RecurrenceSpec
@@ -68,7 +69,7 @@ class Plan:
         return self.chunks * self.spec.chunk
 
     def align(self, x: jax.Array) -> jax.Array:
-        """Returns [B, T, ...] as [B, T', ...], with zeros where there is no token."""
+        """Returns [B, T, ...] as [B, T', ...], with zeros for padding."""
         if self.places is not None:
             return jnp.take(x, self.places.source, axis=1, mode="fill", fill_value=0)
         return jnp.pad(x, ((0, 0), (0, self.length - self.tokens), *((0, 0),) * (x.ndim - 2)))
@@ -99,14 +100,14 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
 
 
 def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
-    """Returns whole chunks for every sequence."""
+    """Returns the positions of tokens that give every sequence whole chunks."""
     lengths = jnp.diff(bounds)
     counts = cdiv(lengths, chunk)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     chunks = tokens // chunk + min(lengths.shape[0], tokens)
     number = jnp.arange(chunks, dtype=jnp.int32)
     owner = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), lengths.shape[0] - 1)
-    # Chunks that no sequence needs belong to the last one with tokens, and have none.
+    # Unused chunks are assigned to the last sequence with tokens, and have none.
     owner = jnp.where(number < ends[-1], owner, jnp.max(jnp.where(number < ends[-1], owner, 0)))
     begin = ends - counts
     offset = (number - begin[owner])[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
@@ -152,21 +153,21 @@ def from_operand(plan: Plan, name: str, x: jax.Array, count: int) -> jax.Array:
 
 
 def columns_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
-    """Returns what `columns` makes, as blocks of a step's heads."""
+    """Returns the array of `columns` as blocks of a step's heads."""
     chunk, width = _chunk_index(plan, backwards), column_count(plan.spec)
     return Operand(x, (None, None, plan.spec.chunk, width), lambda b, h, c, *_: (b, h, chunk(c), 0))
 
 
 def column_count(spec: RecurrenceSpec) -> int:
-    """Returns numbers a token in a block of columns."""
+    """Returns the elements per token in a block of columns."""
     return len(spec.columns) * spec.heads + spec.runs
 
 
 def columns(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array | None]:
-    """Returns what is one number a token and head, float32, those of a step's heads next to each other.
+    """Returns the fields with one element per token and head, float32, those of a step's heads next to each other.
 
     Returns:
-        [B, H / heads, T', columns], and [B, H / heads, chunks, rows, C] of what kernels read along lanes.
+        [B, H / heads, T', columns], and [B, H / heads, chunks, rows, C] of the elements that kernels read along lanes.
     """
     spec = plan.spec
     shape = (plan.rows, plan.tokens, spec.total_heads)
@@ -190,10 +191,10 @@ def _one_number(x: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
-    """Cumulative sums of log gates [B, T', H] in every chunk, or in every run of a segment, in one number or two.
+    """Returns cumulative sums of log gates [B, T', H] in every chunk, or run of a segment, as one or two numbers.
 
-    Of two the first are multiples of 2 ** -8, small enough for float32 to add exactly; the second are sums of what is
-    left, at most 2 ** -9 a token.
+    Of two the first are multiples of 2 ** -8, small enough for float32 to add exactly; the second are sums of the
+    remainders, at most 2 ** -9 per token.
     """
     shape = (plan.rows, plan.chunks, plan.spec.chunk, -1)
     if plan.runs is not None:
@@ -213,7 +214,7 @@ def _sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _restarted(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Sums that begin anew where the second number of a pair says so."""
+    """Returns sums that restart where the second element of a pair says so."""
     return jnp.where(second[1], second[0], first[0] + second[0]), first[1] | second[1]
 
 
@@ -226,7 +227,7 @@ def rows_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: boo
 def column_gradients(
     plan: Plan, record: LinearRecurrence, x: jax.Array, along: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """Returns the gradients [B, T', H] of the fields of one number a token and head."""
+    """Returns the gradients [B, T', H] of the fields with one element per token and head."""
     spec = plan.spec
     parts = x[..., : len(spec.columns) * spec.heads]
     parts = parts.reshape(plan.rows, spec.steps, plan.length, len(spec.columns), spec.heads)
@@ -242,7 +243,7 @@ def column_gradients(
 
 
 def states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
-    """States [B or N, H, K, V] of rows or sequences, as blocks of a step's heads."""
+    """Returns states [B or N, H, K, V] of rows or sequences, as blocks of a step's heads."""
     spec, chunk = plan.spec, _chunk_index(plan, backwards)
     block = (None, spec.heads, spec.keys, spec.values)
     if plan.places is None:
@@ -251,7 +252,7 @@ def states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: b
 
 
 def chunk_states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
-    """States [B, chunks, H, K, V] before every chunk."""
+    """Returns states [B, chunks, H, K, V] before every chunk, as blocks."""
     spec, chunk = plan.spec, _chunk_index(plan, backwards)
     return Operand(x, (None, None, spec.heads, spec.keys, spec.values), lambda b, h, c, *_: (b, chunk(c), h, 0, 0))
 

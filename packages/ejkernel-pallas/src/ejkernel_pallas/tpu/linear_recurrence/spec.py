@@ -1,4 +1,4 @@
-"""What a kernel of the linear recurrence is compiled for: all about a record that is neither an array nor a number."""
+"""The compile-time constants of the linear recurrence's kernels."""
 
 import dataclasses
 
@@ -10,9 +10,9 @@ from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Numbers
 
 COLUMNS = ("beta", "dt", "skip")
-"""Fields of one number a token and head."""
+"""Fields with one element per token and head."""
 SUMS = ("coarse", "fine")
-"""What log gates that channels share are summed up to, in two numbers; see `gates.HeadDecay`."""
+"""The two numbers that represent sums of log gates that channels share; see `gates.HeadDecay`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,17 +20,16 @@ class RecurrenceSpec:
     """Constants of a kernel.
 
     Attributes:
-        numbers: Of the arithmetic.
-        chunk: Tokens of a chunk.
-        heads: Heads of a grid step.
+        numbers: Constants of the arithmetic.
+        chunk: Tokens per chunk.
+        heads: Heads per grid step.
         total_heads: H.
         keys: K.
         values: V.
         wide: Heads of each field that has channels, by its name.
-        columns: What is one number a token and head, in the order in which they lie in the array of columns.
-        sums: Numbers that the sums of gates are kept in, those that the channels of a key share; none where they do
-            not.
-        runs: Whether segments are passes of their own; the last of the columns numbers them.
+        columns: Names of the elements per token and head, in the order of the array of columns.
+        sums: Names of the numbers that represent sums of gates that the channels of a key share; empty if they do not.
+        runs: Whether segments are separate passes; the last of the columns has their indices.
     """
 
     numbers: Numbers
@@ -51,7 +50,7 @@ class RecurrenceSpec:
 
     @property
     def rows(self) -> int:
-        """Returns numbers a token in the array of rows: sums of gates, and the runs of segments."""
+        """Returns the elements per token in the array of rows: sums of gates, and the runs of segments."""
         return len(self.sums) * self.heads + self.runs if self.sums else 0
 
     def width(self, name: str) -> int:
@@ -94,7 +93,7 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
 
 
 def _heads(total: int, most: int, counts: set[int]) -> int:
-    """Returns the most heads of a step that have whole heads of every field, or one head of it."""
+    """Returns the largest number of heads per step that have whole heads of every field, or one head of it."""
 
     def fits(heads: int) -> bool:
         groups = [total // count for count in counts]

@@ -1,4 +1,4 @@
-"""Functions with a gradient rule of their own, as type checkers see them: `jax.custom_vjp` hides what they return."""
+"""Functions with custom gradient rules that type checkers understand: `jax.custom_vjp` hides their return types."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -9,12 +9,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_gradient(saved: Callable[..., Any], gradients: Callable[..., Any], static: tuple[int, ...] = ()) -> Any:
-    """Returns a decorator that gives a function the rule `gradients` of what `saved` keeps.
+    """Returns a decorator that gives a function the gradient rule `gradients`, with the residuals of `saved`.
 
     Args:
-        saved: From the function's arguments to its value and what `gradients` needs.
-        gradients: From the static arguments, what was kept and the cotangent to the gradients of the others.
-        static: Positions of the arguments that are no arrays.
+        saved: Maps the function's arguments to its value and the residuals of `gradients`.
+        gradients: Maps the static arguments, the residuals and the cotangent to the gradients of the other arguments.
+        static: Positions of the arguments that are not arrays.
     """
 
     def decorate(function: F) -> F:

@@ -1,4 +1,4 @@
-"""The one door to `pallas_call` for TPU kernels: arrays by name in, typed refs in the kernel, results by name out.
+"""Launches TPU kernels by `pallas_call`: arrays by name in, typed refs in the kernel, results by name out.
 
 tables ────────────────────────────────► SMEM ─┐  (prefetched: index maps and the kernel read them)
 inputs ─ Operand.block ─ double buffer ─► VMEM ─┤
@@ -26,9 +26,9 @@ Ref = Any
 Index = tuple[Any, ...]
 
 VMEM_LIMIT = 48 * 2**20
-"""Bytes of VMEM of a kernel: what the chip with the least VMEM has, less what XLA keeps there."""
+"""Bytes of VMEM of a kernel: those of the chip with the least VMEM, minus what XLA keeps there."""
 ROOM = 8 * 2**20
-"""Bytes for the compiler beside blocks and scratch memory, where a limit is computed from these."""
+"""Bytes reserved for the compiler, in addition to blocks and scratch memory, where a limit is computed from these."""
 
 
 def identity_index(*step: Any) -> Index:
@@ -41,10 +41,10 @@ class Operand:
     """One array of a kernel.
 
     Attributes:
-        array: What is passed; for results, a shape and dtype.
+        array: The array that is passed; for results, a shape and dtype.
         block: Shape of a block, where None drops an axis. Without a block the array stays in HBM, and the kernel
             copies what it needs.
-        index: From the coordinates of a grid step, then `table` where there is one, to the block's place.
+        index: Maps the coordinates of a grid step, and `table` if there is one, to the block's index.
         table: int32 vector that `index` reads; prefetched to scalar memory.
     """
 
@@ -59,35 +59,35 @@ class Operand:
         return math.prod(size or 1 for size in self.block or ()) * jnp.dtype(self.array.dtype).itemsize
 
     def spec(self, where: Callable[..., Index]) -> pl.BlockSpec:
-        """Returns the block's specification, where `where` gives a grid step's coordinates."""
+        """Returns the block's specification; `where` returns a grid step's coordinates."""
         if self.block is None:
             return pl.BlockSpec(memory_space=pl.ANY)
         return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)))
 
 
 def resident(array: Any) -> Operand:
-    """Returns an array that stays in VMEM as a whole for all grid steps."""
+    """Returns an operand that stays in VMEM as a whole for all grid steps."""
     return Operand(array, array.shape, lambda *_: (0,) * array.ndim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelCall:
-    """A kernel, what it is called with, and what it is compiled for.
+    """A kernel, its arrays, and its compile-time options.
 
     Attributes:
-        name: In traces and dumps.
+        name: Its name in traces and dumps.
         kernel: Called with the refs.
-        refs: Makes the refs of what is named: of tables, inputs, outputs and scratch memory, by keyword.
+        refs: Constructs the refs from tables, inputs, outputs and scratch memory, passed by name.
         grid: Steps along each axis; may be traced.
-        parallel: How many of its first axes are independent.
+        parallel: Number of leading grid axes that are independent.
         tables: int32 vectors in scalar memory.
-        inputs: What the kernel reads.
-        outputs: What it writes.
-        scratch: What it keeps between steps: memories and semaphores, or tuples of them.
-        where: From grid indices and tables to the coordinates that operands' index maps read.
-        aliases: Inputs whose memory becomes an output's, by the input's name.
+        inputs: The kernel's inputs.
+        outputs: The kernel's outputs.
+        scratch: Memories and semaphores that persist between steps, or tuples of them.
+        where: Maps grid indices and tables to the coordinates that operands' index maps read.
+        aliases: Inputs whose memory becomes an output's: the output's name by the input's.
         vmem_limit: Bytes of VMEM.
-        pipelines: Whether the kernel runs pipelines of its own.
+        pipelines: Whether the kernel contains pipelines.
         options: Further fields of `pltpu.CompilerParams`.
     """
 
@@ -116,7 +116,7 @@ class KernelCall:
 
 
 def launch(call: KernelCall) -> dict[str, jax.Array]:
-    """Runs a kernel; its results by name."""
+    """Runs a kernel; returns its results by name."""
     inputs, outputs = call.inputs, list(call.outputs)
     names = (*call.tables, *inputs, *outputs, *call.scratch)
     tables = [*call.tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
@@ -124,7 +124,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
     given = _compat.as_varying([*tables, *arrays], arrays)
 
     def kernel(*refs: Any) -> None:
-        # Tables of single operands are for index maps alone; the kernel does not see them.
+        # Tables of single operands are for index maps only and are not passed to the kernel.
         named = (*refs[: len(call.tables)], *refs[len(tables) :])
         call.kernel(call.refs(**dict(zip(names, named, strict=True))))
 
@@ -155,7 +155,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
 
 
 def vmem_limit(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
-    """Returns bytes of VMEM for two blocks of every operand, scratch memory, and room for the compiler."""
+    """Returns bytes of VMEM for two blocks of every operand, scratch memory, and the compiler's reserve."""
     kept = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
     taken = 2 * sum(x.bytes for x in operands) + kept
     return taken + max(ROOM, taken // 4)

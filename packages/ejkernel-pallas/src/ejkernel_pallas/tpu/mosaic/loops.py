@@ -9,7 +9,7 @@ from jax import lax
 
 
 def loop(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """Returns `lax.fori_loop` for traced bounds.
+    """Like `lax.fori_loop`, with traced bounds.
 
     Mosaic emits a `fori_loop` with traced bounds twice, the second time for the remainder of an unrolled loop. A nest
     of such loops emits its innermost body many times, and takes as long to compile. It does not recognise this loop,
@@ -21,7 +21,7 @@ def loop(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> A
 
 
 def each(count: int, act: Callable[[Any], None]) -> None:
-    """Calls `act` with 0 to `count - 1`; its code is emitted once."""
+    """Calls `act` with 0 to `count - 1` in a loop, so that its code is emitted once."""
     if count == 1:
         act(0)
         return

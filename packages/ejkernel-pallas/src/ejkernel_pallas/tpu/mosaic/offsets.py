@@ -6,15 +6,15 @@ from jax.experimental import pallas as pl
 
 
 def opaque_offset(start: Any, by: Any, zero: Any) -> Any:
-    """Returns `start`, as an offset that the compiler cannot fold: `start + by * zero`.
+    """Returns `start` as an offset that the compiler cannot fold: `start + by * zero`.
 
-    The compiler loads from equal addresses once, and forwards a value that was just stored instead of loading it.
-    Either way the value stays in registers, and spills under register pressure. An opaque offset forces the reload.
+    The compiler loads from equal addresses once, and forwards a value that was just stored instead of loading it. In
+    both cases the value stays in registers, and spills under register pressure. An opaque offset forces the reload.
 
     Args:
         start: The offset.
         by: A multiple of the alignment that the offset must have; different values are different addresses to the
-            compiler. With 0, or with a traced value, the offset is returned as it is.
+            compiler. With 0, or with a traced value, the offset is returned unchanged.
         zero: 0, read from scalar memory.
     """
     return start + pl.multiple_of(by * zero, by) if isinstance(by, int) and by else start

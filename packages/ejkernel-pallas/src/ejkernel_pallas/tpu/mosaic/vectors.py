@@ -1,4 +1,4 @@
-"""Values of rows and of lanes: broadcasting, transposing and splitting them by vector register.
+"""Row and lane vectors: broadcasting, transposing and splitting them by vector register.
 
 A statistic of rows, such as the maximum of a softmax, is kept as [rows, 128] with the same value in every lane, which
 is what an operation with scores [rows, keys] reads without a broadcast.
@@ -21,7 +21,7 @@ def lane_groups(x: jax.Array) -> list[jax.Array]:
 
 
 def widen(x: jax.Array, width: int) -> jax.Array:
-    """Returns repeats [n, 128], the same in every lane, to [n, width]."""
+    """Repeats [n, 128], the same in every lane, to [n, width]."""
     if width <= LANES:
         return x if width == LANES else x[:, :width]
     made = jnp.concatenate([x] * cdiv(width, LANES), axis=1)

@@ -1,6 +1,6 @@
 """Paged softmax attention in Mosaic TPU: one kernel for caches that are only read and for those that are written to.
 
-What the kernel needs, and what it does not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernel are data in this module, which imports nothing of Pallas.
 """
 
 import math
@@ -48,24 +48,24 @@ OPS = frozenset(
         "unified_attention",
     }
 )
-"""The operations over pages; others have none."""
+"""The operations on pages that the kernel serves."""
 
 
 DENSE_ROWS = (1, 2, 4)
-"""How many rows memory takes as they are, in addition to multiples of 8."""
+"""Numbers of rows that memory stores without padding, in addition to multiples of 8."""
 
 CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
-"""The largest head size, and that of latent vectors with their rotary part."""
+"""The largest head dimension, and that of latent vectors with their rotary part."""
 WORDS = 2**18 - 2**13
-"""Words of scalar memory for tables and the work list: all of it, less what the kernel keeps there."""
+"""Words of scalar memory for tables and the work list: all of it, minus the kernel's own use."""
 
 BLOCK = 2**12
-"""Most keys that whole pages and whole lanes may have in common."""
+"""The largest common multiple of page size and lanes, in keys."""
 
 
 def reasons(record: PagedAttention) -> Generator[str]:
-    """Yields why a record cannot be served; nothing if it can."""
+    """Yields the reasons to refuse a record."""
     pages = record.key_pages
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
     if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
@@ -89,7 +89,7 @@ def reasons(record: PagedAttention) -> Generator[str]:
 
 
 def _tiles(record: PagedAttention) -> int:
-    """Returns the most tiles of query rows by default; the kernel may cut tiles, but not to less than half."""
+    """Returns an upper bound on tiles of query rows by default; the kernel may split tiles, but at most in halves."""
     sequences, rows = record.kv_lens.shape[0], record.query.shape[0]
     return sequences if record.query_start is None else rows // cdiv(config.tile_rows(record), 2) + sequences
 
@@ -128,7 +128,7 @@ def _latent_pages(record: PagedAttention) -> Generator[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="paged_attention",

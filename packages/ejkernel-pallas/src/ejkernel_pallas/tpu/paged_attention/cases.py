@@ -1,4 +1,4 @@
-"""Conformance cases of this kernel: a soft cap alone, where the operations' own cases combine it with biases."""
+"""Conformance cases of this kernel: a soft cap without biases, which no other case has."""
 
 from ejkernel.modules.operations.cases.paged import MIXED
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, chunked_inputs, packed_inputs
@@ -9,7 +9,7 @@ from ejkernel.ops.model import Case
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
-    """Returns by operation."""
+    """Returns the conformance cases of each operation, by its name."""
     rows: tuple[Row[PagedSizes], ...] = (
         ("soft cap", MIXED, lambda key: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
     )

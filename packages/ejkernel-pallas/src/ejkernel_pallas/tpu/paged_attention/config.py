@@ -17,9 +17,9 @@ class TpuPaged:
     """The configuration.
 
     Attributes:
-        block_q: Query rows of one sequence a tile.
-        block_kv: Keys a tile.
-        parts: Parts of the work, one a core of a chip whose cores are one device.
+        block_q: Query rows of one sequence per tile.
+        block_kv: Keys per tile.
+        parts: Shares of the work, one per core of a chip whose cores are one device.
     """
 
     block_q: int
@@ -28,7 +28,7 @@ class TpuPaged:
 
 
 PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "block_k": "block_kv", "seq_blocksize": "parts"}
-"""Public configuration field -> field of this."""
+"""Maps fields of the public configuration to fields of this one."""
 
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of chips whose two cores work as one device."""
@@ -36,21 +36,21 @@ TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 BYTES = 4 * 2**20
 """Bytes of a key block: large enough to hide the lookups in the page table, small enough that three fit into VMEM.
 
-Half as many where every sequence has one query and heads share products. Copies then take longer than products, and a
+Half as many if every sequence has one query and heads share products. Copies then take longer than products, and a
 smaller last block leaves less to compute once its copy has arrived.
 """
 
 MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
-"""The most query rows per KV head of a tile, and the most 16-bit elements that its rows of all heads have."""
+"""The largest number of query rows per KV head in a tile, and of 16-bit elements of its rows over all heads."""
 
 
 def paged_tiles(config: TpuPaged) -> PagedTiles:
-    """Returns the tiles that a configuration asks for."""
+    """Returns the tile sizes of a configuration."""
     return PagedTiles(queries=config.block_q, keys=config.block_kv, parts=config.parts)
 
 
 def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
-    """Returns tile sizes for a record on a device, by the static profile."""
+    """Returns the default tile sizes for a record on a device, from the static profile."""
     parts = 2 if device.kind in TWO_CORES else 1
     return TpuPaged(block_q=tile_rows(record), block_kv=_keys(record, device.kind), parts=parts)
 
@@ -67,7 +67,7 @@ def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[Tpu
 
 
 def tile_rows(record: PagedAttention) -> int:
-    """Returns query tokens of a tile by default: 1 for decode, where no sequence needs more.
+    """Returns query tokens per tile by default: 1 for decode, where no sequence needs more.
 
     The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens.
     """
@@ -87,7 +87,8 @@ def _keys(record: PagedAttention, kind: str) -> int:
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
     dense = record.latent is not None and record.kv_layout != paged_cache.LATENT
-    units = [TILE if dense and along_lanes(x.shape[-1]) else LANES for x in arrays]  # what memory pads rows to
+    # memory pads rows to multiples of these
+    units = [TILE if dense and along_lanes(x.shape[-1]) else LANES for x in arrays]
     token = sum(n * cdiv(x.shape[-1], unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
     keys = 128
     while keys < 4096 and 2 * keys * token <= most:

@@ -23,7 +23,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.plan import FIELDS, WorkList, find_work
 from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec, make_spec, stored
 
-# Page numbers are known to be the cache's, and a check takes longer than to start a copy.
+# Page indices are valid, and a bounds check takes longer than starting a copy.
 OPTIONS = {"disable_bounds_checks": True}
 
 
@@ -35,13 +35,13 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
         config: Tile sizes.
 
     Returns:
-        Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
+        Output [T, H, Dv] in the query's dtype, lse [T, H] and the updated pages, if any; no residuals.
     """
-    # Tokens share words in a latent cache. A copy cannot write half of one, so XLA writes them, in place.
+    # Tokens share words in a latent cache. A copy cannot write half a word, so XLA writes them, in place.
     record, written = paged_cache.write(record) if record.latent is not None else (record, ())
     spec = make_spec(record, paged_tiles(config))
     work = find_work(record, spec)
-    # A mapped call runs one after the other: tables in scalar memory have room for one.
+    # A mapped call runs sequentially: scalar memory has room for the tables of one.
     run = custom_batching.sequential_vmap(lambda record, work: tuple(_run(record, spec, work)))
     output, lse, *pages = run(record, work)
     shape = None if record.value_pages is not None else record.key_pages.shape
@@ -51,7 +51,7 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
 
 
 def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Array]:
-    """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the caches that it wrote to."""
+    """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the updated caches."""
     caches: dict[str, jax.Array] = dict(zip(("keys", "values"), stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)

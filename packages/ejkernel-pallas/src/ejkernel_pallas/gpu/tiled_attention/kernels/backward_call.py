@@ -1,4 +1,4 @@
-"""What the warpgroups of the backward kernel have in common."""
+"""What the warpgroups of the backward kernel share."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,17 +20,17 @@ Buffers = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the kernel is given.
+    """The arguments of the kernel.
 
     Attributes:
         spec: Constants.
         tile: Tile sizes.
-        plan: Which key tile each block has.
+        plan: The assignment of key tiles to blocks.
         by_head: Whether a block loops over all query blocks of a head before those of the group's next head.
         operands: Arrays in device memory.
-        outputs: Arrays in device memory: gradients of keys, of values and, in float32 and without their scale, of
-            queries; where tiles are split, also the first two of their parts, in float32.
-        tile_counter: Counter of the tiles of keys that blocks took, or pairs of blocks.
+        outputs: Arrays in device memory: gradients of keys, of values and, in float32 and unscaled, of queries; if
+            tiles are split, also the first two for their parts, in float32.
+        tile_counter: Counter of the key tiles that blocks, or clusters, have taken.
         blocks_added: Semaphores: how many key tiles have added their part of dq, for every query block.
         buffers: Shared memory and barriers.
         member: Rank of the block in its cluster, whose members share a key tile.
@@ -48,11 +48,11 @@ class Call:
     member: Any = 0
 
     def query_block(self, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
-        """The query block of a step: its place itself, or with a pattern what the list of the keys has there."""
+        """Returns the query block of a step: `place` itself, or with a pattern the entry of the keys' list."""
         return self.listed("blocks", item, head, place) if self.spec.pattern else place
 
     def listed(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
-        """Returns what an operand of a pattern has for the item's keys and a head."""
+        """Returns an entry of a pattern's operand for the item's keys and a head."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
 
@@ -68,7 +68,7 @@ class QueryRuns:
     Attributes:
         item: The key tile whose dk and dv it accumulates.
         first: The first of the query heads that share the keys.
-        run: Where the tiles of queries start, where full ones start and end, and where they end; without a pattern.
+        run: Start of the query tiles, start and end of full ones, and end; without a pattern.
     """
 
     item: tile_scheduler.WorkTile
@@ -77,9 +77,9 @@ class QueryRuns:
 
 
 def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any], state: Any, cuts: bool) -> Any:
-    """Loops over query blocks, last one first, in runs: partial, full, partial; each of all heads, or head by head.
+    """Loops over query blocks in reverse, in runs: partial, full, partial; each over all heads, or head by head.
 
-    With a pattern, `body` gets places in the list of the item's keys and a head.
+    With a pattern, `body` gets indices in the list of the item's keys and a head.
     """
     item, heads = runs_of.item, 1 if call.by_head else call.spec.group_size
 
@@ -87,7 +87,7 @@ def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any
         def step(n: Any, state: Any) -> Any:
             return body(masking, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
-        # From the last block to the first, as all thread blocks do: one that starts a step after its predecessor never
+        # From the last block to the first, in all thread blocks: one that starts a step after its predecessor never
         # waits to add to dq.
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
@@ -96,7 +96,7 @@ def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any
         start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else runs_of.run
         if not cuts:
             return run(head, start, stop, False, state)
-        # Loops of their own for full and partial blocks, since masks take registers and instructions in every step.
+        # Separate loops for full and partial blocks, since masks take registers and instructions in every step.
         state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
         return run(head, start, full_start, True, state)
 
@@ -104,11 +104,11 @@ def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any
 
 
 def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
-    """Waits for a step's tiles where there are segments, and cleans them if some of their rows may be padding.
+    """With segments, waits for a step's tiles, and zeroes rows that may be padding.
 
     Without segments, products wait for them.
     """
-    # Segments alone have padding inside of a tile, which must be overwritten before a product reads it.
+    # Only segments have padding inside a tile, which must be overwritten before a product reads it.
     if not call.spec.segments:
         return
     buffers = call.buffers
@@ -122,20 +122,20 @@ def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
 
 def adder(call: Call, count: Any, piece: int) -> Any:
     """Returns which warp adds a piece of a step's part of dq."""
-    # In turn: a warp that waits for the key tiles before it holds up no other piece.
+    # Round-robin: a warp that waits for earlier key tiles does not delay the other pieces.
     return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
 
 
 def dq_barrier(call: Call, count: Any, piece: int) -> Any:
-    """Returns the barrier at which the warp that adds a piece of a step's part of dq waits for it.
+    """Returns the mbarrier at which the adder warp of a piece of a step's part of dq waits for it.
 
-    Each warp has one for every piece: what the warpgroups make comes in no order.
+    Each warp has one per piece, since the warpgroups finish in any order.
     """
     return call.buffers["dq_full"].at[piece * call.tile.adders + adder(call, count, piece)]
 
 
 def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
-    """Writes what a part of a tile's steps adds to the gradient of 64 keys or values, the first of which is `row`."""
+    """Stores the gradient of 64 keys or values from `row` on, for one part of a split tile."""
     _, _, _, keys, values = call.outputs
     parts = keys if name == "k" else values
     # In float32: XLA adds up the parts, in a fixed order.
@@ -143,21 +143,21 @@ def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"
 
 
 def of_keys(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
-    """Returns what an operand has, in device memory, of 64 of a tile's keys."""
+    """Returns 64 of a tile's keys in an operand in device memory."""
     operand = call.operands[name]
     return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * WGMMA_M, WGMMA_M)]
 
 
 def query_numbers(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
-    """Returns dropout's numbers of a step's queries in device memory, where shared memory has no room for them."""
+    """Returns dropout's keys of a step's queries in device memory, if they do not fit shared memory."""
     numbers, queries = call.operands["q_numbers"], call.tile.queries
     return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
 
 
 def clean(ids: Any, *parts: tuple[Any, int]) -> None:
-    """Zeros in the rows of padding, which may hold anything: a weight of zero times NaN is NaN.
+    """Zeroes padding rows, which may hold anything: a weight of zero times NaN is NaN.
 
-    A warpgroup cleans all that its products read: what the other one cleans, too, is the same zeros.
+    A warpgroup zeroes all that its products read; the other one may write the same zeros.
     """
     for part, line in parts:
         clean_rows(part, ids, line)
@@ -173,9 +173,9 @@ def masked_scores(
         call: The kernel's arguments.
         key: Index of the first key.
         row_ids: Segment ids of the keys, or None.
-        slot: The stage that the queries are in.
+        slot: The stage of the queries.
         index: The tile of queries.
-        words: Bits of the pattern, as `pattern_words` has them.
+        words: Bits of the pattern, from `pattern_words`.
         scores: Float32 [64, queries].
     """
     limits = tile_masks.query_range(call.spec, WGMMA_M, index * call.tile.queries, key)
@@ -184,7 +184,7 @@ def masked_scores(
 
 
 def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
-    """Returns bits of the pattern for 64 of the item's keys, those from `part` times 64 on, and a query block."""
+    """Returns bits of the pattern for 64 of the item's keys, from `part` times 64 on, and a query block."""
     if not call.spec.pattern:
         return ()
     words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]

@@ -1,9 +1,9 @@
-"""The warps of the backward kernel that copy to shared memory, and those that add dq to device memory.
+"""The producer warp of the backward kernel, which copies to shared memory, and the adder warps, which add dq to HBM.
 
     producer warp    Q, dO, lse, delta of query block t + depth ─► stage free ─► TMA ─► full barrier
     adder warps      dq(t-1) full ─► wait until `before` blocks have added ─► bulk reduce-add ─► dq free, semaphore + 1
 
-The semaphore of a query block makes its key tiles add in their order, so sums have the same bits in every run.
+The semaphore of a query block makes its key tiles add in order, so that results are reproducible bit for bit.
 """
 
 import functools
@@ -23,7 +23,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
 
 
 def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
-    """Copies the block's keys and values, and then query blocks as their stages become free."""
+    """Copies the block's keys and values, and then query blocks once their stages are free."""
     buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
     for w in range(tile.owners):
         rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * WGMMA_M, WGMMA_M)
@@ -35,8 +35,8 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
         for extra in tile.extras(call.spec, "k"):
             source = call.operands[extra]
             plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["kv_full"])
-    # A member of a pair makes one half of dq's columns, for the keys of both: of the other member's keys it needs those
-    # columns.
+    # A member of a cluster computes one half of dq's columns, for the keys of both: it needs those columns of the other
+    # member's keys.
     for part in range(tile.shared_parts):
         rows = pl.ds(item.tile * tile.keys + (1 - call.member) * WGMMA_M, WGMMA_M)
         columns = pl.ds((call.member * tile.shared_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
@@ -47,12 +47,12 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
 
 def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, place: Any, count: Any) -> Any:
     index = call.query_block(item, head, place)
-    # The two blocks of a cluster loop over the same query blocks: each copies one half, by multicast, for both.
+    # The two blocks of a cluster loop over the same query blocks: each copies one half for both, by multicast.
     copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.AXIS if call.tile.wide else None)
     for name, stages in call.tile.stages.items():
         slot = lax.rem(count, I32(stages))
         full, free = call.buffers[f"{name}_full"].at[slot], call.buffers[f"{name}_free"].at[slot]
-        # The first copies find their stages empty.
+        # The first copies find their stages free.
         pl.when(count >= stages)(functools.partial(plgpu.barrier_wait, free))
         rows = pl.ds(index * call.tile.queries, call.tile.queries)
         source = call.operands[name]
@@ -66,7 +66,7 @@ def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, p
 
 
 def add_parts(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, place: Any) -> None:
-    """Adds the pieces of dq that are warp `place`'s to device memory, once the key tiles before it have added."""
+    """Adds the pieces of dq that belong to warp `place` to device memory, after the earlier key tiles."""
     buffers, tile, first = call.buffers, call.tile, call.operands["first"]
     tiles = first.shape[-1]
 
@@ -85,26 +85,26 @@ def add_parts(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, pl
 
     def add_piece(piece: int, head: Any, place_of_block: Any, full: Any) -> None:
         index = call.query_block(item, head, place_of_block)
-        # How many blocks add to these queries before this one.
+        # The number of blocks that add to these queries before this one.
         if call.spec.pattern:
             before = call.listed("ranks", item, head, place_of_block)
         else:
             before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
         nth_tile = call.blocks_added.at[(place * tile.members + call.member) * tile.pieces + piece]
-        # A counter that only grows: the tile that `before` others precede waits for that number, adds, and counts one
-        # more.
+        # A counter that only increases: the tile with `before` predecessors waits for that value, adds, and increments
+        # it.
         plgpu.semaphore_wait(nth_tile, before, decrement=False, memory_scope="gpu")
         for strip in range(tile.strips):
             plgpu.barrier_wait(full)
-            # The first one stores, so dq needs no zeros to begin with.
+            # The first one stores, so that dq need not be zeroed.
             pl.when(before == 0)(functools.partial(copy, None, piece, strip, head, index))
             pl.when(before > 0)(functools.partial(copy, "add", piece, strip, head, index))
-            # Shared memory has been read, so the next strip may be written there; the addition may still be under way.
+            # Shared memory has been read, so the next strip may be written; the addition may still be in flight.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(buffers["dq_free"].at[piece])
         plgpu.wait_smem_to_gmem(0)
-        # The additions are in device memory before the next key tile is told.
+        # The additions have reached device memory before the next key tile is signalled.
         plgpu.semaphore_signal(nth_tile, 1, memory_scope="gpu")
 
     for_each_block(add, I32(0), False)

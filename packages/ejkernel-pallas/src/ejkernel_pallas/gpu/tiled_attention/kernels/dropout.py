@@ -1,7 +1,7 @@
-"""Which weights of a tile dropout keeps: numbers of rows and columns, made before a kernel, say so.
+"""Dropout of a tile's weights: products of precomputed keys of rows and columns decide which weights are kept.
 
-A weight takes a multiplication, a comparison, and a selection or another multiplication. That kept ones are larger is
-left to what is done once per row.
+A weight takes a multiplication, a comparison, and a selection or another multiplication. The scale of kept weights is
+applied once per row.
 """
 
 from collections.abc import Iterator
@@ -18,23 +18,23 @@ from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, number, pai
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
-"""What the backward pass has instead of zero for a dropped weight: less than sums of weights have digits for.
+"""Stands for zero as a dropped weight in the backward pass: small enough not to change sums of weights.
 
-Float16 has nothing smaller. Where cotangents have one sign, dv is too large there by that times how many are dropped:
-of 32768 keys and a tenth dropped by 0.0002 of itself, of 131072 and half by 0.008.
+Float16 has no smaller number. If all cotangents have one sign, dv is too large by this times the number of dropped
+weights: with 32768 keys and dropout 0.1 by a factor 0.0002, with 131072 keys and dropout 0.5 by 0.008.
 """
 ZERO = "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p mul.f32 $0, $0, 0f00000000; }"
-"""PTX: a number times zero if a word is below another."""
+"""PTX: multiplies a number by zero if one word is below another."""
 
 
 def numbers(record: TiledAttention, spec: HopperSpec, queries: int, keys: int) -> dict[str, jax.Array]:
-    """Uint32 of queries [B, H, T] and of keys [1, S], up to whole tiles, by the kernels' names; none without dropout.
+    """Returns uint32 keys of queries [B, H, T] and of keys [1, S], padded to whole tiles; none without dropout.
 
     Args:
         record: The call.
         spec: Its kernel's constants.
-        queries: Of a tile.
-        keys: Likewise.
+        queries: Queries per tile.
+        keys: Keys per tile.
     """
     if not spec.has_dropout:
         return {}
@@ -44,15 +44,15 @@ def numbers(record: TiledAttention, spec: HopperSpec, queries: int, keys: int) -
 
 
 def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
-    """Returns weights [rows, columns] with zeros where dropout drops one.
+    """Returns weights [rows, columns] with dropped ones set to zero.
 
-    By a multiplication, and not a selection: those, comparisons and conversions are one unit's, and keep it busier than
-    products keep the matrix unit. Weights are finite.
+    It multiplies instead of selecting: selections, comparisons and conversions run on one unit, which would be busier
+    than the matrix unit. Weights are finite.
 
     Args:
         spec: The kernel's constants.
-        rows: Uint32 numbers of the rows.
-        columns: Uint32 numbers of the columns.
+        rows: Uint32 keys of the rows.
+        columns: Uint32 keys of the columns.
         weights: Float32.
     """
 
@@ -72,15 +72,15 @@ def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights:
 
 
 def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
-    """Returns tiles that have one thing where dropout keeps a weight, and another where it drops it.
+    """Returns tiles with one value where dropout keeps a weight, and another where it drops the weight.
 
-    Comparisons are scalar: Mosaic's own, of pairs, have their results in bytes, and twice as many instructions.
+    Comparisons are scalar: Mosaic's own, of pairs, have results in bytes, and twice as many instructions.
 
     Args:
         spec: The kernel's constants.
-        rows: Uint32 numbers of the rows.
-        columns: Uint32 numbers of the columns.
-        choices: For every tile what it has of kept ones, and of dropped ones: float32 [rows, columns], or a number.
+        rows: Uint32 keys of the rows.
+        columns: Uint32 keys of the columns.
+        choices: For every tile the values of kept and of dropped weights: float32 [rows, columns], or a number.
     """
     shape = rows.shape[0], columns.shape[0]
     tiles = [plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA) for both in choices for x in both]
@@ -93,7 +93,7 @@ def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: 
         made: list[list[Any]] = [[] for _ in choices]
         places = zip(*(tile.registers.flat for tile in tiles), strict=True)
         for registers, products in zip(places, _products(rows, columns), strict=True):
-            # One comparison for all tiles: the gradient's mask is the weight's.
+            # One comparison for all tiles: the gradient has the same mask as the weight.
             kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _limit(spec)) for product in products]
             for n, registers_made in enumerate(made):
                 both = zip(kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
@@ -105,9 +105,11 @@ def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: 
 
 
 def _products(rows: Any, columns: Any) -> Iterator[list[Any]]:
-    """For every register of a tile, row's number times column's: dropout keeps those that are not below the limit."""
+    """Yields the products of row and column keys for every register of a tile; dropout keeps those not below the
+    limit.
+    """
     row_numbers = [scalar(x) for x in rows.registers.flat]
-    # Registers of a tile lie row by row within a pair of columns, so a column's numbers serve two of them.
+    # Registers of a tile are row by row within a pair of columns, so a column's key is used for two of them.
     for met in map(pair, columns.registers.flat):
         for row in row_numbers:
             yield [arith.muli(row, column) for column in met]
@@ -118,7 +120,7 @@ def _limit(spec: HopperSpec) -> Any:
 
 
 def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
-    """Returns a tile, but where another one is negative the number of the column.
+    """Returns a tile with the column's element of `columns` where `signs` is negative.
 
     Args:
         signs: Float32 [rows, columns].

@@ -4,25 +4,26 @@
     consumer warpgroup   S^T(t), dk(t-1) │ exp2, mask ─► P^T │ dP^T(t), dv(t), dq(t-1) │ ds ─► smem │ next
     adder warps          dq(t-1) from smem ─► red.add to HBM, in the order of key tiles
 
-A block has 128 keys, 64 of each of two consumer warpgroups, and loops over query blocks. Scores are transposed, keys by
-queries, so that P^T and ds^T are, in the registers that they are made in, the A operands of dv's and dk's products.
-ds also goes to shared memory: dq = ds K contracts over the keys of both warpgroups, and each makes one half of it.
-Overlap: exponentials of step t run under dk's product of step t-1, and ds under dv's product and dq's of step t-1.
-Ping-pong scheduling overlaps the products of one warpgroup with everything else of the other.
+A block has 128 keys, 64 for each of two consumer warpgroups, and loops over query blocks. Scores are transposed, keys
+by queries, so that P^T and ds^T are, in the registers in which they are computed, the A operands of dv's and dk's
+products. ds also goes to shared memory: dq = ds K contracts over the keys of both warpgroups, and each computes one
+half of it.
+Overlap: exponentials of step t with dk's product of step t-1, and ds with dv's product and dq's of step t-1. Ping-pong
+scheduling overlaps the products of one warpgroup with everything else of the other.
 
 With queries and keys of 192 and values of 128, dk and dv take 160 of a thread's 240 registers: a *register-bound* tile.
-There ds stays in shared memory, from where dk's product reads it, and dq of step t-1 is made after ds of step t, in the
-registers that the gradients of weights have left:
+There ds stays in shared memory, from where dk's product reads it, and dq of step t-1 is computed after ds of step t, in
+the registers of the gradients of weights:
 
     registers   dk dv 160 | scores 32, weights 16 | gradients of weights 32, of scores 16 | dq 48
     products              | S(t), dk(t-1)         | dP(t), dv(t)                          | dq(t-1)
 
-Each warpgroup makes 96 columns of dq. Queries, keys and ds therefore use the 64-byte swizzle, whose rows of 32 columns
-divide 96; those of the 128-byte swizzle do not.
+Each warpgroup computes 96 columns of dq. Queries, keys and ds therefore use the 64-byte swizzle, whose rows of 32
+columns divide 96; those of the 128-byte swizzle do not.
 
-Determinism: for every query block, key tiles add to dq in their order, counted in HBM, so two runs give the same bits.
-All loop from the last query block to the first. A block that starts a step after its predecessor did never waits, and
-no block waits for one that started later, so there is no deadlock.
+Determinism: for every query block, key tiles add to dq in order, by a counter in HBM. All loop from the last query
+block to the first. A block that starts a step after its predecessor never waits, and no block waits for one that
+started later, so there is no deadlock.
 """
 
 import functools
@@ -59,7 +60,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward_wide import cons
 
 
 def backward_kernel(call: Call) -> None:
-    """Gradients of keys and values, and sums that are gradients of queries."""
+    """Runs one thread block of the kernel: gradients of keys and values, and unscaled gradients of queries."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
     number = _number(call, warpgroup)
     item = tile_scheduler.item(call.plan, number)
@@ -69,7 +70,7 @@ def backward_kernel(call: Call) -> None:
 
     @pl.when(warpgroup < WARPGROUPS)
     def _consume() -> None:
-        # Registers are the block's: what the last warpgroup gives up, which only copies, the consumers take.
+        # The producer warpgroup, which only copies, gives up registers for the consumers.
         plgpu.set_max_registers(tile.consumer_registers, action="increase")
         (consume_wide if tile.wide else consume)(call, item, warpgroup, for_each_block)
 
@@ -77,7 +78,7 @@ def backward_kernel(call: Call) -> None:
     def _move() -> None:
         plgpu.set_max_registers(tile.producer_registers, action="decrease")
 
-        # Copies in and additions to dq have warps of their own: waiting for its turn to add holds up no copy.
+        # Copies to shared memory and additions to dq have separate warps, so that waiting to add does not delay copies.
         @plgpu.warp_map
         def _(warp: Any) -> None:
             pl.when(warp == 0)(functools.partial(fetch, call, item, for_each_block))
@@ -90,7 +91,9 @@ def backward_kernel(call: Call) -> None:
 
 
 def _number(call: Call, warpgroup: Any) -> Any:
-    """Number of the block's key tile: the number of blocks that started before it, the only ones it may wait for."""
+    """Returns the index of the block's key tile: the number of blocks that started earlier, the only ones it may
+    wait for.
+    """
     if call.tile.wide:
         clusters.begin(call.tile_counter, call.buffers["pair"])
         return call.buffers["pair"][0]
@@ -102,8 +105,8 @@ def _number(call: Call, warpgroup: Any) -> Any:
         plgpu.barrier_arrive(full)
 
     plgpu.barrier_wait(full)
-    # `fetch_next` counts on from the blocks' first tiles; here the counter alone deals them. A block's index would
-    # not do: blocks are not promised to start in the order of their indices.
+    # `fetch_next` counts after the blocks' first tiles; here the counter alone assigns tiles. A block's index would not
+    # do, since blocks need not start in index order.
     return number[0] - call.plan.blocks
 
 
@@ -111,7 +114,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
     # The main loop of a consumer warpgroup: dk and dv of its 64 keys, and one half of the block's part of dq.
     spec, tile, buffers = call.spec, call.tile, call.buffers
     plgpu.barrier_arrive(buffers["ds_full"])  # so that the first step waits for no ds
-    # The first turn at the tensor cores is warpgroup 0's, whose predecessor is the last one.
+    # Warpgroup 0 issues products first; its predecessor is the last warpgroup.
     pl.when(w == WARPGROUPS - 1)(functools.partial(ping_pong_pass, WARPGROUPS))
     plgpu.barrier_wait(buffers["kv_full"])
     if spec.segments:
@@ -121,14 +124,14 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
     def step(mask: bool, head: Any, place: Any, state: Any) -> Any:
         count, dk, dv, ds = state
         index = call.query_block(item, head, place)
-        # Addresses in shared memory are computed again in every step: hoisted out of the loop, they hold registers.
+        # Addresses in shared memory are recomputed in every step: hoisted out of the loop, they would take registers.
         w_local = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         wait_for_tiles(call, count, mask)
         key = item.tile * tile.keys + w_local * WGMMA_M
         row_ids = arrays.load_rows(_key_ids(call, item, w_local)) if mask and spec.segments else None
         words = pattern_words(call, item, head, place, w_local) if mask else ()
-        # Full blocks have a loop of their own, in which nothing is compared.
+        # Full blocks have a separate loop without comparisons.
         mask_scores = functools.partial(masked_scores, call, key, row_ids, slot, index, words) if mask else None
         dropout_keys = functools.partial(_numbers, call, item, w_local, slot, head, index)
         ds = _previous_ds(call, w_local, count) if tile.register_bound else ds
@@ -137,16 +140,16 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
             ds = weights.pop()
         else:
             ds = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (WGMMA_M, tile.queries))
-        # dk's product, the last that reads the previous step's queries, ended with `_make_weights`.
+        # dk's product, the last one to read the previous step's queries, ended with `_make_weights`.
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         dv, dq, ds = _score_gradients(call, w_local, count, dv, ds, *weights)
-        # dv's product, the last that reads this step's do, ended with `_score_gradients`.
+        # dv's product, the last one to read this step's do, ended with `_score_gradients`.
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
         if tile.register_bound:
             dq, ds = _late_dq(call, w_local, count, ds), None
         else:
             _store_ds(call, w_local, count, ds)
-        # Its commit is that of ds as well: one fence for both.
+        # Its commit covers ds as well: one fence for both.
         _hand_over(call, w_local, count, dq)
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, ds
@@ -154,7 +157,7 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
     zeros = {size: arrays.full_tile((WGMMA_M, size)) for size in {spec.head_dim, spec.value_dim}}
     begin = I32(0), zeros[spec.head_dim], zeros[spec.value_dim], _initial_ds(call, w)
     count, dk, dv, ds = for_each_block(step, begin, tile.needs_masks(spec))
-    # No product reads the values any more, so dv takes their place while dk waits for its last part.
+    # No product reads the values any more, so dv overwrites them while dk waits for its last term.
     _write_values(call, item, w, dv * spec.dropout_scale)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
     dk = _finish(call, w, count, last, dk, _previous_ds(call, w, count) if tile.register_bound else ds)
@@ -167,7 +170,7 @@ def _key_ids(call: Call, item: tile_scheduler.WorkTile, w: Any) -> Any:
 
 
 def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
-    """Returns dropout's numbers of a warpgroup's keys and of a step's queries."""
+    """Returns dropout's keys of a warpgroup's keys and of a step's queries."""
     if call.tile.register_bound:
         return arrays.load_rows(of_keys(call, "k_numbers", item, w)), query_numbers(call, item, head, index)
     rows, columns = call.buffers["k_numbers"].at[w], call.buffers["q_numbers"].at[slot]
@@ -175,7 +178,7 @@ def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head:
 
 
 def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) -> None:
-    """Leaves a tile's dv in the place of the values, or writes that of a part."""
+    """Stores a tile's dv in the memory of the values, or writes dv of a part."""
 
     def leave() -> None:
         call.buffers["v"].at[w][...] = dv.astype(call.spec.dtype)
@@ -187,7 +190,7 @@ def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) ->
 
 def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
     """Writes both gradients of a tile, once no product reads the keys any more, or dk of a part."""
-    # Either warpgroup's part of dq reads the keys of both.
+    # The dq of either warpgroup reads the keys of both.
     plgpu.barrier_arrive(call.buffers["dq_done"])
     plgpu.barrier_wait(call.buffers["dq_done"])
     whole = functools.partial(_write_tile, call, item, w, dk)
@@ -197,13 +200,13 @@ def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> N
 
 
 def _write_tile(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
-    """Writes both gradients; dk leaves through the keys' place."""
+    """Writes both gradients; dk goes through the memory of the keys."""
     tile, buffers = call.tile, call.buffers
     for part in range(tile.parts):
         columns = dk[:, part * tile.part : (part + 1) * tile.part]
         buffers["k"].at[part * WARPGROUPS + w][...] = columns.astype(call.spec.dtype)
     plgpu.commit_smem()
-    # Bulk copies leave out rows past the end, so a partial tile needs no mask.
+    # Bulk copies skip rows past the end, so a partial tile needs no mask.
     rows = pl.ds(item.tile * tile.keys + w * WGMMA_M, WGMMA_M)
     for part in range(tile.parts):
         target = call.outputs[0].at[item.batch, rows, item.head, pl.ds(part * tile.part, tile.part)]
@@ -222,10 +225,10 @@ def _make_weights(
     mask_scores: Any,
     dropout_keys: Callable[[], tuple[Any, Any]],
 ) -> tuple[Any, ...]:
-    """Returns dk with the previous step's part, and, made under its product, this step's weights.
+    """Returns dk with the previous step's term, and this step's weights, which are computed during dk's product.
 
-    With a soft cap also the weights times its slope, as narrow as weights: in float32, or as the slope alone, they
-    would not stay in registers. With dropout also what gradients of weights are summed up on top of.
+    With a soft cap also the weights times its slope, in 16 bits like the weights: in float32, or as the slope alone,
+    they would not fit the registers. With dropout also the initial sums of the gradients of weights.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape = (WGMMA_M, tile.queries)
@@ -240,18 +243,18 @@ def _make_weights(
         for part in range(tile.parts):
             queries = buffers["q"].at[slot, :, pl.ds(part * tile.part, tile.part)]
             plgpu.wgmma(scores_ref, buffers["k"].at[part * WARPGROUPS + w], queries.transpose((1, 0)))
-        # Issued behind the scores, so that it runs under the exponentials.
+        # Issued after the scores, so that it runs during the exponentials.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
         if tile.ping_pongs_scores:
             ping_pong_pass(WARPGROUPS)
-        # Waits for the scores alone: dk's product stays in flight.
+        # Waits only for the scores: dk's product stays in flight.
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
         capped = jnp.tanh(scores * spec.inner_scale) if caps else None
         scores = scores if capped is None else capped
         scores = scores if mask_scores is None else mask_scores(scores)
         shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
-        # tanh and powers of two share the special-function unit, so half of the powers go to the FMA units. Not with
-        # masks: polynomials do not give 0 for a masked score.
+        # tanh and exp2 share the special-function unit, so half of the exponentials use the FMA units. Not with masks:
+        # polynomials do not give 0 for a masked score.
         if caps and mask_scores is None:
             weights = powers(scores, spec.log2_scale, shift)
         else:
@@ -262,7 +265,7 @@ def _make_weights(
             else _factors(weights, capped)
         )
         for ref, value in zip(made_refs, made, strict=True):
-            # Narrow at once: dk's product is still using its registers.
+            # Converted to 16 bits at once: dk's product is still using its registers.
             ref[...] = value.astype(ref.dtype)
 
     initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
@@ -272,7 +275,9 @@ def _make_weights(
 
 
 def _factors(weights: Any, capped: Any) -> Iterator[Any]:
-    """Weights, and with a soft cap these times its slope, made when weights are narrow: for both there is no room."""
+    """Yields the weights and, with a soft cap, the weights times its slope, computed when the weights are 16-bit to
+    save registers.
+    """
     yield weights
     if capped is not None:
         yield weights * (1 - capped * capped)
@@ -281,14 +286,15 @@ def _factors(weights: Any, capped: Any) -> Iterator[Any]:
 def _dropped(
     call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *given: Any
 ) -> list[Any]:
-    """Returns what `_make_weights` makes of a step's weights, and of these times the cap's slope where there is a cap.
+    """Returns the outputs of `_make_weights` with dropout: a step's weights, and those times the cap's slope if there
+    is a cap.
 
-    A weight p that is dropped has no part in dv, but the gradient of its score is -p delta, and there are no registers
-    for p beside the zero. So gradients of weights are summed up on top of -p delta / tiny there, instead of -delta, and
-    their factor is tiny, instead of p: what <do, v> adds is lost, and so is the weight in dv.
+    A dropped weight p adds nothing to dv, but the gradient of its score is -p delta, and there are too few registers
+    for p in addition to the zero. So the gradients of weights start there from -p delta / tiny instead of -delta, and
+    their factor is tiny instead of p: the term of <do, v> vanishes, and so does the weight in dv.
 
-    Where pairs are masked, rows of other segments may hold any number: p times delta comes first, as 0 times an
-    infinite delta / tiny is NaN, and the factor is no larger than p, 0 of a masked pair, for which nothing is lost.
+    If pairs are masked, rows of other segments may hold any number: p times delta comes first, as 0 times an infinite
+    delta / tiny is NaN, and the factor is at most p, which is 0 for a masked pair.
     """
     spec, buffers, (rows, columns) = call.spec, call.buffers, dropout_keys()
     delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *given
@@ -305,10 +311,10 @@ def _dropped(
 def _score_gradients(
     call: Call, w: Any, count: Any, dv: Any, ds: Any, weights: Any, capped: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Returns dv with this step's part, the previous step's part of dq, and the gradients of this step's scores.
+    """Returns dv with this step's term, the previous step's part of dq, and the gradients of this step's scores.
 
-    Gradients of weights are summed up on top of `ds`: delta, negative. Of a register-bound tile dq is None: `_late_dq`
-    makes it in the registers that gradients of weights have left.
+    Gradients of weights start from `ds`, which is -delta. For a register-bound tile dq is None: `_late_dq` computes it
+    in the registers of the gradients of weights.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape, slot = (WGMMA_M, tile.queries), lax.rem(count, I32(tile.stages["do"]))
@@ -320,7 +326,7 @@ def _score_gradients(
         dv_ref, slopes_ref, *dq_refs, made_ref = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[slot])
-        # The turn covers issuing alone; the products run on while the other warpgroup issues its own.
+        # Only issuing is exclusive; the products run on while the other warpgroup issues its own.
         ping_pong_wait(WARPGROUPS)
         plgpu.wgmma(slopes_ref, buffers["v"].at[w], buffers["do"].at[slot].transpose((1, 0)))
         plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
@@ -340,7 +346,7 @@ def _score_gradients(
 
 
 def _initial_ds(call: Call, w: Any) -> Any:
-    """Returns gradients of scores before the first step: zeros, which register-bound tiles keep in shared memory."""
+    """Returns the gradients of scores before the first step: zeros, in shared memory for register-bound tiles."""
     nothing = arrays.full_tile((WGMMA_M, call.tile.queries)).astype(call.spec.dtype)
     if not call.tile.register_bound:
         return nothing
@@ -350,22 +356,22 @@ def _initial_ds(call: Call, w: Any) -> Any:
 
 
 def _store_ds(call: Call, w: Any, count: Any, ds: Any) -> None:
-    """Leaves a step's gradients of a warpgroup's scores in shared memory."""
+    """Stores a step's gradients of a warpgroup's scores in shared memory."""
     for half in range(call.tile.queries // WGMMA_M):
         part = ds[:, half * WGMMA_M : (half + 1) * WGMMA_M]
         call.buffers["ds"].at[_ds_place(call.tile, count, w, half)][...] = part
 
 
 def _previous_ds(call: Call, w: Any, count: Any) -> Any:
-    """Returns where the previous step's gradients of a warpgroup's scores are in shared memory."""
+    """Returns the previous step's gradients of a warpgroup's scores in shared memory."""
     return call.buffers["ds"].at[_ds_place(call.tile, count + 1, w, 0)]
 
 
 def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
-    """Returns the previous step's part of dq, by itself: the other warpgroup's products run meanwhile.
+    """Returns the previous step's part of dq, computed separately while the other warpgroup's products run.
 
-    The step's gradients of scores leave their registers first. They take the place of those of the step before the
-    previous one, of which the other warpgroup has made its part of dq when it arrives at `ds_full` after the last one.
+    First the step's gradients of scores are stored. They overwrite those of the step before the previous one, which the
+    other warpgroup has read when it arrives at `ds_full` after its last part of dq.
     """
     plgpu.barrier_wait(call.buffers["ds_full"])
     _store_ds(call, w, count, ds)
@@ -375,16 +381,16 @@ def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
 
 
 def _in_new_registers(tile: Any, one: Any) -> Any:
-    """Returns a tile in new registers, written after what came before: times a one that the compiler cannot fold.
+    """Returns a tile in new registers, written after earlier code: times a one that the compiler cannot fold.
 
-    Narrow numbers are made while products are under way, where they take half the registers; but no register that is a
-    product's input may be written there.
+    Conversions to 16 bits run during products, since that halves the registers; but they must not write registers that
+    a product in flight reads.
     """
     return lax.optimization_barrier(lax.optimization_barrier(tile) * one.astype(tile.dtype))
 
 
 def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
-    """Returns dk with the previous step's part, whose part of dq is handed over, too."""
+    """Returns dk with the previous step's term, and hands over the previous step's part of dq."""
 
     def products(refs: Any) -> None:
         dk_ref, dq_ref = refs
@@ -404,21 +410,22 @@ def _no_dq(tile: BackwardTile) -> Any:
 
 
 def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
-    """Issues the products that are the previous step's part of dq."""
+    """Issues the products of the previous step's part of dq."""
     tile, buffers = call.tile, call.buffers
     if not tile.register_bound:
         plgpu.barrier_wait(buffers["ds_full"])
     half, part = tile.dq_half(w)
     for other in range(WARPGROUPS):
-        # ds is kept keys by queries, and dq = ds K wants queries by keys: the descriptor transposes, nothing moves.
+        # ds is stored keys by queries, and dq = ds K needs queries by keys: the descriptor transposes, without moving
+        # data.
         left = buffers["ds"].at[_ds_place(tile, count + 1, other, half)]
         plgpu.wgmma(dq_ref, left.transpose((1, 0)), buffers["k"].at[part * WARPGROUPS + other])
 
 
 def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
-    """Leaves the previous step's part of dq to the warps that add, and what else was written to shared memory."""
+    """Passes the previous step's part of dq to the adder warps; its commit covers earlier stores to shared memory."""
     buffers = call.buffers
-    # Step 0 has no previous step: what it stores is not handed over, so step 1 finds the place free too.
+    # Step 0 has no previous step: what it stores is not handed over, so step 1 finds the buffer free too.
     pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
@@ -426,6 +433,6 @@ def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
 
 
 def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:
-    """Returns where a warpgroup's gradients of scores are, those of 64 queries."""
-    # Two steps' worth: dq's product reads the previous step's while this step's is written.
+    """Returns the index of a warpgroup's gradients of scores for 64 queries."""
+    # Double-buffered: dq's product reads the previous step's while this step's is written.
     return (lax.rem(count, I32(2)) * WARPGROUPS + w) * (tile.queries // WGMMA_M) + half

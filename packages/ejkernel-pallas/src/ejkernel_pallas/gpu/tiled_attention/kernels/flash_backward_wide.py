@@ -1,17 +1,16 @@
-"""The backward kernel's consumer warpgroups for large heads, where one's registers hold one gradient.
+"""The backward kernel's consumer warpgroups for large heads, where one warpgroup's registers hold only one gradient.
 
     warpgroup 0   S^T(t) | exp2, mask ─► P^T ─► smem     | dv(t), dq(t-1) left  | dq ─► smem
     warpgroup 1   dk(t-1) | dP^T(t) | ds = P^T (dP - delta) ─► smem, other block | dq(t-1) right | dq ─► smem
 
-A block has 64 keys, and the two blocks of a cluster have 128 that are one after the other. The first warpgroup
-computes scores and weights and accumulates dv; the second computes ds from the weights, which go to it through
-shared memory and are replaced there, and accumulates dk. Both blocks loop over the same query blocks; each copies
-one half for both by multicast. They exchange ds through distributed shared memory, and each computes one half of the
-columns of what the cluster adds
-to dq: HBM takes half as many additions as if each block added for its 64 keys alone.
+A block has 64 keys, and the two blocks of a cluster have 128 consecutive ones. The first warpgroup computes scores and
+weights and accumulates dv; the second computes ds from the weights, which it gets through shared memory and overwrites
+there, and accumulates dk. Both blocks loop over the same query blocks; each copies one half for both by multicast. They
+exchange ds through distributed shared memory, and each computes one half of the columns of the cluster's dq: HBM takes
+half as many additions as if each block added for its 64 keys.
 
-A warpgroup computes a quarter of the previous step's part of dq, and hands it over in two strips half a step after each
-other: shared memory has room for one strip of each.
+A warpgroup computes a quarter of the previous step's part of dq, and hands it over in two strips, half a step apart:
+shared memory has room for one strip per warpgroup.
 """
 
 import functools
@@ -42,7 +41,7 @@ INITIAL = plgpu.WGMMAAccumulatorRef.init
 
 
 def consume_wide(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
-    """The main loops of the two consumer warpgroups."""
+    """Runs the main loops of the two consumer warpgroups."""
     plgpu.barrier_wait(call.buffers["kv_full"])
     pl.when(w == 0)(functools.partial(_consume_values, call, item, for_each_block))
     pl.when(w == 1)(functools.partial(_consume_keys, call, item, for_each_block))
@@ -67,20 +66,21 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
         mask_scores = functools.partial(masked_scores, call, first, row_ids, slot, index, words) if masking else None
         numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.has_dropout else None
         weights, factors = _make_weights(call, count, slot, rest, mask_scores, numbers)
-        # Both members have made their parts of dq of what was here before.
+        # Both members have computed their parts of dq from the previous contents.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
         buffers["ds"].at[half][...] = factors.astype(spec.dtype)
         plgpu.commit_smem()
-        # Warpgroup 1 makes gradients of scores of them, in their place.
+        # Warpgroup 1 replaces them by gradients of scores.
         plgpu.barrier_arrive(buffers["weights_full"])
-        # The scores' product has ended; dk's, which reads the same queries, is warpgroup 1's, which arrives itself.
+        # The scores' product has ended; warpgroup 1's product for dk reads the same queries, and it arrives itself.
         plgpu.barrier_arrive(buffers["q_free"].at[slot])
-        # Narrow before a product is issued: no register of an operand may be written while one is under way.
+        # Converted to 16 bits before a product is issued: no register of an operand may be written while one is in
+        # flight.
         weights = lax.optimization_barrier(weights.astype(spec.dtype))
 
         def products(refs: Any) -> None:
             dv_ref, dq_ref, rest_ref = refs
-            # dq first, so that waiting for all but one product gives it while dv's runs.
+            # dq first, so that waiting for all but one product gives dq while dv's product runs.
             _issue_dq(call, count - 1, 0, dq_ref)
             if not spec.segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
@@ -93,10 +93,10 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
 
     start = I32(0), arrays.full_tile((WGMMA_M, spec.value_dim)), _no_strip(call)
     count, dv, rest = for_each_block(step, start, tile.needs_masks(spec))
-    # The pipeline drains: the last strip of the step before the last, then all of the last.
+    # The pipeline drains: the last strip of the step before the last, then all of the last step.
     _hand_over(call, count - 2, 0, 1, rest)
     _make_last(call, count - 1, 0)
-    # This warpgroup reads the keys no more; the other waits for that before it writes dk in their place.
+    # This warpgroup does not read the keys any more; the other waits for that before it overwrites them with dk.
     plgpu.barrier_arrive(buffers["dq_done"])
     dv = dv * spec.dropout_scale
     part = functools.partial(write_part, call, item, "v", call.member * WGMMA_M, dv)
@@ -104,7 +104,7 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
 
 
 def _write_values(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
-    """Writes dv by way of the values' place."""
+    """Writes dv through the memory of the values."""
     place = call.buffers["v"].at[0]
     place[...] = dv.astype(call.spec.dtype)
     plgpu.commit_smem()
@@ -118,7 +118,7 @@ def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
 
 
 def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any, numbers: Any) -> tuple[Any, Any]:
-    """A step's weights, and what gradients of weights are multiplied with: negative where dropout drops a weight."""
+    """Returns a step's weights, and the factors of the gradients of weights: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.queries)
 
     def product(scores_ref: Any) -> None:
@@ -127,7 +127,7 @@ def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any
         for part in range(call.tile.parts):
             queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
             plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
-        # Under the scores' product: by now the adder has taken the first strip.
+        # During the scores' product: by now the adder has taken the first strip.
         _hand_over(call, count - 2, 0, 1, rest)
 
     scores: Any = pl.run_state(product)(INITIAL(arrays.full_tile(shape)))
@@ -145,13 +145,13 @@ def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any
 
 
 def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
-    """Issues the products that are a warpgroup's part of a step's dq, once both members' gradients are there."""
+    """Issues the products of a warpgroup's part of a step's dq, once both members' gradients have arrived."""
     tile, buffers = call.tile, call.buffers
-    # Before the first step the product is of whatever lies there, and not handed over: so the step needs no branch
-    # around it.
+    # Before the first step the product reads uninitialised memory, and is not handed over: this saves a branch around
+    # the step.
     pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
     place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
-    # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other
+    # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other one
     # sent.
     for source, keys in ((place, part), (place + 2, I32(tile.parts + w))):
         keys = buffers["k"].at[_zero() + keys]
@@ -159,7 +159,7 @@ def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
 
 
 def _zero() -> Any:
-    """Returns zero as an opaque offset: addresses in shared memory that the compiler can hoist would hold registers."""
+    """Returns zero as an opaque offset: addresses in shared memory that the compiler can hoist would take registers."""
     return lax.optimization_barrier(I32(0))
 
 
@@ -172,9 +172,9 @@ def _no_strip(call: Call) -> Any:
 
 
 def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
-    """Leaves a strip of a step's part of dq to a warp that adds; before the first step none takes it."""
+    """Passes a strip of a step's part of dq to an adder warp; before the first step nothing is added."""
     buffers = call.buffers
-    # The first strip of step 0 finds its place empty.
+    # The first strip of step 0 finds the buffer free.
     pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
@@ -182,7 +182,9 @@ def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
 
 
 def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
-    """Hands over the first strip of a step's part of dq, for which gradients of scores have been read; the second."""
+    """Hands over the first strip of a step's part of dq, once gradients of scores have been read; returns the
+    second.
+    """
     pl.when(count >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(count, I32(2))]))
     _hand_over(call, count, w, 0, dq[:, : call.tile.dq_columns])
     # Copied to new registers: the accumulator's are read only after all products issued so far.
@@ -190,7 +192,7 @@ def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
 
 
 def _make_last(call: Call, count: Any, w: int) -> None:
-    """Makes the previous step's part of dq, and hands it over."""
+    """Computes the previous step's part of dq, and hands it over."""
     dq: Any = pl.run_state(functools.partial(_issue_dq, call, count, w))(INITIAL(_no_dq()))
     _hand_over(call, count, w, 1, _hand_over_first(call, count, w, dq))
 
@@ -220,7 +222,7 @@ def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
 
 
 def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
-    """Writes dk by way of the keys' place."""
+    """Writes dk through the memory of the keys."""
     places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), WGMMA_M)
     for part in range(call.tile.parts):
         places.at[part][...] = dk[:, part * SWIZZLE_COLUMNS : (part + 1) * SWIZZLE_COLUMNS].astype(call.spec.dtype)
@@ -232,7 +234,9 @@ def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
 
 
 def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tuple[Any, Any, Any]:
-    """dk with the previous step's part, the gradients of this step's scores, and the rest of the previous step's dq."""
+    """Returns dk with the previous step's term, the gradients of this step's scores, and the rest of the previous
+    step's dq.
+    """
     spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (WGMMA_M, call.tile.queries)
     slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
     place = lax.rem(count, I32(2))
@@ -252,11 +256,11 @@ def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tup
         # Waits for all but dq's two products.
         new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
         plgpu.barrier_wait(buffers["weights_full"])
-        # Not before: `weights_full` says that warpgroup 0's writes are visible.
+        # Not earlier: `weights_full` makes warpgroup 0's writes visible.
         factors = arrays.widened(arrays.load_tile(buffers["ds"].at[place]))
         if spec.has_dropout:
             delta = arrays.load_columns(buffers["delta"].at[slot])
-            # A factor below zero is that of a dropped weight: <do, v> has no part in its gradient, delta has.
+            # A negative factor marks a dropped weight: its gradient has no term <do, v>, but has delta.
             new, factors = dropout.where_positive(factors, new, delta), jnp.abs(factors)
         new_ref[...] = (factors * new).astype(spec.dtype)
         plgpu.commit_smem()  # all weights have been read
@@ -264,7 +268,7 @@ def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tup
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         buffers["ds"].at[place][...] = new_ref[...]
         plgpu.commit_smem()
-        # Committed, as a bulk copy reads shared memory through the async proxy.
+        # Committed, since a bulk copy reads shared memory through the async proxy.
         clusters.send(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
         rest_ref[...] = _hand_over_first(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
 

@@ -38,18 +38,19 @@ from ejkernel_pallas.gpu.tiled_attention.spec import (
 
 Masking = Literal["lower", "both"] | None
 """The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
-bound alone; None for a full block."""
+bound only; None for a full block.
+"""
 
 
 class State(NamedTuple):
     """What a consumer warpgroup carries from key block to key block, all in registers.
 
     Attributes:
-        count: Key blocks since the kernel started; pipeline stage and barrier parity follow from it.
-        acc: Accumulator of P V, without the last key block's.
-        row_max: Running maximum of every row, as an exponent of two.
+        count: Key blocks since the kernel started; pipeline stage and mbarrier parity follow from it.
+        acc: Accumulator of P V, without the last key block.
+        row_max: Running maximum of every row, in base 2.
         row_sum: Running sum of every row, over a thread's own columns.
-        weights: P of the last key block, not yet multiplied with its values.
+        weights: P of the last key block, not yet multiplied by its values.
     """
 
     count: Any
@@ -60,14 +61,14 @@ class State(NamedTuple):
 
 
 def forward_kernel(call: Call) -> None:
-    """Body of the kernel: the main loop of every warpgroup over the work tiles of its thread block."""
+    """Runs one thread block of the kernel: the main loop of every warpgroup over the block's work tiles."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
     of_consumers, of_producer = tile.registers(call.spec)
     first = lax.axis_index("block")
-    # Carried from tile to tile: work tiles so far, key blocks so far, the tile's number and its key blocks.
+    # Carried from tile to tile: work tiles so far, key blocks so far, the tile's index and its key blocks.
     start = I32(0), I32(0), first, tile_scheduler.block_range(call.plan, call.operands["table"], first)
 
-    # Read once: how many sequences there are, and so how many tiles, is known on the device alone.
+    # Read once: the number of sequences, and so of tiles, is known only on the device.
     items = call.plan.items if call.pages is None else call.pages.live(call.operands)
 
     def for_each_tile(body: Any) -> None:
@@ -75,13 +76,14 @@ def forward_kernel(call: Call) -> None:
 
     @pl.when(warpgroup < tile.warpgroups)
     def _consume() -> None:
-        # Registers move from the producer, which needs few, to the consumers: ptxas allots the same to all threads.
+        # Registers move from the producer, which needs few, to the consumers: ptxas allots the same number to all
+        # threads.
         plgpu.set_max_registers(of_consumers, action="increase")
         if call.spec.ping_pong:
             # The last warpgroup passes first, so that warpgroup 0 finds its barrier open and all others wait.
             pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(ping_pong_pass, tile.warpgroups))
         for_each_tile(_query_tile)
-        # A block that ends gives its shared memory back, from which the last output may still be copied.
+        # The block must not end before the last output has been copied out of its shared memory.
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == tile.warpgroups)
@@ -91,7 +93,9 @@ def forward_kernel(call: Call) -> None:
 
 
 def _query_tile(call: Call, carry: Any) -> Any:
-    """Returns one work tile of a consumer: prologue, main loop over partial and full blocks, last product, epilogue."""
+    """Computes one work tile of a consumer: prologue, main loop over partial and full blocks, last product,
+    epilogue.
+    """
     nth_tile, step, number, (start, full_start, full_end, stop) = carry
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
     item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
@@ -100,13 +104,13 @@ def _query_tile(call: Call, carry: Any) -> Any:
     query_tile = queries_of(call, item, buffer, warpgroup)
     state = _prologue(call, query_tile, start, step)
     if call.tile.buffers > 1:
-        # Outputs leave through the buffer of their queries. The last tile's buffer is free once TMA has read it, which
-        # it has by now, a whole prologue later: this does not stall.
+        # Outputs are written through the buffer of their queries. The last tile's buffer is free once TMA has read it,
+        # as it has by now, a whole prologue later: this does not stall.
         pl.when(nth_tile > 0)(lambda: release_queries(call, call.buffer(nth_tile - 1, warpgroup)))
     step_of = functools.partial(_step, call, query_tile)
     end = _key_end(call, query_tile, start, stop)
     if call.tile.needs_masks(spec):
-        # The prologue has taken the first key block, with all masks.
+        # The prologue has processed the first key block, with all masks.
         full_start, full_end = jnp.maximum(full_start, start + 1), jnp.maximum(full_end, start + 1)
         if call.tile.has_idle_warpgroups(spec):
             full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
@@ -126,7 +130,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
 
 
 def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
-    """Returns the end of the key blocks that the rows of a warpgroup need; every warpgroup computes the first one."""
+    """Returns the end of the key blocks that a warpgroup's rows need; every warpgroup processes the first one."""
     spec, end = call.spec, stop
     if spec.right is not None and call.tile.has_uneven_ends(spec):
         last = query_tile.row + (WGMMA_M - 1 + spec.right)
@@ -135,7 +139,7 @@ def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
 
 
 def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State:
-    """Returns the first key block, before which there are no weights to multiply."""
+    """Processes the first key block, before which there are no weights to multiply."""
     slot = call.slot(step)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
     scores = wgmma.wait(wgmma.issue(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
@@ -144,7 +148,7 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     mask = _tile_mask(call, query_tile, start, masking).with_words(present)
     scores = _masked(call, query_tile, mask, masking, scores)
-    # LOWEST is finite: in a row that attends to nothing yet, -inf - -inf would be NaN.
+    # LOWEST is finite: in a row without any key so far, -inf - -inf would be NaN.
     row_max, row_sum = arrays.full_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(WGMMA_M, 0.0)
     row_max, row_sum, weights, _ = online_softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
     weights = _apply_dropout(call, query_tile, step, weights)
@@ -154,11 +158,11 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
 
 
 def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state: State) -> State:
-    """Returns one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
+    """Processes one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
     shared, warpgroups = call.shared, call.tile.warpgroups
     slot, last = call.slot(state.count), call.slot(state.count - 1)
 
-    # A pattern's mask words come from HBM: issued here, their loads are in flight while the keys are waited for.
+    # A pattern's mask words come from HBM: their loads are in flight while the keys are awaited.
     mask = _tile_mask(call, query_tile, index, masking)
 
     def multiply(refs: Any) -> None:
@@ -169,7 +173,7 @@ def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state
         scores = wgmma.issue(shared.q.at[query_tile.buffer], shared.k.at[slot])
         plgpu.barrier_wait(shared.v_full.at[last])
         plgpu.wgmma(acc_ref, state.weights, shared.v.at[last])
-        # Both products are issued; the next warpgroup may issue its own, which queue up behind them.
+        # Both products are issued; the next warpgroup may issue its own, which are queued after them.
         if call.spec.ping_pong:
             ping_pong_pass(warpgroups)
         # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
@@ -195,7 +199,7 @@ def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state
 
 
 def _skip_key_block(call: Call, _: Any, count: Any) -> Any:
-    """Returns a key block that only other warpgroups need: keeps barriers and ping-pong in step, nothing else."""
+    """Skips a key block that only other warpgroups need: keeps mbarriers and ping-pong in step."""
     shared, warpgroups, slot = call.shared, call.tile.warpgroups, call.slot(count)
     if call.spec.ping_pong:
         ping_pong_wait(warpgroups)
@@ -211,7 +215,7 @@ class TileMask(NamedTuple):
 
     Attributes:
         block: The key block.
-        words: Bits of the pattern, as `tile_masks.load_words` has them, or of the keys that are there; empty without.
+        words: Bits of the pattern, from `tile_masks.load_words`, or of the keys that exist; empty without.
     """
 
     block: Any
@@ -223,7 +227,7 @@ class TileMask(NamedTuple):
 
 
 def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) -> TileMask:
-    """Returns the mask of the key block at a place of the item's list, where it needs one."""
+    """Returns the mask of the key block at an index of the item's list, if it needs one."""
     if masking is None or not call.spec.pattern:
         return TileMask(place)
     words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", query_tile.item, place)]
@@ -232,9 +236,9 @@ def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) 
 
 
 def _present(call: Call, masking: Masking, slot: Any) -> tuple[Any, ...]:
-    """The word of a block that says which of its keys are there, where a block needs masks and keys lie in pages.
+    """Returns the word with the existing keys of a block, if the block needs masks and keys are in pages.
 
-    Read before the stage is free: the producer then writes the word of a later block.
+    Read before the stage is freed: the producer then writes the word of a later block.
     """
     if masking is None or call.pages is None:
         return ()
@@ -259,11 +263,11 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking,
 
 
 def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:
-    """Returns first and last column of every row where there are segment ids, and the ids that must be compared."""
+    """Returns the first and last column of every row with segment ids, and the ids that must be compared."""
     first, last = (arrays.load_rows(call.shared.ranges.at[query_tile.buffer, n]) for n in (0, 1))
-    # The host has added MIXED to rows whose segments are not one range of keys: there ids are compared.
+    # `MIXED` was added to rows whose segments are not one range of keys: there ids are compared.
     mixed = last >= MIXED
-    # Addresses are computed again for every key block: hoisted out of the loop, they would hold registers.
+    # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
     batch, row = lax.optimization_barrier((query_tile.item.batch, query_tile.row))
     item, q_ids, k_ids = (
         dataclasses.replace(query_tile.item, batch=batch),
@@ -279,7 +283,7 @@ def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, An
 
 
 def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) -> Any:
-    """Returns weights with zeros where dropout drops."""
+    """Returns weights with dropped ones set to zero."""
     if not call.spec.has_dropout:
         return weights
     rows, columns = (
@@ -299,7 +303,7 @@ def _as_operand(call: Call, weights: Any) -> Any:
 
 
 def _last_product(call: Call, state: State) -> State:
-    """Returns P V of the last key block, which no scores overlap."""
+    """Adds P V of the last key block, which overlaps with no scores."""
     slot = call.slot(state.count - 1)
 
     def product(acc_ref: Any) -> None:
@@ -318,9 +322,9 @@ def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
     if spec.sinks:
         sinks = call.operands["sinks"]
         sink = sinks[query_tile.item.row(sinks), query_tile.item.head] * LOG2E
-        if call.plan.split.tiles:  # of a split tile, the first part alone has the sink
+        if call.plan.split.tiles:  # only the first part of a split tile has the sink
             sink = jnp.where(lax.rem(query_tile.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
-        # The sink may exceed every score. It has no value, so the accumulator is rescaled and nothing added.
+        # The sink may exceed every score. It has no value, so the accumulator is only rescaled.
         top = jnp.maximum(row_max, sink)
         alpha = jnp.exp2(row_max - top)
         row_sum, row_max = row_sum * alpha + jnp.exp2(sink - top), top

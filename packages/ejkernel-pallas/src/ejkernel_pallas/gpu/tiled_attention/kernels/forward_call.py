@@ -14,29 +14,29 @@ from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Buffers in shared memory and their barriers.
+    """Buffers in shared memory and their mbarriers.
 
     Attributes:
-        q: Queries, [buffers * warpgroups, 64, D]; outputs leave through the buffer that their queries came in.
+        q: Queries, [buffers * warpgroups, 64, D]; outputs are written through the buffer of their queries.
         k: Keys, [stages, block, D].
         v: Values, [stages, block, Dv].
         lse: [buffers * warpgroups, 64].
-        q_full: mbarriers of the producer: queries have arrived; `k_full` and `v_full` for keys and values.
-        q_free: mbarriers of the consumers: queries have been read; `k_free` and `v_free` for keys and values.
+        q_full: Mbarriers of the producer: queries have arrived; `k_full` and `v_full` for keys and values.
+        q_free: Mbarriers of the consumers: queries have been read; `k_free` and `v_free` for keys and values.
         k_full: As `q_full`, one per stage.
         k_free: As `q_free`, one per stage.
         v_full: As `q_full`, one per stage.
         v_free: As `q_free`, one per stage.
-        number: Numbers of the tiles that the block owns in even and in odd turns, [2].
-        number_full: They are there.
-        number_free: They have been read.
-        q_numbers: Of queries, for dropout, [buffers * warpgroups, 64], or None.
-        k_numbers: Of keys, [stages + 1, block], or None. They are there with the keys, and are read when those need not
-            be there any more: while another stage has its keys read.
-        ranges: First and last key of every query where there are segment ids, [buffers * warpgroups, 2, 64], or None.
-        v_raw: Values that have padding among them are there, or None.
-        output: Outputs in the memory of the queries where head dimensions differ, [64-column tiles, 64, 64], or None.
-        present: [stages] int32, which keys of a block are there, as `KeyPages.word` says; None without pages.
+        number: Indices of the block's tiles, for even and for odd tile counts, [2].
+        number_full: Mbarriers: an index has been written.
+        number_free: Mbarriers: an index has been read.
+        q_numbers: Dropout's keys of queries, [buffers * warpgroups, 64], or None.
+        k_numbers: Dropout's keys of keys, [stages + 1, block], or None. They arrive with the keys, and are read when
+            those may already be overwritten: one slot more than stages.
+        ranges: First and last key of every query with segment ids, [buffers * warpgroups, 2, 64], or None.
+        v_raw: Mbarrier: values that include padding have arrived, or None.
+        output: Outputs in the memory of the queries if head dimensions differ, [64-column tiles, 64, 64], or None.
+        present: [stages] int32, the existing keys of a block, from `KeyPages.word`; None without pages.
     """
 
     q: Any
@@ -61,16 +61,16 @@ class Shared:
 
 
 class PagedTile(NamedTuple):
-    """A tile of query rows that all belong to one sequence, or to others before and behind it, int32.
+    """A tile of query rows of one sequence, which may include rows of its neighbours at either end, int32.
 
     Attributes:
-        sequence: Its number.
-        position: Of the tile's first row; rows of other sequences count on.
+        sequence: Index of the sequence.
+        position: Position of the tile's first row; rows of other sequences continue the count.
         low: The first key that any of its rows attends to.
-        keys: One more than the last key.
+        keys: The key after the last one.
         row: The tile's first row in the arrays of all sequences.
-        first: Of the tile's rows, the first that is the sequence's.
-        end: Behind the last of them.
+        first: The first of the tile's rows that belongs to the sequence.
+        end: The row after the last of them.
     """
 
     sequence: Any
@@ -82,59 +82,59 @@ class PagedTile(NamedTuple):
     end: Any
 
     def part(self, first: Any) -> "PagedTile":
-        """Returns the rows from one of the tile on."""
+        """Returns the rows from `first` on."""
         return self._replace(
             position=self.position + first, row=self.row + first, first=self.first - first, end=self.end - first
         )
 
 
 class KeyPages(Protocol):
-    """Keys and values that lie in pages, for the producer and the masks."""
+    """Keys and values in pages, as the producer and the masks need them."""
 
     @property
     def copies(self) -> int:
-        """Copies of a block of keys or of values: arrivals at their barrier."""
+        """Copies per block of keys or of values: arrivals at their mbarrier."""
         ...
 
     def live(self, operands: dict[str, Any]) -> Any:
-        """Work tiles that have queries: the first of the list."""
+        """Returns the number of work tiles with queries, the first ones of the list."""
         ...
 
     def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
-        """A tile of queries."""
+        """Returns a tile of queries."""
         ...
 
     def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
-        """The page of every copy of a block of keys."""
+        """Returns the page of every copy of a block of keys."""
         ...
 
     def word(self, pages: tuple[Any, ...]) -> Any:
-        """Which keys of a block are there.
+        """Returns a word with the existing keys of a block.
 
-        A thread has two of every eight columns of a tile of scores: so many bits of the word are for eight keys.
+        A thread has two of every eight columns of a tile of scores: so two bits of the word stand for eight keys.
         """
         ...
 
     def copy(
         self, operands: dict[str, Any], what: str, pages: tuple[Any, ...], block: Any, head: Any, target: Any, full: Any
     ) -> None:
-        """Copies a block's keys ("k") or values ("v") of a KV head out of its pages, zeros for what is not there."""
+        """Copies a block's keys ("k") or values ("v") of a KV head from its pages; zeros for missing ones."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the kernel is given.
+    """The arguments of the kernel.
 
     Attributes:
         spec: Constants.
         tile: Tile sizes.
         plan: The order of work tiles.
         operands: Arrays in HBM.
-        outputs: Results in HBM: outputs and lse, and those of parts of tiles where some are split.
+        outputs: Results in HBM: outputs and lse, and those of parts of tiles if some are split.
         shared: Shared memory and barriers.
         tile_counter: Counter of the tiles that blocks took.
-        pages: Where keys lie, if in pages.
+        pages: Access to the keys' pages, if they are in pages.
     """
 
     spec: HopperSpec
@@ -151,20 +151,20 @@ class Call:
         return lax.rem(count, I32(self.tile.stages))
 
     def key_block(self, item: tile_scheduler.WorkTile, place: Any) -> Any:
-        """Returns the key block of a step: the step itself, or with a pattern what the item's list has there."""
+        """Returns the key block of a step: the step itself, or with a pattern the entry of the item's list."""
         return self.listed("blocks", item, place) if self.spec.pattern else place
 
     def listed(self, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
-        """Returns what an operand of a pattern has at a place of the item's list."""
+        """Returns an entry of a pattern's operand at an index of the item's list."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
 
     def numbers(self, count: Any) -> Any:
-        """Returns dropout's hash keys of a key block."""
+        """Returns dropout's keys of a key block."""
         return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
 
     def buffer(self, nth_tile: Any, warpgroup: Any) -> Any:
-        """Returns the buffer that the queries of a nth_tile are in."""
+        """Returns the index of the buffer with a warpgroup's queries of the nth tile."""
         return lax.rem(nth_tile, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
 
 
@@ -176,7 +176,7 @@ class QueryTile:
         item: The work tile.
         row: Index of the warpgroup's first query.
         buffer: Index of its queries in shared memory.
-        paged: The same queries where keys lie in pages.
+        paged: The same queries if keys are in pages.
     """
 
     item: tile_scheduler.WorkTile
@@ -194,7 +194,7 @@ def queries_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup
 
 
 def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
-    """Returns number and key blocks of the work tile after this one."""
+    """Returns the index and the key blocks of the work tile after this one."""
     place = lax.rem(nth_tile, I32(2))
     plgpu.barrier_wait(call.shared.number_full.at[place])
     # Read before the arrival, after which the producer may overwrite it.

@@ -1,4 +1,4 @@
-"""How the forward kernel writes the output and lse of a tile, and gives back the buffer of its queries."""
+"""Writes the output and lse of a tile in the forward kernel, and frees the buffer of its queries."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, Query
 
 
 def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
-    """Writes the rows of a tile, of a part of one, or those that are its sequence's."""
+    """Writes the rows of a tile, of a part of one, or those that belong to its sequence."""
     if call.pages is not None:
         _write_paged(call, query_tile, output, lse)
         return
@@ -26,7 +26,7 @@ def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
 
 def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes a tile of a sequence in pages."""
-    # Loaded again: the places of rows would hold registers in the main loop.
+    # Reloaded: the rows' offsets would take registers in the main loop.
     query_tile = queries_of(call, query_tile.item, query_tile.buffer, lax.axis_index("warpgroup"))
     assert query_tile.paged is not None
     whole = (query_tile.paged.first <= 0) & (query_tile.paged.end >= WGMMA_M)
@@ -35,10 +35,10 @@ def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
 
 
 def _write_rows(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
-    """Writes the rows of a tile that are its sequence's, straight from registers: the others are another tile's."""
+    """Writes the rows of a tile that belong to its sequence, directly from registers: another tile has the others."""
     assert query_tile.paged is not None
     item, (*_, row, first, end) = query_tile.item, query_tile.paged
-    # `end` may be negative where a warpgroup has no rows of the sequence, and stores take that for a large number.
+    # `end` may be negative if a warpgroup has no rows of the sequence, and stores would read that as a large number.
     target, end = call.outputs[0].at[item.batch, :, item.head], jnp.maximum(end, 0)
     store_rows(target, output.astype(call.spec.dtype), row, I32(0), end, first)
     store_row_numbers(call.outputs[1].at[item.batch, item.head], lse, row, first, end)
@@ -61,11 +61,11 @@ def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
 
 
 def _output_places(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
-    """Returns columns of a warpgroup's output, None for all, and their shared memory: that of its queries."""
+    """Returns columns of a warpgroup's output, None for all, and their shared memory, which is that of its queries."""
     spec = call.spec
     if spec.value_dim == spec.head_dim:
         return [(None, call.shared.q.at[query_tile.buffer])]
-    # Outputs narrower than queries leave a part of the buffer unused; the other warpgroup's is not touched.
+    # Outputs narrower than queries leave some of the buffer unused; the other warpgroup's buffer is not touched.
     first = query_tile.buffer * (spec.head_dim // SWIZZLE_COLUMNS)
     return [
         (pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), call.shared.output.at[first + n])
@@ -83,6 +83,6 @@ def _write_part(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
 
 def release_queries(call: Call, buffer: Any) -> None:
     """Releases a buffer of queries once TMA has read the output in it."""
-    # Read, not written: HBM need not have the output yet for the buffer to be free.
+    # Read, not written: the buffer is free before HBM has the output.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(call.shared.q_free.at[buffer])

@@ -1,4 +1,4 @@
-"""The producer warpgroup of the forward kernel: fetches tile numbers, and copies queries, keys and values by TMA.
+"""The producer warpgroup of the forward kernel: fetches tile indices, and copies queries, keys and values by TMA.
 
     per work tile   K(0) | Q | K(1) | V(0) | K(2) | V(1) | ... | K(n-1) | V(n-2) | V(n-1)
 
@@ -19,10 +19,10 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.padding import clean_rows
 
 
 def produce(call: Call, carry: Any) -> Any:
-    """Copies what one work tile needs, keys one block ahead of values."""
+    """Copies the operands of one work tile, keys one block ahead of values."""
     nth_tile, step, number, (start, _, _, stop) = carry
     item = tile_scheduler.item(call.plan, number)
-    # A whole tile ahead: the latency of the atomic addition is hidden behind the copies.
+    # A whole tile ahead, so that the latency of the atomic overlaps with the copies.
     fetch_next(call, nth_tile)
     fetch, key_block = functools.partial(_copy_block, call, item), functools.partial(call.key_block, item)
     fetch("k", key_block(start), step)
@@ -43,7 +43,7 @@ def produce(call: Call, carry: Any) -> Any:
 def _copy_block(
     call: Call, item: tile_scheduler.WorkTile, what: str, index: Any, count: Any, there: Any = None
 ) -> None:
-    """Copies a block of keys or of values as soon as its stage is free; the first `stages` are free from the start."""
+    """Copies a block of keys or of values once its stage is free; the first `stages` are free from the start."""
     shared, slot = call.shared, call.slot(count)
     buffer, full, free = (getattr(shared, f"{what}{part}") for part in ("", "_full", "_free"))
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -68,7 +68,7 @@ def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: 
 
     @pl.when(padded)
     def _clean() -> None:
-        # Through a barrier of its own: consumers must not see the stage before its padding is overwritten.
+        # Uses a separate mbarrier: consumers must not see the stage before its padding is overwritten.
         fetch(shared.v_raw)
         plgpu.barrier_wait(shared.v_raw)
         rows = pl.ds(index * call.tile.keys, call.tile.keys)
@@ -78,7 +78,7 @@ def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: 
 
 
 def _fetch_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, warpgroup: int) -> None:
-    """Copies the queries of a warpgroup as soon as their buffer is free."""
+    """Copies the queries of a warpgroup once their buffer is free."""
     shared, buffer = call.shared, call.buffer(nth_tile, warpgroup)
     pl.when(nth_tile >= call.tile.buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
     rows, full = pl.ds(item.tile * call.tile.queries + warpgroup * WGMMA_M, WGMMA_M), shared.q_full.at[buffer]
@@ -93,9 +93,9 @@ def _fetch_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, war
 
 
 def fetch_next(call: Call, nth_tile: Any) -> None:
-    """Fetches the number of the next work tile."""
+    """Fetches the index of the next work tile."""
     shared, place = call.shared, lax.rem(nth_tile, I32(2))
-    # Two places, since warpgroups may still read the last number; the first two are free from the start.
+    # Two slots, since warpgroups may still read the last index; both are free from the start.
     pl.when(nth_tile > 1)(lambda: plgpu.barrier_wait(shared.number_free.at[place]))
     tile_scheduler.fetch_next(call.plan, call.tile_counter, shared.number.at[place])
     plgpu.barrier_arrive(shared.number_full.at[place])

@@ -24,20 +24,20 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 RESCALE_THRESHOLD = 8.0
-"""Lazy rescaling: how far, as an exponent of two, a row's largest score may exceed `row_max` before a rescale.
+"""Lazy rescaling: how far, in base 2, a row's largest score may exceed `row_max` before a rescale.
 
 Weights are then at most 2**8 = 256: float16 does not overflow, and they keep all their significant digits.
 """
 
 
 def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full: bool) -> tuple[Any, ...]:
-    """Returns exponentiates the scores of a key block and updates the rows' maximum and sum.
+    """Exponentiates the scores of a key block and updates the rows' maximum and sum.
 
     Args:
         spec: The kernel's constants.
         scores: Float32 [rows, columns], with the soft cap, and -inf where nothing attends; raw products of a full block
             if the spec `fuses_soft_cap`.
-        row_max: Running maximum of every row, as an exponent of two.
+        row_max: Running maximum of every row, in base 2.
         row_sum: Running sum of every row, of a thread's own columns.
         full: Whether all pairs of the block attend.
 
@@ -50,11 +50,11 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full
         else:
             weights = jnp.exp2(scores * spec.log2_scale)
             sums = _thread_row_sum(weights)
-        # No alpha: `rescale` does nothing with a fixed maximum, so any value does.
+        # No alpha: with a fixed maximum `rescale` does nothing, so any value will do.
         return row_max, row_sum + sums, weights, row_max
     new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.log2_scale)
     if spec.rescales_lazily:
-        # A maximum that rose by less is kept: alpha is exactly 1, and the warp may skip the accumulator.
+        # A maximum that increased by less is kept: alpha is exactly 1, and the warp may skip the accumulator.
         new_max = jnp.where(new_max - row_max > RESCALE_THRESHOLD, new_max, row_max)
     weights = jnp.exp2(scores * spec.log2_scale - over_columns(new_max, scores.shape))
     alpha = jnp.exp2(row_max - new_max)
@@ -87,7 +87,7 @@ def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
 
 
 def _thread_row_sum(weights: jax.Array) -> jax.Array:
-    """Sums each row over a thread's own columns, without a shuffle; `reduce_row_sum` adds the threads at the end."""
+    """Sums each row over a thread's own columns, without a shuffle; `reduce_row_sum` adds up the threads at the end."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),

@@ -1,4 +1,4 @@
-"""Zeros in place of what padding holds, in a tile that lies in shared memory."""
+"""Zeroes padding rows of a tile in shared memory."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
 
 def clean_rows(tile: Any, ids: Any, line: int = LINE) -> None:
-    """Writes zeros to the rows of a tile whose ids are below zero.
+    """Writes zeros to the rows of a tile whose ids are negative.
 
     Args:
-        tile: Reference to 16-bit numbers [rows, size] in shared memory, in the order that products read.
+        tile: Reference to 16-bit elements [rows, size] in shared memory, in the layout of products.
         ids: Reference to int32 [rows] in device memory.
-        line: Bytes of a row that lie together: of the swizzle.
+        line: The swizzle in bytes.
     """
     rows, size = tile.shape
 
@@ -27,7 +27,7 @@ def clean_rows(tile: Any, ids: Any, line: int = LINE) -> None:
     def clean(_: Any, tile: Any, ids: Any) -> None:
         base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(tile))
         first = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-        # A thread a row: few rows are padding, and the threads of the others are done after one load.
+        # One thread per row: few rows are padding, and the other threads are done after one load.
         for start in range(0, rows, THREADS):
             row = arith.addi(first, constant(start))
             with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, constant(rows))):

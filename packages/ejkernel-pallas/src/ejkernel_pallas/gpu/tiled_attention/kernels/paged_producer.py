@@ -1,10 +1,10 @@
-"""The producer warpgroup of the forward kernel where keys and values lie in pages: a bulk copy for every page.
+"""The producer warpgroup of the forward kernel for keys and values in pages: one bulk copy per page.
 
     per work tile   K(0) | Q | K(1) | V(0) | K(2) | V(1) | ... | K(n-1) | V(n-2) | V(n-1)
-    page table      0, 1     | 2           | 3           | ...      a block ahead of its keys, two ahead of its values
+    page table      0, 1     | 2           | 3           | ...      one block ahead of its keys, two ahead of its values
 
-Entries of the page table come from L2: they are loaded a block ahead, so that their latency passes while stages are
-waited for, and are kept for the values of their block.
+Entries of the page table come from L2: they are loaded one block ahead, so that their latency overlaps with waits for
+stages, and are kept for the values of their block.
 """
 
 import functools
@@ -22,19 +22,21 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, Paged
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_producer import fetch_next
 
 MAX_PREFETCHED = 4
-"""Copies of a block up to which its pages are kept in registers: more of them would not fit beside the next block's."""
+"""The largest number of copies per block whose pages are kept in registers: more would not fit with the next
+block's.
+"""
 
 
 def produce(call: Call, carry: Any) -> Any:
-    """Copies what one work tile needs, keys one block ahead of values."""
+    """Copies the operands of one work tile, keys one block ahead of values."""
     assert call.pages is not None
     nth_tile, step, number, (start, _, _, stop) = carry
     item = tile_scheduler.item(call.plan, number)
-    # Read once per tile: a load in the loop would be one more that its copies wait for.
+    # Read once per tile: in the loop, its copies would wait for another load.
     tile = call.pages.tile(call.operands, item.tile)
     find = functools.partial(call.pages.find, call.operands, tile)
     keys, values = (functools.partial(copy, call, item, tile) for copy in (_copy_keys, _copy_values))
-    # A whole tile ahead: the latency of the atomic addition is hidden behind the copies.
+    # A whole tile ahead, so that the latency of the atomic overlaps with the copies.
     fetch_next(call, nth_tile)
     first, last = find(start), stop - 1
     keys(first, start, step)
@@ -58,12 +60,12 @@ def produce(call: Call, carry: Any) -> Any:
 def _copy_keys(
     call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, count: Any
 ) -> None:
-    """Copies a block of keys as soon as its stage is free; the first `stages` are free from the start."""
+    """Copies a block of keys once its stage is free; the first `stages` are free from the start."""
     assert call.pages is not None
     shared, slot = call.shared, call.slot(count)
     full = shared.k_full.at[slot]
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
-    # Behind the wait: until then the block before is masked with its word.
+    # After the wait: until then the previous block is masked with its word.
     shared.present[slot] = call.pages.word(pages)
     call.pages.copy(call.operands, "k", pages, block, _kv_head(call, item), shared.k.at[slot], full)
     plgpu.barrier_arrive(full)  # after the word
@@ -72,7 +74,7 @@ def _copy_keys(
 def _copy_values(
     call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, count: Any
 ) -> None:
-    """Copies a block of values, and zeroes those of slots that belong to no key of the tile and may hold NaN."""
+    """Copies a block of values, and zeroes slots that belong to no key of the tile and may hold NaN."""
     assert call.pages is not None
     pages_of, shared, slot = call.pages, call.shared, call.slot(count)
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
@@ -91,13 +93,13 @@ def _copy_values(
         plgpu.barrier_wait(shared.v_raw)
         zero_rows(shared.v.at[slot], first, end)
         plgpu.commit_smem()
-        # As many arrivals as copies would be.
+        # The same number of arrivals as with copies.
         for _ in range(pages_of.copies):
             plgpu.barrier_arrive(full)
 
 
 def _copy_queries(call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, nth_tile: Any, warpgroup: int) -> None:
-    """Copies the queries of a warpgroup as soon as their buffer is free."""
+    """Copies the queries of a warpgroup once their buffer is free."""
     shared, buffer = call.shared, call.buffer(nth_tile, warpgroup)
     pl.when(nth_tile >= call.tile.buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
     source, rows = call.operands["q"], pl.ds(tile.row + warpgroup * WGMMA_M, WGMMA_M)

@@ -1,14 +1,14 @@
-"""Weights under a soft cap, of tiles of which every pair attends.
+"""Computes weights under a soft cap, for tiles of which every pair attends.
 
     weight = 2 ** (exponent * tanh(x))        x = inner * product
 
-Near zero tanh is a polynomial, and all of it up to the power's argument is four multiplications and additions:
+Near zero tanh is a polynomial, and the argument of exp2 takes only four multiplications and additions:
 
     tanh(x) = a1 x + a3 x^3                   |x| <= 0.4
 
-The coefficients are those of the least relative error, 4.0e-4, which is less than what the chip's own tanh may be off
-by, 2**-11. A warp takes that way if none of its products is further out. Others have the instruction, and then, as the
-unit that has both is the busier one, polynomials for half of the powers.
+The coefficients minimise the relative error, 4.0e-4, which is below the error bound of the chip's own tanh, 2**-11. A
+warp uses the polynomial if all of its products are near zero. Other warps use the instruction and, since then the
+special-function unit is the bottleneck, polynomials for half of the exponentials.
 """
 
 import functools
@@ -29,11 +29,11 @@ from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 NEAR = 0.4
 COEFFICIENTS = (0.99960171, -0.31317268)
 SOME = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
-"""PTX: whether a number is no less than another, or none at all, in some thread of the warp."""
+"""PTX: whether a number is at least another one, or NaN, in any thread of the warp."""
 
 
 def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns weights relative to 1 of raw products of queries and keys, and their sums of rows.
+    """Returns unnormalised weights of raw products of queries and keys, and their row sums.
 
     Args:
         spec: The kernel's constants.
@@ -41,7 +41,7 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
 
     Returns:
         Weights, float32 [rows, columns], and float32 [rows] with the sums of a thread's own columns. They are added up
-        among the weights: after the branch it takes 4% longer with head size 64.
+        together with the weights: after the branch it takes 4% longer with head dimension 64.
     """
 
     @plgpu.inline_mgpu(
@@ -54,7 +54,7 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
     def run(_: Any, tile: Any) -> Any:
         kind = tile.registers.flat[0].type
         given = [product for register in tile.registers.flat for product in pair(register)]
-        # By warp: the vote is the same for all of its threads.
+        # The vote makes the branch uniform in a warp.
         branch: Any = scf.IfOp(_some_far(spec, given), [number(0.0).type] * (len(given) + 2), has_else=True)
         for block, weight in ((branch.then_block, _far), (branch.else_block, _near)):
             with ir.InsertionPoint(block):
@@ -67,7 +67,9 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
 
 
 def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[Any]:
-    """Weights of a thread's products, then the sums of its two rows; pairs of products alternate between the rows."""
+    """Returns weights of a thread's products, then the sums of its two rows; pairs of products alternate between the
+    rows.
+    """
     made, sums = [], [number(0.0)] * 2
     for n, product in enumerate(products):
         made.append(weight(n, product))
@@ -76,14 +78,14 @@ def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[A
 
 
 def _some_far(spec: HopperSpec, products: list[Any]) -> Any:
-    """Returns whether some product of the warp's is not near zero."""
+    """Returns whether any product of the warp is not near zero."""
     operands = [_largest([math.absf(product) for product in products]), number(NEAR / spec.inner_scale)]
     some: Any = llvm.inline_asm(i32(), operands, SOME, "=r,f,f", has_side_effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
 
 
 def _largest(numbers: list[Any]) -> Any:
-    """The largest number; one that is none, where there is such. In pairs, so that few have to wait for others."""
+    """Returns the maximum, or NaN if there is one. It reduces in pairs, for short dependency chains."""
     while len(numbers) > 1:
         pairs = zip(numbers[::2], numbers[1::2], strict=False)
         numbers = [arith.maximumf(*both) for both in pairs] + numbers[len(numbers) // 2 * 2 :]
@@ -102,6 +104,6 @@ def _near(spec: HopperSpec, _: int, product: Any) -> Any:
 def _far(spec: HopperSpec, n: int, product: Any) -> Any:
     """Returns the weight of any product, the thread's `n`th."""
     scaled = arith.mulf(product, number(spec.inner_scale))
-    # tanh takes the special-function unit for every product, so every second power goes to the FMA units.
+    # tanh uses the special-function unit for every product, so every second exponential uses the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")
     return instruction(arith.mulf(capped, number(spec.log2_scale))) if n % 2 else polynomial(capped, spec.log2_scale)

@@ -1,4 +1,4 @@
-"""Merges what the parts of a split tile of queries gave (split-KV)."""
+"""Merges the outputs of the parts of a split tile of queries (split-KV)."""
 
 import jax
 
@@ -6,7 +6,7 @@ from ejkernel.planning.softmax_merge import Partial, merge
 
 
 def merged(outputs: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns tiles of their parts.
+    """Returns tiles merged from their parts.
 
     Args:
         outputs: Float32 [tiles, parts, queries, D].

@@ -21,12 +21,12 @@ FAR = 2**30
 
 
 class Mixed(NamedTuple):
-    """Segment ids that are in no order, so that the keys of a query are not one after the other.
+    """Segment ids that are not sorted, so that the keys of a query are not contiguous.
 
     Attributes:
-        flag: Whether they are, int32 [rows], the same for all rows.
+        flag: Whether they are unsorted, int32 [rows], the same for all rows.
         row_ids: Reference to int32 [rows] in device memory.
-        column_ids: Likewise, [columns].
+        column_ids: Reference to int32 [columns].
     """
 
     flag: Any
@@ -35,7 +35,7 @@ class Mixed(NamedTuple):
 
 
 def key_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array | None, jax.Array | None]:
-    """First and last column, as int32 [rows], that every row of a tile may attend to; None where all columns may.
+    """Returns the first and last column, int32 [rows], that each row may attend to; None if there is no limit.
 
     Args:
         spec: The kernel's constants.
@@ -50,7 +50,7 @@ def key_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Ar
 
 
 def paged_key_range(spec: HopperSpec, rows: int, limits: Any, key: Any) -> tuple[jax.Array | None, jax.Array]:
-    """As `key_range`, of a tile whose sequence has positions and limits of its own (`forward.call.PagedTile`)."""
+    """Returns the same for a tile whose sequence has its own positions and limits (`forward_call.PagedTile`)."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (limits.position - key)
     low = None
     if spec.masks_lower:
@@ -61,7 +61,7 @@ def paged_key_range(spec: HopperSpec, rows: int, limits: Any, key: Any) -> tuple
 
 
 def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Returns first and last column that attends of each row, where keys are a tile's rows and queries its columns."""
+    """Returns the first and last attending column of each row, where keys are a tile's rows and queries its columns."""
     row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (key - query)
     low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
     # Rows past the last key attend to no column.
@@ -70,9 +70,9 @@ def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.
 
 
 def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
-    """The words that a thread tests of 64 rows of a tile mask: for each span of columns one for each of its two rows.
+    """Loads the words that a thread tests of 64 rows of a tile mask: per span of columns one for each of its two rows.
 
-    Each is int32 [64], an array of rows in which the four threads of a row have words of their own.
+    Each is int32 [64], a vector of rows in which the four threads of a row have different words.
 
     Args:
         words: Reference to a mask's words in device memory, int32 [rows * spans * 4].
@@ -110,12 +110,12 @@ def within(
     mixed: Mixed | None = None,
     pattern: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Returns scores with -inf in columns before `low` and after `high`, both int32 for every row.
+    """Returns scores with -inf in columns before `low` and after `high`, both int32 per row.
 
-    Where `mixed` says so, also where the ids of row and column differ; and where the words of a pattern have no bits.
+    If `mixed` is set, also where the ids of row and column differ; and where the words of a pattern have no bits.
 
-    The columns that a thread keeps of a row are bits of a word, of which the assembler makes seven predicates at a
-    time; comparisons would be two or three for every score, which is more than its exponential takes.
+    The columns that a thread keeps of a row are bits of a word, from which the assembler makes seven predicates at a
+    time; comparisons would be two or three per score, which is more than its exponential takes.
     """
     if low is None and high is None and mixed is None and not pattern:
         return scores
@@ -139,7 +139,7 @@ def within(
             for there in here
         ]
         numbers = range(cdiv(scores.shape[1], SPAN))
-        # Ranges, ids and patterns become words of the same form first: what masks a score is one bit then.
+        # Ranges, ids and patterns are first converted to words, so that a single bit masks a score.
         words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
         if mixed is not None:
             words = _same_words(words, ids, scores.shape[1])
@@ -159,18 +159,18 @@ def between(
     ids: tuple[jax.Array, Any] | None = None,
     pattern: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Returns as `within`, without a register for words: columns are constants of the instructions that compare.
+    """Like `within`, without registers for words: columns are constants of the instructions that compare.
 
-    For the backward kernel, whose registers are full: with words, the assembler runs the products of heads of 64 one by
-    one. It does, too, where a branch says whether ids are compared; so they always are, those of columns as they lie in
-    shared memory.
+    For the backward kernel, whose registers are full: with words, the assembler serialises the products of head
+    dimension 64. It also does with a branch on whether ids are compared; so they always are, with those of columns read
+    from shared memory.
 
     Args:
         scores: Float32 [rows, columns].
-        low: As `within`.
-        high: Likewise.
+        low: As in `within`.
+        high: As in `within`.
         ids: Segment ids of rows, and a reference to those of columns.
-        pattern: As `load_words` gives them.
+        pattern: Words from `load_words`.
     """
     if pattern:
         scores = within(scores, None, None, pattern=pattern)
@@ -213,25 +213,25 @@ def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any
 
 
 def _range_word(number: int, low: Any, high: Any) -> Any:
-    """Returns bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
+    """Returns the bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
     before = constant(0) if low is None else _columns(number, arith.subi(low, constant(1)))
     through = constant(WORD) if high is None else _columns(number, high)
     count = arith.maxsi(arith.subi(through, before), constant(0))
-    # `bmsk` makes a run of ones of a start and a length, and clamps both: no branch for empty or full words.
+    # `bmsk` makes a run of ones from a start and a length, and clamps both: no branch for empty or full words.
     return llvm.inline_asm(i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
 
 
 def _columns(number: int, last: Any) -> Any:
-    """How many of a thread's columns in a word come no later than a column of the tile."""
+    """Returns how many of a thread's columns in a word are at or before a column of the tile."""
     last = arith.subi(last, arith.addi(_thread_column(), constant(number * SPAN)))
     last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN - 1))
-    # Two columns of every eight: whole eights count two each, and the last one as many as come no later.
+    # Two columns of every eight: whole eights count two each, and the last one those at or before the column.
     pairs, rest = arith.shrsi(last, constant(3)), arith.andi(last, constant(7))
     return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, constant(1)), constant(2)))
 
 
 def _thread_column() -> Any:
-    """Returns the first of a thread's columns: its place among four threads says which two of every eight it has."""
+    """Returns the first of a thread's columns; its index among four threads selects two of every eight columns."""
     return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
 
 
@@ -245,10 +245,10 @@ def _thread_row() -> Any:
 
 
 def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
-    """Returns words without the bits of columns whose ids are not the row's, where a flag is set."""
+    """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
     (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
-    # A branch that all threads take alike: ids are loaded only where segments are in no order.
+    # A uniform branch: ids are loaded only if segments are unsorted.
     branch: Any = scf.IfOp(is_set, [i32()] * len(flat), has_else=True)
     with ir.InsertionPoint(branch.then_block):
         same = _id_words(rows, columns, width)
@@ -260,7 +260,7 @@ def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> lis
 
 
 def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
-    """Bits of the columns whose ids are those of a thread's rows: the words of the first row, then of the second."""
+    """Returns bits of the columns with the ids of a thread's rows: the words of the first row, then of the second."""
     row = _thread_row()
     ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
     words = [[constant(0)] * cdiv(width, SPAN) for _ in ids]
@@ -279,7 +279,7 @@ def _number(ids: Any, place: Any) -> Any:
 
 
 def _kept(tile: Any, words: list[list[Any]]) -> Any:
-    """A tile with -inf where the words have no bits. Every thread has two rows, and of each eight columns two."""
+    """Returns a tile with -inf where the words have no bits. A thread has two rows and, of every eight columns, two."""
     lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -math.inf))
     registers: list[Any] = []
     for number, register in enumerate(tile.registers.flat):
@@ -287,7 +287,7 @@ def _kept(tile: Any, words: list[list[Any]]) -> Any:
         kept: list[Any] = []
         for n, score in enumerate(pair(register)):
             word, bit = divmod(2 * eight + n, WORD)
-            # Tests of constant bits of one word are what the assembler turns into predicates seven at a time.
+            # The assembler turns tests of constant bits of one word into predicates, seven at a time.
             found = arith.andi(words[half][word], constant(as_int32(1 << bit)))
             kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, constant(0)), score, lowest))
         registers.append(vector.from_elements(register.type, kept))

@@ -1,7 +1,7 @@
-"""Which blocks a tile loops over and which of them are full, as small tables that the kernels read.
+"""The blocks that a tile loops over, and which of them are full, as small tables that the kernels read.
 
-For every tile the extremes of its indices and segment ids decide: a pair of tiles is *empty* when no query of it can
-see any key, and *full* when every query sees every key. Without segment ids the tables are constants.
+The minima and maxima of a tile's indices and segment ids decide: a pair of tiles is *empty* if no query of it attends
+to any key, and *full* if every query attends to every key. Without segment ids the tables are constants.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ Ids = tuple[jax.Array, jax.Array] | None
 
 
 def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """Returns for every query tile the range of its key blocks: int32 [B|1, query tiles, 4], as `_table` gives them.
+    """Returns the range of key blocks of every query tile: int32 [B|1, query tiles, 4], in the form of `_table`.
 
-    A tile without work gets block 0, fully masked, so that one code path writes every output.
+    A tile without work gets block 0, fully masked, so that the same code writes every output.
     """
     some, every = _pairs(spec, ids, q_block, kv_block)
     (first, last), full = _spans(some, every)
@@ -28,28 +28,28 @@ def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) ->
 
 
 def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """Returns for every key tile the range of its query blocks: int32 [B|1, key tiles, 4].
+    """Returns the range of query blocks of every key tile: int32 [B|1, key tiles, 4].
 
-    A later key tile neither begins nor ends before an earlier one, so that the key tiles of a query block come
-    one after the other. Bands and ids in ascending order have it so; for ids in another order, ranges are widened.
+    A later key tile neither starts nor ends before an earlier one, so that the key tiles of a query block are
+    contiguous. Bands and sorted ids have this property; for unsorted ids, ranges are widened.
     """
     some, every = (pairs.swapaxes(1, 2) for pairs in _pairs(spec, ids, q_block, kv_block))
     return _in_step(*_spans(some, every), some.shape[-1])
 
 
 def tiles(length: int, block: int) -> int:
-    """Returns tiles that cover a length."""
+    """Returns the number of tiles that cover a length."""
     return cdiv(length, block)
 
 
 def padded_ids(values: jax.Array, block: int, padding: int) -> jax.Array:
-    """Segment ids [B, length] up to whole tiles, with one id below zero for everything that attends to nothing."""
+    """Pads segment ids [B, length] to whole tiles, with one negative id for everything that attends to nothing."""
     values = jnp.where(values < 0, padding, values.astype(jnp.int32))
     return jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), constant_values=padding)
 
 
 def without_padding(x: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns an array [B, length, heads, size] with zeros where ids [B, length] are below zero.
+    """Returns an array [B, length, heads, size] with zeros where ids [B, length] are negative.
 
     Padding may hold anything, and a weight of zero times NaN is NaN.
     """
@@ -83,9 +83,9 @@ def _indices(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """The span of tiles that have work, as its first tile and the one after its last, and a run of full tiles in it.
+    """Returns the span of tiles with work, as its first tile and the one after its last, and a run of full tiles in it.
 
-    Each int [B|1, tiles]. Where there is none, the first is the number of all and the last is 0. Of full tiles with
+    Each is int [B|1, tiles]. For an empty span, the first is the number of tiles and the last is 0. If full tiles have
     others between them, the run is the first one.
     """
     count = some.shape[-1]
@@ -97,16 +97,18 @@ def _spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
 
 
 def _table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
-    """Int32 [B|1, tiles, 4]: first, full_start, full_end, last. Without full tiles, their run is empty and first."""
+    """Returns int32 [B|1, tiles, 4]: first, full_start, full_end, last. Without full tiles, their run is empty and
+    first.
+    """
     full_start, full_end = (_where(full[1] == 0, first, x) for x in full)
     stack = jnp.stack if isinstance(first, jax.Array) else np.stack
     return stack([first, full_start, full_end, last], axis=-1).astype(np.int32)
 
 
 def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
-    """Returns a table of spans of which neither the first nor the last is before that of an earlier tile.
+    """Widens spans so that neither the first nor the last tile is before that of an earlier span.
 
-    Tiles without work have the shortest span that lets them be so.
+    Tiles without work get the shortest such span.
     """
     place = np.arange(span[0].shape[-1])
     later = place >= place[:, None]
@@ -117,6 +119,6 @@ def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
-    """Returns as `where` of JAX, if there is an array of its own among them, and of NumPy otherwise."""
+    """Is `where` of JAX if one of the arguments is a JAX array, and of NumPy otherwise."""
     traced = any(isinstance(given, jax.Array) for given in (condition, x, y))
     return (jnp if traced else np).where(condition, x, y)

@@ -1,4 +1,4 @@
-"""The keys that every query may attend to where there are segment ids."""
+"""The keys that every query may attend to with segment ids."""
 
 import jax
 import jax.numpy as jnp
@@ -7,24 +7,23 @@ from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import extent
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 MIXED = 2**30
-"""Added to the last key of queries whose keys are not one after the other."""
+"""Added to the last key of queries whose keys are not contiguous."""
 
 
 def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int) -> jax.Array:
-    """Returns the keys that queries may attend to where there are segment ids.
+    """Returns the range of keys that each query may attend to with segment ids.
 
-    Where the ids of a row's keys are in order, with padding before or after them, the keys of a segment are one after
-    the other, and every query has a first and a last key. Elsewhere these are what the band leaves, and ids have to be
-    compared.
+    If the ids of a row's keys are sorted, with padding before or after them, the keys of a segment are contiguous, and
+    every query has a first and a last key. Otherwise the range is the band's, and ids have to be compared.
 
     Args:
         spec: The kernel's constants.
-        ids: Of queries [B, T] and keys [B, S], as `padded_ids` gives them.
-        kv_block: Keys of a tile.
+        ids: Ids of queries [B, T] and keys [B, S], from `padded_ids`.
+        kv_block: Keys per tile.
 
     Returns:
-        The first and the last key of every query, int32 [B, 2, T]. Where ids have to be compared, `MIXED` is added to
-        the last.
+        The first and the last key of every query, int32 [B, 2, T]. If ids have to be compared, `MIXED` is added to the
+        last.
     """
     queries, keys = ids
     of_keys = extent(keys, kv_block)
@@ -32,7 +31,7 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
     wanted = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
     found = jax.vmap(_place, in_axes=(0, 0, None, 0))(keys, wanted, is_last, of_keys.end.max(axis=1))
     mixed = of_keys.mixed[:, :, None]
-    # Keys counted before the range's first key and through its last one: the last index is one less than its count.
+    # Counts of keys before the range's first key and through its last one: the last index is its count minus one.
     limit = jnp.where(mixed, jnp.where(is_last, spec.keys, 0), found) - jnp.where(is_last, 1, 0)
     row = jnp.arange(queries.shape[1], dtype=jnp.int32)
     if spec.left is not None:
@@ -43,14 +42,14 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
 
 
 def _place(ids: jax.Array, wanted: jax.Array, or_equal: jax.Array, end: jax.Array) -> jax.Array:
-    """How many of the first `end` ids, in ascending order, are less than each wanted one, or equal to it.
+    """Returns how many of the first `end` sorted ids are less than each of `wanted`, or equal to it.
 
-    Unrolled, a search is few kernels on a GPU.
+    The binary search is unrolled into a few kernels.
     """
     low, high = jnp.zeros_like(wanted), jnp.broadcast_to(end, wanted.shape)
     for _ in range(ids.shape[0].bit_length()):
         middle = (low + high) // 2
-        # A search that is over goes on without effect, as `low < high` no longer holds.
+        # A search that has ended continues without effect, as `low < high` no longer holds.
         found = ids.at[middle].get(mode="clip")
         before = (low < high) & ((found < wanted) | (or_equal & (found == wanted)))
         low, high = jnp.where(before, middle + 1, low), jnp.where(before, high, middle)

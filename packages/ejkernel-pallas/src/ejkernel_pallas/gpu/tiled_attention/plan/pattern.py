@@ -1,14 +1,14 @@
-"""Patterns: lists of full and partial blocks, and the masks of partial blocks as the bits that threads test.
+"""Patterns: lists of full and partial blocks, and the masks of partial blocks as bits that threads test.
 
-Without a pattern, the blocks that a tile loops over are neighbours, and four numbers a tile say which of them are full.
-With one, every tile has a list, and the same four numbers are positions in it:
+Without a pattern, the blocks that a tile loops over are contiguous, and four indices per tile say which are full. With
+a pattern, every tile has a list, and the same four numbers are positions in it:
 
     forward     first block | full blocks | partial blocks      a query tile's key blocks
     backward    full blocks | partial blocks                    a key tile's query blocks, last one first
 
-A tile without work has one block in its list with the empty mask, so that what it writes is written by the same
-code. In the accumulator of a product a thread has, of a row, two of every eight columns; so the mask of 128 columns is
-a word of 32 bits for each row and each of four threads:
+A tile without work has one block in its list with the empty mask, so that the same code writes its output. In the
+accumulator of a product a thread has two of every eight columns of a row; so the mask of 128 columns is a word of 32
+bits for each row and each of four threads:
 
     tile_masks int8 [n, rows, columns]  -->  words int32 [1, n, rows * (columns / 128) * 4]
 """
@@ -29,12 +29,12 @@ QUAD = 4
 
 
 def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, jax.Array]:
-    """Returns what the forward kernel reads of a pattern.
+    """Returns the forward kernel's operands for a pattern.
 
     Args:
-        record: With a pattern.
-        q_block: Queries a tile.
-        kv_block: Keys a block.
+        record: A record with a pattern.
+        q_block: Queries per tile.
+        kv_block: Keys per block.
 
     Returns:
         `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
@@ -48,19 +48,19 @@ def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, 
 
 
 def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[dict[str, jax.Array], Any]:
-    """What the backward kernel reads of a pattern, and the table by itself, of NumPy where it is known when traced.
+    """Returns the backward kernel's operands for a pattern, and the table, as a NumPy array if known when traced.
 
     Args:
-        record: With a pattern.
-        q_block: Queries a block.
-        kv_block: Keys a tile.
+        record: A record with a pattern.
+        q_block: Queries per block.
+        kv_block: Keys per tile.
 
     Returns:
-        As `key_lists` with keys for queries; also the `ranks` of the blocks, how many key tiles add to them before
-        this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles where none adds.
+        As in `key_lists` with keys for queries; also the `ranks` of the blocks, the number of key tiles that add to
+        them before this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles if none adds.
 
-    Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys that all queries
-    see, at the start: were they the first to add, all others would wait for the longest list.
+    Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys at the start that
+    all queries attend to: if they were the first to add, all others would wait for the longest list.
     """
     found = _with_work(block_map(record, q_block, kv_block).by_keys())
     lists = block_lists(_reversed(found))
@@ -92,7 +92,7 @@ def _table(lists: BlockLists) -> Any:
 
 
 def _reversed(found: BlockMap) -> BlockMap:
-    """The map with its last axis reversed: loops take its lists from their end, so the first block comes first."""
+    """Reverses the map's last axis: loops traverse the lists from their end, so the first block comes first."""
     return dataclasses.replace(
         found,
         some=found.some[..., ::-1],
@@ -107,7 +107,7 @@ def _arrays(**given: Any) -> dict[str, jax.Array]:
 
 
 def _with_work(found: BlockMap) -> BlockMap:
-    """Returns the map in which every tile has a block: the first one, fully masked, if there is no other."""
+    """Returns the map with a block for every tile: the first one, fully masked, if there is no other."""
     first = np.arange(found.some.shape[-1]) == 0
     forced = ~found.some.any(axis=-1, keepdims=True) & first
     xp = _module(forced)

@@ -1,6 +1,6 @@
-"""What is known of the segment ids in tiles, before a kernel that reads them starts.
+"""Bounds of the segment ids in tiles, computed before the kernel that reads the ids.
 
-A reduction takes a microsecond or two of a GPU: so each is of several numbers.
+A reduction takes a microsecond or two of a GPU, so each one computes several results.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ Way = tuple[Callable[..., Any], Callable[..., Any]]
 MINIMUM: Way = (np.minimum.reduce, lax.min)
 MAXIMUM: Way = (np.maximum.reduce, lax.max)
 SUM: Way = (np.add.reduce, lax.add)
-"""What NumPy reduces an array with, and JAX two numbers."""
+"""The reductions, for an array in NumPy and for two operands in JAX."""
 
 
 class Extent(NamedTuple):
-    """What there is to know about the tiles of a side, each [B|1, tiles].
+    """Bounds of the tiles of queries or keys, each [B|1, tiles].
 
     Attributes:
         low: Smallest segment id, without padding.
-        high: Largest one; below zero if there is but padding.
-        padded: Whether some of a tile is padding.
-        breaks: How often padding ends in a tile, and twice how often an id is less than the one before.
-        end: Where the last one ends that is no padding, or 0.
+        high: Largest one; negative if there is only padding.
+        padded: Whether the tile has any padding.
+        breaks: How often padding ends in a tile, plus twice how often an id is less than the previous one.
+        end: The end of the last element that is not padding, or 0.
     """
 
     low: jax.Array
@@ -38,7 +38,7 @@ class Extent(NamedTuple):
 
     @property
     def mixed(self) -> jax.Array:
-        """Returns whether a row has ids in another order than ascending, with padding before or after them, [B, 1]."""
+        """Returns whether a row's ids are not sorted, ignoring padding before or after them, [B, 1]."""
         return self.breaks.sum(axis=1, keepdims=True) > 1
 
 
@@ -54,7 +54,7 @@ def extent(ids: jax.Array, block: int) -> Extent:
 
 
 def reduced(arrays: list[Any], ways: tuple[Way, ...]) -> list[Any]:
-    """Returns arrays of one shape reduced over their last axis, each in its way; in JAX all at once."""
+    """Reduces arrays of one shape over their last axis, each in its own way; in JAX all at once."""
     if not any(isinstance(x, jax.Array) for x in arrays):
         return [numpy(x, axis=-1) for x, (numpy, _) in zip(arrays, ways, strict=True)]
     neutral = {lax.min: LARGEST, lax.max: -LARGEST, lax.add: 0}

@@ -1,13 +1,13 @@
-"""Rows times the matrices of their groups: the output, and the gradient of lhs.
+"""Multiplies rows by the matrices of their groups: the output, and the gradient of lhs.
 
-    grid: (tiles of columns, work items, tiles of contracted elements); an item is a tile of rows by one group's matrix
+    grid: (tiles of columns, work items, tiles of contracted elements); an item is a tile of rows and one group's matrix
 
         rows [block_m, block_k] ◄── double buffer ─┐
         matrices [block_k, block_n] ◄── likewise ──┴─► products of parts ──► acc [block_m, block_n]
         after the last block_k: acc, scaled, + bias, + existing, gated ──► the item's rows of output
 
 A tile of rows that several groups share is computed once for each; it stays in VMEM in between, and each item computes
-parts that have rows of its own, and writes these.
+and writes the subtiles that contain rows of its matrix.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, deinterleave, pr
 
 
 class TileIndex(NamedTuple):
-    """Tile of columns, tile of contracted elements, and a 0 that the compiler cannot fold."""
+    """Tile of columns, tile of contracted elements, and an opaque zero, which the compiler cannot fold."""
 
     n: Any
     k: Any
@@ -54,7 +54,7 @@ class TileIndex(NamedTuple):
 
 
 class SubTile(NamedTuple):
-    """A part of a tile of the output: some rows, maybe traced, and columns."""
+    """A subtile of the output: some rows, possibly traced, and columns."""
 
     row: Any
     rows: int
@@ -75,15 +75,15 @@ class SubTile(NamedTuple):
 def multiply(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array], dtype: Any
 ) -> jax.Array:
-    """Returns every row times the matrix of its group.
+    """Multiplies every row by the matrix of its group.
 
     Args:
-        record: Matrices, their scales, and which rows are theirs.
+        record: Has the matrices, their scales, and the group sizes.
         rows: [M, K] of the product.
         spec: The kernel's constants.
-        extra: What is added: `"bias"` [E, 1, N] float32 and `"existing"` [M, N]; and `"has_token"` float32 [M] of a
+        extra: Arrays to add: `"bias"` [E, 1, N] float32 and `"existing"` [M, N]; and `"has_token"` float32 [M] for a
             gated product.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         [M, N]; unassigned rows are `"existing"`, or 0.
@@ -107,7 +107,7 @@ def multiply(
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
             grid=(cdiv(spec.columns, width), work.total, spec.steps),
-            # Columns alone: items that share a tile of rows follow each other, as they write to one block.
+            # Only columns are parallel: items that share a tile of rows are consecutive, since they write to one block.
             parallel=1,
             tables={"table": work.table},
             inputs=inputs,
@@ -167,7 +167,7 @@ def _second_half(operand: Operand, blocks: int) -> Operand:
 
 
 def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
-    """Returns the tile of contracted elements; where there is no work, that of the next item or of the one before."""
+    """Returns the tile of contracted elements; without work, that of a neighbouring item, so that nothing is copied."""
     return jnp.where(v.has(WORK), k, jnp.where(v.has(LEADING), 0, spec.steps - 1))
 
 
@@ -180,7 +180,7 @@ def _scales(scales: jax.Array, spec: GroupedSpec) -> Operand:
 
 
 def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
-    """One tile of contracted elements of one work item.
+    """Processes one tile of contracted elements of one work item.
 
     Args:
         refs: Blocks and scratch memory.
@@ -198,7 +198,7 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
                 of_product.acc[...] = jnp.zeros_like(of_product.acc)
 
     if refs.acc is not None:
-        # Only the last tile of contracted elements reaches past them; the others need no mask.
+        # Only the last tile of contracted elements extends past them; the others need no mask.
         for when, cut in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
             add = functools.partial(_add_all, refs, at, spec=spec, cut=cut)
             pl.when(whole & when)(functools.partial(_over_columns, spec, spec.block_columns, 0, add))
@@ -213,7 +213,7 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
 def _over_columns(
     spec: GroupedSpec, width: int, row: Any, work: Callable[[SubTile], None], rows: int | None = None
 ) -> None:
-    """Calls `work` with parts of `width` columns that have all of the tile's rows, or some; few columns each, whose
+    """Calls `work` with subtiles of `width` columns in total that have all or `rows` rows, and few columns each, whose
     sums fit registers.
     """
     height = spec.blocks.rows
@@ -230,7 +230,7 @@ def _over_columns(
 
 
 def _over_subtiles(spec: GroupedSpec, width: int, v: WorkItem, work: Callable[[SubTile], None]) -> None:
-    """Calls `work` with parts of `width` columns that have all rows of the item, and few others."""
+    """Calls `work` with subtiles that cover all rows of the item, and few others."""
     rows = spec.subtile_rows
 
     def each_rows(n: Any, carry: Any) -> Any:
@@ -247,7 +247,7 @@ def _add_all(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut
 
 
 def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bool) -> None:
-    """Adds the products of a subtile; `cut` where the tiles reach beyond the contracted elements."""
+    """Adds the products of a subtile; with `cut`, tiles extend past the contracted elements."""
     for start, size in spec.pieces:
         partial_sum = _product(refs, at, sub, spec, (start, size), cut)
         if start == 0 and spec.steps == 1:
@@ -268,14 +268,14 @@ def _product(
     start, size = piece
     inner = slice(start, start + size)
     row = sub.row
-    if spec.sums_in_memory:  # on their way there they need the registers in which rows would wait for other columns
+    if spec.sums_in_memory:  # their loads and stores need the registers in which rows would be kept for other columns
         row = opaque_offset(row, sub.column, at.zero)
     rows = refs.rows[pl.ds(row, sub.rows), inner]
     matrix = refs.matrices[sub.c, inner] if spec.transposed else refs.matrices[inner, sub.c]
     if refs.scales is not None and not spec.scales_products:
         matrix = matrix.astype(jnp.float32) * _factors(refs, at, sub, spec, piece)
     if cut:
-        # In both operands: past the end either may hold NaN, which 0 in the other does not stop.
+        # In both operands: past the end either may hold NaN, and 0 times NaN is NaN.
         left = spec.contracted - at.k * spec.blocks.contracted - start
         rows = zero_outside(rows, 0, left, 1)
         matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
@@ -298,7 +298,7 @@ def _factors(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, pie
 
 
 def _write_ungrouped(refs: RowsRefs) -> None:
-    """Writes what rows of no matrix are."""
+    """Writes unassigned rows."""
     output = refs.output
     if refs.existing is not None:
         output[...] = refs.existing[...].astype(output.dtype)
@@ -307,7 +307,7 @@ def _write_ungrouped(refs: RowsRefs) -> None:
 
 
 def _write(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem | None = None) -> None:
-    """Writes a subtile of the output; of an item's rows alone where it is given."""
+    """Writes a subtile of the output; with an item, only its rows."""
     total = _sum(refs, at, sub, spec) if spec.gate is None else _gated_sum(refs, at, sub, spec, spec.gate)
     output = refs.output
     if v is not None:
@@ -318,7 +318,7 @@ def _write(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: Wo
 
 
 def _sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec) -> jax.Array:
-    """Returns the sum of a subtile, with what is added to it."""
+    """Returns the sum of a subtile, with bias and existing output."""
     total = refs.acc[sub.r, sub.c] if refs.acc is not None else _product(refs, at, sub, spec, spec.pieces[0])
     if spec.scales_sum:
         total = total * refs.scales[:1, sub.c]
@@ -349,7 +349,9 @@ def _gated_sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, g
 
 
 def _group_row_mask(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem) -> jax.Array:
-    """Which rows of a subtile, in all of its columns, are the item's: the same in all subtiles with these rows."""
+    """Returns which rows of a subtile belong to the item, over all of its columns; the same for all subtiles of
+    these rows.
+    """
     if not spec.stages_row_mask:
         row = sub.row + lax.broadcasted_iota(jnp.int32, (sub.rows, sub.columns), 0)
         return (row >= v.low) & (row < v.high)

@@ -1,9 +1,9 @@
-"""What is summed over the rows of a group: the gradients of its matrix, scales and bias.
+"""Computes sums over the rows of a group: the gradients of its matrix, scales and bias.
 
 grid: (tiles of lanes, tiles of sublanes, work items); a work item is a tile of rows of one group
 
-    rows [block_m, block_k] ◄── double buffer ─┐   rows of other groups as 0, in scratch
-    cotangent [block_m, block_n] ◄── likewise ─┴─► rows^T cotangent ──► acc [block_k, block_n]
+    rows [block_m, block_k] ◄── double buffer ─┐   rows of other groups are 0, in scratch
+    cotangent [block_m, block_n] ◄── the same ─┴─► rows^T cotangent ──► acc [block_k, block_n]
     after a group's last item: acc, scaled ──► rhs, rhs_scale, rhs_bias
 """
 
@@ -46,13 +46,13 @@ from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
 from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, product, zero_outside
 
 GROUP = 64
-"""Rows that are copied at once."""
+"""Rows per copy to scratch."""
 
 
 def matrix_gradients(
     record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Returns gradients of what belongs to a matrix.
+    """Returns the gradients of matrices, scales and biases.
 
     Args:
         record: The record.
@@ -61,7 +61,7 @@ def matrix_gradients(
         grad_fields: Any of `"rhs"`, `"rhs_scale"` and `"rhs_bias"`.
 
     Returns:
-        Each, in the shape and dtype of its field.
+        The requested gradients, in the shapes and dtypes of their fields.
     """
     work, products = by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
@@ -85,7 +85,7 @@ def matrix_gradients(
         )
     )
     if "rhs_scale" in gradients:
-        # A scale's rows may lie in two tiles of contracted elements, each of which has written a share.
+        # The rows of one scale may be in two tiles of contracted elements, each of which has written a partial sum.
         gradients["rhs_scale"] = gradients["rhs_scale"].sum(axis=0)[:, : spec.scales, None]
     if "rhs_bias" in gradients:
         gradients["rhs_bias"] = gradients["rhs_bias"][0]
@@ -95,7 +95,9 @@ def matrix_gradients(
 def _at(
     spec: GroupedSpec, index: Callable[[WorkItem, Any, Any], tuple[Any, ...]]
 ) -> Callable[[WorkItem, Any, Any], Any]:
-    """An index from work item, tile of contracted elements and tile of columns; the grid's first axis is the lanes'."""
+    """Returns an index map from work item, tile of contracted elements and tile of columns; lanes are the grid's
+    first axis.
+    """
     return index if spec.transposed else lambda v, n, k: index(v, k, n)
 
 
@@ -114,7 +116,7 @@ def _matrix(array: Any, spec: GroupedSpec) -> Operand:
 def _operands(
     record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
 ) -> dict[str, Operand]:
-    """Returns what the products are made from, and what they become of them."""
+    """Returns the operands of the products, and of the epilogue."""
     rows = (spec.blocks.rows, spec.blocks.contracted)
     inputs = {
         "cotangent": _cotangent(cotangent, spec),
@@ -132,7 +134,7 @@ def _operands(
 def _results(
     record: GroupedMatmul, cotangent: Any, spec: GroupedSpec, k_tiles: int, grad_fields: frozenset[str]
 ) -> tuple[dict[str, Operand], dict[str, Any]]:
-    """Returns what is written, and what is kept."""
+    """Returns outputs and scratch memory."""
     matrices, width = record.rhs.shape[0], spec.blocks.columns
     outputs: dict[str, Operand] = {}
     scratch: dict[str, Any] = {}
@@ -157,7 +159,7 @@ def _results(
 
 
 def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
-    """One work item: a tile of rows with a tile of a matrix.
+    """Processes one work item: a tile of rows with a tile of a matrix.
 
     Args:
         refs: Blocks and scratch memory.
@@ -178,7 +180,7 @@ def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
 
 
 def _add(refs: MatricesRefs, v: WorkItem, spec: GroupedSpec, cut: bool) -> None:
-    """Adds what rows contribute; `cut` where not all of a tile's are the matrix's own."""
+    """Adds the contribution of rows; with `cut`, some of the tile's rows belong to other matrices."""
     rows = spec.blocks.rows
     if refs.bias_acc is not None:
         cotangent = refs.cotangent[...].astype(jnp.float32)
@@ -195,17 +197,17 @@ def _add(refs: MatricesRefs, v: WorkItem, spec: GroupedSpec, cut: bool) -> None:
 
     def add_rows(n: Any, carry: Any) -> Any:
         row = pl.multiple_of(n * deep, deep)
-        # Written down, and not masked as they are multiplied, which takes registers that the sums need.
+        # Copied to scratch instead of masked during the products, which would take registers that the sums need.
         _copy_group_rows(refs, v, row, deep)
         _add_products(refs, refs.group_rows_buffer, refs.group_cotangent_buffer, (0, deep), v.zero, spec)
         return carry
 
-    # A loop and not conditions, which a compiler may turn into products whose results are not used.
+    # Loops instead of conditions, which a compiler may turn into products whose results are not used.
     loop(divide(v.low, deep), divide(v.high + (deep - 1), deep), add_rows, np.int32(0))
 
 
 def _copy_group_rows(refs: MatricesRefs, v: WorkItem, row: Any, rows: int) -> None:
-    """Copies some rows, with 0 in place of those that are not the matrix's own."""
+    """Copies some rows, with 0 in place of those of other matrices."""
 
     def copy_rows(n: Any, carry: Any) -> Any:
         at = pl.multiple_of(n * GROUP, GROUP)
@@ -220,16 +222,16 @@ def _copy_group_rows(refs: MatricesRefs, v: WorkItem, row: Any, rows: int) -> No
 def _add_products(
     refs: MatricesRefs, rows: Any, cotangent: Any, row_range: tuple[int, int], zero: Any, spec: GroupedSpec
 ) -> None:
-    """Adds the products of a range of rows, strip by strip, so that no sum is kept in more registers than there are.
+    """Adds the products of a range of rows, strip by strip, so that sums fit the registers.
 
-    Nor is an operand: each product loads its own again.
+    Operands are not kept in registers either: each product reloads its own.
 
     Args:
         refs: Blocks and scratch memory.
-        rows: Where the rows of lhs are.
-        cotangent: Where those of the cotangent are.
-        row_range: The first of them, and how many.
-        zero: 0, which the compiler cannot fold.
+        rows: Reference to the rows of lhs.
+        cotangent: Reference to those of the cotangent.
+        row_range: The first row, and their number.
+        zero: An opaque zero.
         spec: The kernel's constants.
     """
     (height, width), (row, deep) = refs.acc.shape, row_range
@@ -247,7 +249,7 @@ def _add_products(
 
 
 def _store(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
-    """Writes what belongs to a tile of a matrix whose first row, of the contracted elements, is `first`."""
+    """Writes the gradients of a tile of a matrix whose first row, of the contracted elements, is `first`."""
     if refs.rhs_bias is not None:
         refs.rhs_bias[...] = refs.bias_acc[...]
     if refs.rhs is not None and refs.scales is None:
@@ -259,13 +261,13 @@ def _store(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
 
 
 def _store_scaled(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
-    """Writes the gradients of a tile of a matrix that has scales, and of these."""
+    """Writes the gradients of a tile of a matrix with scales, and of the scales."""
     total, size = refs.acc[...], spec.blocks.contracted
     if refs.rhs_scale is not None:
         partial_sums = total * refs.matrices[...].astype(jnp.float32)
         axis = 1 if spec.transposed else 0
         partial_sums = zero_outside(partial_sums, 0, spec.contracted - first, axis)
-        # A sum over the rows of each scale is a product with ones and zeros: the matrix unit is idle here.
+        # The sum over the rows of each scale is a product with ones and zeros: the matrix unit is idle here.
         ones = in_block(refs.rhs_scale.shape[0], first, size, spec)
         refs.rhs_scale[...] = product(ones, partial_sums, (1, axis), lax.Precision.HIGHEST)
     if refs.rhs is not None:

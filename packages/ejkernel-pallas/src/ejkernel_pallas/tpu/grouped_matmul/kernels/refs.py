@@ -7,23 +7,23 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsRefs:
-    """Refs of the kernel that accumulates for tiles of rows; a field that is None is not needed.
+    """Refs of the kernel that accumulates for tiles of rows; unused fields are None.
 
     Attributes:
         table: Work items in scalar memory, as module `work_list` lists them.
         rows: [block_m, block_k].
         matrices: [block_k, block_n], or the other way around if `GroupedSpec.transposed`.
         output: [block_m, block_n].
-        scales: [blocks of scales, block_n], or [blocks of scales, block_k] of the gradient.
+        scales: [blocks of scales, block_n], or [blocks of scales, block_k] for the gradient.
         bias: [1, block_n].
         existing: [block_m, block_n].
         acc: Scratch, float32 [block_m, block_n].
         last: Scratch, float32 [block_m, CHUNK]: the last product of a sum.
-        row_mask: Scratch, int32 [rows of a part, 128]: 1 where a row belongs to the item's matrix.
-        factor_matrices: As the matrices: the columns of a gated product's factor, where they have blocks of their own.
-        factor_bias: As the bias.
-        factor_acc: As `acc`.
-        has_token: float32 [1, block_m]: 1 where a row of a gated product names a token.
+        row_mask: Scratch, int32 [rows of a subtile, 128]: 1 where a row belongs to the item's matrix.
+        factor_matrices: The columns of a gated product's factor, in the shape of `matrices`, if they have separate blocks.
+        factor_bias: Their bias, in the shape of `bias`.
+        factor_acc: Their accumulator, in the shape of `acc`.
+        has_token: float32 [1, block_m]: 1 where a row of a gated product has a token.
     """
 
     table: Ref
@@ -57,7 +57,7 @@ class RowsRefs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatricesRefs:
-    """Refs of the kernel that accumulates for tiles of matrices; a field that is None is not needed.
+    """Refs of the kernel that accumulates for tiles of matrices; unused fields are None.
 
     Attributes:
         table: Work items in scalar memory, as module `work_list` lists them.
@@ -65,12 +65,12 @@ class MatricesRefs:
         rows: [block_m, block_k].
         scales: [blocks of scales, block_n].
         matrices: [block_k, block_n], or the other way around if `GroupedSpec.transposed`.
-        rhs: As the matrices.
+        rhs: Gradient in the shape of the matrices.
         rhs_scale: [blocks of scales, block_n].
         rhs_bias: [1, block_n].
-        acc: Scratch, float32, as the matrices.
-        group_rows_buffer: Scratch, [rows of a part, block_k]: rows with 0 in place of those of other groups.
-        group_cotangent_buffer: Scratch, [rows of a part, block_n], likewise.
+        acc: Scratch, float32, in the shape of the matrices.
+        group_rows_buffer: Scratch, [rows of a subtile, block_k]: rows with 0 in place of those of other groups.
+        group_cotangent_buffer: Scratch, [rows of a subtile, block_n], the same for the cotangent.
         bias_acc: Scratch, float32 [1, block_n].
     """
 

@@ -1,12 +1,13 @@
-"""One chunk of some heads: the state before it to its outputs and the state after it, as matrix products.
+"""Processes one chunk of some heads: from the state before it to its outputs and the state after it, by matrix
+products.
 
-With weights w_ij = exp(sum of the gates of tokens j+1..i), S_0 the state before the chunk and u_j what token j writes:
+With weights w_ij = exp(sum of the gates of tokens j+1..i), S_0 the state before the chunk and u_j the write of token j:
 
     o_i = scale ((q_i * w_i0)^T S_0 + sum_{j <= i} <q_i, w_ij k_j> u_j) + skip v_i
     S_C = w_C0 S_0 + sum_j (w_Cj k_j) u_j^T
-    u_i + beta_i sum_{j < i} <k_i, w_ij k_j> u_j = beta_i (v_i - (k_i * w_i0)^T S_0)      of the delta rule, else v_i
+    u_i + beta_i sum_{j < i} <k_i, w_ij k_j> u_j = beta_i (v_i - (k_i * w_i0)^T S_0)      for the delta rule, else v_i
 
-It is differentiated by JAX inside of the backward kernel; what has a shorter rule has its own.
+JAX differentiates it inside of the backward kernel; functions with a cheaper rule define their own.
 """
 
 import dataclasses
@@ -27,22 +28,22 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
 from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve
 
 Heads = tuple[jax.Array, ...]
-"""An array of each head."""
+"""One array per head."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The tokens of a chunk; one that writes nothing has zeros.
+    """The tokens of a chunk; padding tokens have zeros.
 
     Attributes:
         query: [C, K].
         key: [C, K].
         value: [C, V].
-        decay: [C, K] log gates, or sums of those that all channels share.
+        decay: [C, K] log gates, or sums of gates that all channels share.
         value_decay: [C, V] log gates.
-        beta: [C, 1]; makes it a delta rule.
-        dt: [C, 1], factor on what a token writes.
+        beta: [C, 1]; with it the recurrence is a delta rule.
+        dt: [C, 1], factor on a token's write.
         skip: [C, 1], factor on the value that a token adds to its output.
     """
 
@@ -58,11 +59,11 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """What a chunk is computed with.
+    """Constants of a chunk's arithmetic.
 
     Attributes:
         scale: Factor on the outputs.
-        exact: Whether products keep float32's digits.
+        exact: Whether products keep float32's precision.
     """
 
     scale: float
@@ -72,8 +73,8 @@ class Numbers:
 def advance(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> tuple[Heads, Heads]:
     """Returns outputs [C, V] and states [K, V] of some heads after a chunk.
 
-    Heads are independent of each other. Each stage is computed for all of them before the next one is begun, so that
-    one head's products fill the time for which another's wait for their operands.
+    Heads are independent. Each stage is computed for all of them before the next one starts, so that one head's
+    products run while another's wait for their operands.
     """
     keys, values = _gates(heads)
     writes = _writes(states, heads, keys, numbers.exact)
@@ -89,7 +90,7 @@ def advance(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> tuple
 
 
 def next_states(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> Heads:
-    """Returns the states after a chunk alone."""
+    """Returns only the states after a chunk."""
     keys, values = _gates(heads)
     return _after(states, heads, keys, values, _writes(states, heads, keys, numbers.exact), numbers.exact)
 
@@ -102,12 +103,12 @@ def _gates(heads: tuple[Tokens, ...]) -> tuple[list[KeyGates], list[tuple[Span, 
 
 
 def _writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exact: bool) -> Heads:
-    """Returns what every token writes, [C, V]."""
+    """Returns every token's write, [C, V]."""
     rhs: list[jax.Array] = []
     matrices: list[jax.Array] = []
     for state, x, key in zip(states, heads, keys, strict=True):
         if x.beta is not None:
-            # The state before the chunk answers first; what tokens write to each other is the triangular system.
+            # First the state before the chunk is read; the tokens' effect on each other is the triangular system.
             rhs.append(x.beta * (x.value - key.read(x.key, state, exact)))
             matrices.append(x.beta * key.pairs(x.key, x.key, exact))
     if not rhs:
@@ -118,7 +119,7 @@ def _writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exac
 def _read(
     state: jax.Array, x: Tokens, keys: KeyGates, values: tuple[Span, ...] | None, write: jax.Array, exact: bool
 ) -> jax.Array:
-    """Returns what tokens read of the state before the chunk and from each other, [C, V]."""
+    """Returns the reads of tokens from the state before the chunk and from each other, [C, V]."""
     before = keys.read(x.query, state, exact)
     if values is None:
         return before + dot(keys.pairs(x.query, x.key, exact), write, (1, 0), exact)
@@ -126,7 +127,7 @@ def _read(
 
 
 def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Span, ...], exact: bool) -> jax.Array:
-    """Returns what tokens read from each other with gates of the values' channels, [C, V]: a product for every cut."""
+    """Returns the reads of tokens from each other with gates per value channel, [C, V]: one product per level."""
     row, column = indices(write.shape[0])
     scores = keys.pairs(x.query, x.key, exact)
     total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * write
@@ -148,7 +149,7 @@ def _after(
     for state, x, key, value, write in zip(states, heads, keys, values, writes, strict=True):
         before, written = state, write
         if value is not None:
-            # Gates of values decay columns of the state, so they multiply what is written, not the keys.
+            # Gates per value channel decay columns of the state, so they multiply the writes, not the keys.
             before, written = state * last_row(value[-1].since), write * value[-1].until
         found.append(key.add(before, x.key, written, exact))
     return tuple(found)

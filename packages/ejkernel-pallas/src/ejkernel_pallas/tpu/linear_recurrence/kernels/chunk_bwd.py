@@ -1,8 +1,8 @@
 """The backward kernel: gradients of a chunk from the state before it, chunks in reverse.
 
-grid (rows, heads / some, chunks)          chunks from the last to the first
-states before the chunk, cotangent of the output ─► the chunk again, and its gradients
-cotangent of the final states ─► state [some heads, K, V] ◄─► last chunk, ... ─► gradient of the first states
+grid (rows, heads / heads per step, chunks)          chunks from the last to the first
+states before the chunk, cotangent of the output ─► recompute the chunk, then its gradients
+cotangent of the final states ─► state [heads per step, K, V] ◄─► last chunk, ... ─► gradient of the initial states
 """
 
 import jax
@@ -28,7 +28,7 @@ Gradients = tuple[Heads, AllTokens]
 
 
 def chunk_bwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool, wanted: frozenset[str]) -> None:
-    """One chunk of some heads."""
+    """Processes one chunk of some heads."""
     step = step_of(refs, chunks=chunks, packed=packed, backwards=True)
 
     @pl.when(step.is_last)
@@ -68,7 +68,9 @@ def _over_runs(
     cotangents: Heads,
     after: Heads,
 ) -> Gradients:
-    """Returns the same of a chunk of several runs: the first has the states before it, and the last leaves some."""
+    """Returns the same for a chunk of several runs: the first one has the states before it, and the last one those
+    after.
+    """
 
     def run(number: jax.Array, carry: Gradients) -> Gradients:
         of_states, totals = carry
@@ -81,7 +83,7 @@ def _over_runs(
         _, pull = jax.vjp(chunk, before, heads)
         read = tuple(jnp.where(mine.column, x, 0.0) for x in cotangents)
         left = tuple(jnp.where(mine.is_last, x, 0.0) for x in after)
-        # Each token is in one run, so the sums over all runs are selections.
+        # Each token is in one run, so the sums over all runs have one nonzero term.
         return jax.tree.map(jnp.add, (of_states, totals), pull((read, left)))
 
     return over_runs(step, run, jax.tree.map(jnp.zeros_like, (after, heads)))

@@ -1,8 +1,8 @@
 """The forward kernel: outputs and states, chunk by chunk.
 
-grid (rows, heads / some, chunks)          chunks in order, states stay in VMEM
-HBM  query, key, value, gates [C, some heads] ─ double buffer ─► VMEM ─► registers
-     initial states ─► state [some heads, K, V] in VMEM ◄─► chunk 0, chunk 1, ... ─► final states
+grid (rows, heads / heads per step, chunks)          chunks in order, states stay in VMEM
+HBM  query, key, value, gates [C, heads per step] ─ double buffer ─► VMEM ─► registers
+     initial states ─► state [heads per step, K, V] in VMEM ◄─► chunk 0, chunk 1, ... ─► final states
 """
 
 import jax
@@ -22,7 +22,7 @@ from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec
 
 
 def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool) -> None:
-    """One chunk of some heads."""
+    """Processes one chunk of some heads."""
     step = step_of(refs, chunks=chunks, packed=packed)
 
     @pl.when(step.is_first)
@@ -54,7 +54,7 @@ def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed
 
 
 def chunk_states(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool) -> None:
-    """The states before one chunk of some heads, which the backward kernel reads."""
+    """Computes the states before one chunk of some heads, which the backward kernel reads."""
     step = step_of(refs, chunks=chunks, packed=packed)
 
     @pl.when(step.is_first)
@@ -65,7 +65,7 @@ def chunk_states(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, pac
     heads, states = load_all(refs, spec)
     runs = load_runs(refs, spec, step)
     if runs is not None:
-        # Only the last run of the chunk leaves a state.
+        # Only the last run of the chunk determines the state after it.
         last = step.runs - 1
         heads = tuple(runs[last].select(x) for x in heads)
         states = tuple(jnp.where(last == 0, state, 0.0) for state in states)

@@ -1,11 +1,11 @@
-"""Weights of the gates within a chunk, for gates of any strength: products and sums, never a weight divided by another.
+"""Weights of the gates within a chunk, for gates of any strength: products and sums, never a division of weights.
 
 A pair of tokens j <= i is weighted by exp(g[j+1] + ... + g[i]). The product exp(b[i]) * exp(-b[j]) of cumulative sums b
 would overflow, and their difference would lose the digits of gates that follow a strong one. So
 
-    one gate a head      cumulative sums are kept in two numbers, of which one is exact: their differences lose nothing
-                         (in one where operands are bfloat16: they lose at most a thousandth of a weight)
-    a gate a channel     the chunk is halved again and again: a pair that a cut at m separates has two factors,
+    one gate per head      cumulative sums are stored as two numbers, one of which is exact: differences lose nothing
+    (as one number if operands are bfloat16: an error of at most a thousandth of a weight)
+    one gate per channel   the chunk is halved recursively: a pair that a cut at m separates has two factors,
                          exp(g[m+1] + ... + g[i]) of token i, and exp(g[j+1] + ... + g[m]) of token j
 
 No step depends on the values of the gates: freshly initialised and trained layers take the same time.
@@ -24,9 +24,9 @@ from ejkernel_pallas.tpu.mosaic.gradients import with_gradient
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 LARGEST = 80.0
-"""The largest exponent whose exponential is finite, whatever it is multiplied with."""
+"""The largest exponent whose exponential is finite even after the multiplications that follow."""
 ROWS = 8
-"""Rows of a register of float32."""
+"""Rows of a float32 register."""
 
 
 @jax.tree_util.register_dataclass
@@ -35,10 +35,10 @@ class HeadDecay:
     """Log gates of a chunk that all channels of a key share, summed from the first token on.
 
     Attributes:
-        coarse: [C, 1] multiples of 2 ** -8, exact; the sums as they are where `fine` is None.
-        coarse_row: [1, C] the same numbers.
-        fine: [C, 1] the rest.
-        fine_row: [1, C] the same numbers.
+        coarse: [C, 1] multiples of 2 ** -8, exact; the whole sums if `fine` is None.
+        coarse_row: [1, C] the same numbers as a row.
+        fine: [C, 1] the remainders.
+        fine_row: [1, C] the same numbers as a row.
     """
 
     coarse: jax.Array
@@ -52,10 +52,10 @@ class HeadGates:
     """One gate per head and token.
 
     Attributes:
-        between: [C, C] weights of the gates after token j up to and with token i; 0 for j > i.
-        since: [C, 128] weights of the gates up to and with each token, the same in every lane.
-        until: [C, 128] weights of the gates after each token, likewise.
-        total: [1, 128] weight of all gates, likewise.
+        between: [C, C] weights of the gates after token j up to and including token i; 0 for j > i.
+        since: [C, 128] weights of the gates up to and including each token, the same in every lane.
+        until: [C, 128] weights of the gates after each token, the same in every lane.
+        total: [1, 128] weight of all gates, the same in every lane.
     """
 
     between: jax.Array
@@ -64,7 +64,7 @@ class HeadGates:
     total: jax.Array
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
-        """Returns what tokens read of the state before the chunk, decayed up to each token: [C, V]."""
+        """Returns the reads of tokens from the state before the chunk, decayed up to each token: [C, V]."""
         return dot(left, state, (1, 0), exact) * widen(self.since, state.shape[1])
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
@@ -73,14 +73,14 @@ class HeadGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
         """Returns the state after the chunk."""
-        # The weights go to what is written: keys stay as they were loaded.
+        # The weights multiply the writes, so that keys are not converted.
         width = state.shape[1]
         return state * widen(self.total, width) + dot(key, write * widen(self.until, width), (0, 0), exact)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChannelGates:
-    """One gate a channel of the keys, head and token.
+    """One gate per key channel, head and token.
 
     Attributes:
         spans: Weights in blocks of 1, 2, 4, ..., C tokens; see `spans_of`.
@@ -89,7 +89,7 @@ class ChannelGates:
     spans: "tuple[Span, ...]"
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
-        """Returns what tokens read of the state before the chunk; see `HeadGates`."""
+        """Returns the reads of tokens from the state before the chunk; see `HeadGates`."""
         return dot(left * self.spans[-1].since, state, (1, 0), exact)
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
@@ -104,7 +104,7 @@ class ChannelGates:
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
         """Returns the state after the chunk; see `HeadGates`."""
         span = self.spans[-1]
-        # The rows of the state are the channels of the keys: the weights of all gates, as a column.
+        # The rows of the state are the key channels: the weights of all gates, as a column.
         total = jnp.broadcast_to(last_row(span.since), (state.shape[1], state.shape[0])).T
         return state * total + dot(key * span.until, write, (0, 0), exact)
 
@@ -114,7 +114,7 @@ class NoGates:
     """No decay."""
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
-        """Returns what tokens read of the state before the chunk; see `HeadGates`."""
+        """Returns the reads of tokens from the state before the chunk; see `HeadGates`."""
         return dot(left, state, (1, 0), exact)
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
@@ -131,7 +131,7 @@ KeyGates = HeadGates | ChannelGates | NoGates
 
 
 def key_gates(decay: jax.Array | HeadDecay | None) -> KeyGates:
-    """Returns the gates of a chunk's keys from log gates [C, K], or from sums of those that channels share."""
+    """Returns the gates of a chunk's keys from log gates [C, K], or from sums of gates that channels share."""
     if decay is None:
         return NoGates()
     return _head_gates(decay) if isinstance(decay, HeadDecay) else ChannelGates(spans_of(decay))
@@ -139,7 +139,7 @@ def key_gates(decay: jax.Array | HeadDecay | None) -> KeyGates:
 
 def _head_gates(sums: HeadDecay) -> HeadGates:
     row, column = indices(sums.coarse.shape[0])
-    # Each token's sums in every lane: what reads them along lanes then needs no other broadcast.
+    # Each token's sums are in every lane, so that reading them along lanes needs no other broadcast.
     coarse, fine = _in_lanes(sums.coarse), None if sums.fine is None else _in_lanes(sums.fine)
     after = widen(coarse, row.shape[1]) - sums.coarse_row
     total, until = coarse, last_row(coarse) - coarse
@@ -171,7 +171,7 @@ def _widen_saved(x: jax.Array, width: int) -> tuple[jax.Array, None]:
 
 
 def _widen_gradient(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    # Whichever lane has the sum: the lanes of the operand are added up.
+    # The gradient goes to a single lane: the cotangents of all lanes are added up.
     lane = lax.broadcasted_iota(jnp.int32, (cotangent.shape[0], LANES), 1)
     return (jnp.where(lane == 0, jnp.sum(cotangent, axis=1, keepdims=True), 0.0),)
 
@@ -182,7 +182,7 @@ def widen(x: jax.Array, width: int) -> jax.Array:
     return vectors.widen(x, width)
 
 
-# --- a gate a channel ------------------------------------------------------------------------------------------------
+# --- one gate per channel --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ def spans_of(gates: jax.Array) -> tuple[Span, ...]:
     total = jnp.exp(gates)  # of each token's block
     found, length = [Span(total, jnp.ones_like(total))], 1
     while length < gates.shape[0]:
-        # The tokens of a second block add the gates of the first one, those of a first block the gates of the second.
+        # Tokens of a second block multiply the gates of the first one, those of a first block the gates of the second.
         late, other, last = (token & length) != 0, swapped(total, length), found[-1]
         found.append(Span(last.since * jnp.where(late, other, 1.0), last.until * jnp.where(late, 1.0, other)))
         total = total * other
@@ -213,7 +213,9 @@ def spans_of(gates: jax.Array) -> tuple[Span, ...]:
 
 
 def separated(row: jax.Array, column: jax.Array, level: int) -> jax.Array:
-    """Whether tokens i >= j lie in two halves of one block of `2 ** (level + 1)` tokens, and not of a shorter one."""
+    """Returns whether tokens i >= j are in two halves of one block of `2 ** (level + 1)` tokens, and of no shorter
+    one.
+    """
     return ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) > (column >> level))
 
 
@@ -247,5 +249,5 @@ def _last_row_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
 
 @with_gradient(_last_row_saved, _last_row_gradient)
 def last_row(x: jax.Array) -> jax.Array:
-    """Returns [n, d] -> [1, d]."""
+    """Returns the last row of [n, d] as [1, d]."""
     return x[x.shape[0] - 1 :]

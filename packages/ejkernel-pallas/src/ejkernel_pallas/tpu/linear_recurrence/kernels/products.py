@@ -17,7 +17,7 @@ def _dot_saved(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> t
 def _dot_gradients(contract: Contract, exact: bool, saved: Pair, cotangent: jax.Array) -> Pair:
     a, b = saved
     left, right = contract
-    # a [m, k] has the gradient  cotangent [m, n] . b over n,  transposed where k is its first axis; b likewise.
+    # a [m, k] has the gradient  cotangent [m, n] . b over n,  transposed if k is its first axis; and b correspondingly.
     of_a = dot(cotangent, b, (1, 1 - right), exact) if left else dot(b, cotangent, (1 - right, 1), exact)
     of_b = dot(cotangent, a, (0, 1 - left), exact) if right else dot(a, cotangent, (1 - left, 0), exact)
     return of_a.astype(a.dtype), of_b.astype(b.dtype)
@@ -31,7 +31,7 @@ def dot(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> jax.Arra
         a: [.., ..]
         b: [.., ..]
         contract: The contracted axis of each.
-        exact: Whether operands keep float32's digits, in six passes of the matrix unit; else they are rounded to
+        exact: Whether operands keep float32's precision, in six passes of the matrix unit; else they are rounded to
             bfloat16 and take one.
     """
     a, b = (x.astype(jnp.float32 if exact else jnp.bfloat16) for x in (a, b))
@@ -41,6 +41,6 @@ def dot(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> jax.Arra
 
 
 def indices(size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns row and column numbers of a square matrix, int32."""
+    """Returns row and column indices of a square matrix, int32."""
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return row, column

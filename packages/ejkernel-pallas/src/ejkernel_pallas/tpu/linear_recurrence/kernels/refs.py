@@ -1,4 +1,4 @@
-"""What the kernels of the linear recurrence read and write, and how a head's part of it becomes values."""
+"""The refs of the linear recurrence's kernels, and loads and stores of one head of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,30 +18,30 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrenceRefs:
-    """Refs of all kernels; a field that is None is not needed.
+    """Refs of all kernels; unused fields are None.
 
     Attributes:
         table: int32 [B * chunks] of `Plan`.
-        query: [C, some heads * K], or [some heads, C, K]; so are the other fields with channels.
-        key: Likewise.
-        value: Likewise, with V channels.
-        decay: Likewise, of gates per key channel.
-        value_decay: Likewise, with V channels.
+        query: [C, heads per step * K], or [heads per step, C, K]; the same for the other fields with channels.
+        key: As `query`.
+        value: As `query`, with V channels.
+        decay: As `query`, for gates per key channel.
+        value_decay: As `query`, with V channels.
         columns: float32 [C, columns of the step's heads].
         along: float32 [rows of the step's heads, C]: sums of gates that channels share, and runs of segments.
-        cotangent: Of the output.
+        cotangent: Cotangent of the output.
         initial: float32 [heads, K, V] states before the first chunk, or their gradient.
         final: float32 [heads, K, V] states after the last chunk, or their cotangent.
         chunk_states: float32 [heads, K, V] states before the chunk.
-        output: As value.
+        output: As `value`.
         state: Scratch, float32 [heads, K, V]: the states between chunks, or their cotangents.
-        of_query: Gradients, as the fields.
-        of_key: Likewise.
-        of_value: Likewise.
-        of_decay: Likewise.
-        of_value_decay: Likewise.
-        of_columns: Likewise.
-        of_along: [heads, C], of the sums as rows.
+        of_query: Gradient of the query; the following fields are named in the same way.
+        of_key: Gradient of the key.
+        of_value: Gradient of the value.
+        of_decay: Gradient of the decay.
+        of_value_decay: Gradient of the value decay.
+        of_columns: Gradient of the columns.
+        of_along: [heads, C], gradient of the sums in `along`.
     """
 
     table: Ref
@@ -72,7 +72,7 @@ class Step:
     """A grid step.
 
     Attributes:
-        runs: Passes over the chunk, one a run of a segment; 1 without segments.
+        runs: Passes over the chunk, one per run of a segment; 1 without segments.
         is_first: Whether the chunk is the first of its row or sequence.
         is_last: Whether it is the last.
     """
@@ -93,17 +93,17 @@ def step_of(refs: RecurrenceRefs, *, chunks: int, packed: bool, backwards: bool 
 
 
 def part(ref: Ref, index: int, width: int) -> tuple[Any, ...]:
-    """Returns where one head lies in a block: [C, heads * width], or [heads, C, width]."""
+    """Returns the index of one head in a block: [C, heads * width], or [heads, C, width]."""
     return (index,) if len(ref.shape) == 3 else (slice(None), slice(index * width, (index + 1) * width))
 
 
 def load(refs: RecurrenceRefs, spec: RecurrenceSpec, head: int, dtype: Any = None) -> Tokens:
-    """Returns the tokens of a head of the step, in the dtypes that they have, or in another."""
+    """Loads the tokens of a head of the step, unconverted or in a dtype."""
     given: dict[str, Any] = {}
     for name, count in spec.wide:
         ref = getattr(refs, name)
         x = ref[part(ref, _head_of(spec, head, count), spec.width(name))]
-        # Gates are multiplied up, and the unit that does it has float32 alone on some chips.
+        # Gates are multiplied, and on some chips the vector unit has float32 only.
         needs = jnp.float32 if dtype is None and _is_weighted(spec, name) else dtype
         given[name] = x if needs is None else x.astype(needs)
     given |= {name: refs.columns[:, at : at + 1] for name, at in _places(spec, head)}
@@ -125,13 +125,13 @@ def load_all(
 
 
 def _is_weighted(spec: RecurrenceSpec, name: str) -> bool:
-    """Returns whether numbers of a field are multiplied before they are an operand of the matrix unit."""
+    """Returns whether elements of a field are multiplied before they are an operand of the matrix unit."""
     by_channel = any(field in ("decay", "value_decay") for field, _ in spec.wide)
     return by_channel or name not in ("query", "key")
 
 
 def _places(spec: RecurrenceSpec, head: int) -> list[tuple[str, int]]:
-    """Returns the columns of a head."""
+    """Returns the fields and column indices of a head."""
     return [(name, number * spec.heads + head) for number, name in enumerate(spec.columns)]
 
 
@@ -140,9 +140,9 @@ class Run:
     """One run of a segment.
 
     Attributes:
-        column: bool [C, 1], which tokens are in it.
-        row: bool [1, C]; None where nothing reads it along lanes.
-        is_last: Whether it is the last one of the chunk, whose sums of gates padding at the end continues.
+        column: bool [C, 1], the tokens of the run.
+        row: bool [1, C]; None if nothing reads it along lanes.
+        is_last: Whether it is the last one of the chunk, whose sums of gates continue over padding at the end.
     """
 
     column: jax.Array
@@ -150,7 +150,7 @@ class Run:
     is_last: jax.Array
 
     def select(self, x: Tokens) -> Tokens:
-        """Returns its tokens, and zeros for all others: selected and not multiplied, for those may hold NaN."""
+        """Returns its tokens, with zeros for all others: selected instead of multiplied, since those may hold NaN."""
         sums = x.decay if isinstance(x.decay, HeadDecay) else None
         x = dataclasses.replace(x, decay=None) if sums is not None else x
         found = jax.tree.map(lambda field: jnp.where(self.column, field, jnp.zeros_like(field)), x)
@@ -165,18 +165,20 @@ class Run:
         return dataclasses.replace(found, decay=chosen)
 
     def _sums(self, column: jax.Array) -> jax.Array:
-        """Sums of its gates; other tokens have what the last token of the chunk has, the weight of the whole run."""
+        """Returns the sums of its gates; other tokens get those of the chunk's last token, the weight of the whole
+        run.
+        """
         return jnp.where(self.column, column, jnp.where(self.is_last, last_row(column), 0.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The runs of segments that the tokens of a chunk are in, float32; -1 for padding.
+    """The runs of segments in a chunk, as an index per token, float32; -1 for padding.
 
     Attributes:
-        count: How many there are.
+        count: Number of runs.
         column: [C, 1].
-        row: [1, C]; None where nothing reads them along lanes.
+        row: [1, C]; None if nothing reads them along lanes.
     """
 
     count: jax.Array
@@ -199,19 +201,19 @@ def load_runs(refs: RecurrenceRefs, spec: RecurrenceSpec, step: Step) -> Runs | 
 
 
 def over_runs(step: Step, run: Callable[[Any, Any], Any], start: Any) -> Any:
-    """Calls `run` with the number of each run and what the one before returned."""
+    """Calls `run` with the index of each run and the previous result."""
     return lax.fori_loop(np.int32(0), step.runs, run, start)
 
 
 def _head_of(spec: RecurrenceSpec, head: int, count: int) -> int:
-    """Returns the head of a block of a field that a head of the step reads."""
+    """Returns the head of a field's block that a head of the step reads."""
     return head * spec.block_heads(count) // spec.heads
 
 
 def add_heads(
     refs: RecurrenceRefs, spec: RecurrenceSpec, gradients: tuple[Tokens, ...], wanted: frozenset[str]
 ) -> None:
-    """Writes gradients of tokens; heads that share a head of a field are added first."""
+    """Writes gradients of tokens; those of heads that share a field's head are added first."""
     totals: dict[tuple[str, int], jax.Array] = {}
     for head, found in enumerate(gradients):
         for name, count in spec.wide:
@@ -227,7 +229,7 @@ def add_heads(
             ref[part(ref, head_read, spec.width(name))] = value.astype(ref.dtype)
         of_sums = found.decay if isinstance(found.decay, HeadDecay) and "decay" in wanted else None
         for name, at in _places(spec, head):
-            # The two numbers of a sum have the same gradient.
+            # The coarse and the fine sum have the same gradient.
             if name == "coarse" and of_sums is not None:
                 refs.of_columns[:, at : at + 1] = of_sums.coarse
             elif name in wanted:

@@ -17,7 +17,7 @@ def _solved(matrices: Heads, rhs: Heads, exact: bool) -> tuple[Heads, tuple[Head
 
 
 def _solve_gradients(exact: bool, saved: tuple[Heads, Heads], cotangents: Heads) -> tuple[Heads, Heads]:
-    # Through the solution and not through the halvings: two products with the inverse that there is.
+    # Through the solution instead of the recursion: two products with the inverse, which is already computed.
     inverted, found = saved
     row, column = indices(inverted[0].shape[0])
     of_rhs = tuple(dot(matrix, x, (0, 0), exact) for matrix, x in zip(inverted, cotangents, strict=True))
@@ -27,17 +27,19 @@ def _solve_gradients(exact: bool, saved: tuple[Heads, Heads], cotangents: Heads)
 
 @with_gradient(_solved, _solve_gradients, static=(2,))
 def solve(matrices: Heads, rhs: Heads, exact: bool) -> Heads:
-    """x [C, V] with `(1 + matrix) x = rhs` of each head; of a matrix [C, C] what lies below the diagonal is read."""
+    """Returns x [C, V] with `(1 + matrix) x = rhs` for each head; only the part of [C, C] below the diagonal is
+    read.
+    """
     inverted = inverses(matrices, exact)
     return tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverted, rhs, strict=True))
 
 
 def inverses(matrices: Heads, exact: bool) -> Heads:
-    """Returns the inverses of `1 + matrix`, from blocks of 1, 2, 4, ... tokens on their diagonals.
+    """Returns the inverses of `1 + matrix`, from diagonal blocks of 1, 2, 4, ... tokens.
 
-    [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' those of its blocks. The products of all
-    blocks of a length are two products of whole matrices: first D' B, then that times A'. Rows of first blocks, which
-    are 0 in both, are left out where blocks are whole registers.
+    [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' the inverses of its blocks. The products
+    of all blocks of a length are two products of whole matrices: first D' B, then that times A'. Rows of first blocks,
+    which are 0 in both, are skipped if blocks are whole registers.
     """
     size = matrices[0].shape[0]
     row, column = indices(size)
@@ -46,7 +48,7 @@ def inverses(matrices: Heads, exact: bool) -> Heads:
     for level in range(1, size.bit_length() - 1):
         length, corner = 2**level, separated(row, column, level)
         corners = [jnp.where(corner, matrix, 0.0) for matrix in matrices]
-        # All heads' first products, then all second ones: each waits for its own head's first.
+        # All heads' first products, then all second ones: each depends on its own head's first.
         half = [dot(_seconds(x, length), b, (1, 0), exact) for x, b in zip(found, corners, strict=True)]
         half = [dot(x, inverse, (1, 0), exact) for x, inverse in zip(half, found, strict=True)]
         found = [_minus_seconds(x, y, length) for x, y in zip(found, half, strict=True)]
@@ -54,14 +56,14 @@ def inverses(matrices: Heads, exact: bool) -> Heads:
 
 
 def _seconds(x: jax.Array, length: int) -> jax.Array:
-    """Returns the rows of every second block; all rows where blocks are parts of registers."""
+    """Returns the rows of every second block; all rows if blocks are smaller than registers."""
     if length < ROWS:
         return x
     return jnp.concatenate([x[at : at + length] for at in range(length, x.shape[0], 2 * length)], axis=0)
 
 
 def _minus_seconds(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
-    """Returns x less `y`, which has the rows that `_seconds` gives."""
+    """Returns x minus `y`, which has the rows of `_seconds`."""
     if length < ROWS:
         return x - y
     parts: list[jax.Array] = []
