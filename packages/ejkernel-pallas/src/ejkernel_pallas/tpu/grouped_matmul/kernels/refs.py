@@ -20,7 +20,7 @@ class RowsRefs:
         acc: Scratch, float32 [block_m, block_n].
         last: Scratch, float32 [block_m, CHUNK]: the last product of a sum.
         row_mask: Scratch, int32 [rows of a subtile, 128]: 1 where a row belongs to the item's matrix.
-        factor_matrices: The columns of a gated product's factor, in the shape of `matrices`, if they have separate blocks.
+        factor_matrices: The columns of a gated product's factor, like `matrices`, if they have separate blocks.
         factor_bias: Their bias, in the shape of `bias`.
         factor_acc: Their accumulator, in the shape of `acc`.
         has_token: float32 [1, block_m]: 1 where a row of a gated product has a token.
