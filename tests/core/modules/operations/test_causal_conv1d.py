@@ -80,6 +80,55 @@ def test_a_state_is_a_copy_in_the_inputs_dtype():
     np.testing.assert_array_equal(state, jnp.swapaxes(x[:, -3:], 1, 2))
 
 
+SLOTS = np.array([5, -1, 2, 0], np.int32)
+
+
+@pytest.mark.parametrize("held", [3, 4], ids=["W - 1 tokens", "W tokens"])
+@pytest.mark.parametrize("name", ["packed", "rows", "one token"])
+def test_states_in_slots_are_read_and_stored_by_the_loop(name, held):
+    packed = name == "packed"
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(1, 12, 3) if packed else (4, 1 if name == "one token" else 6, 3))
+    weight, slots = rng.normal(size=(3, 4)), rng.normal(size=(6, 3, held))
+    bounds = {"cu_seqlens": BOUNDS} if packed else {}
+    lengths = np.diff(BOUNDS) if packed else np.full(4, x.shape[1])
+    state = np.where((SLOTS >= 0)[:, None, None], slots[SLOTS], 0)
+    want, final = loop.causal_conv1d(x, weight, initial_state=state[..., -3:], **bounds)
+    stored = slots.copy()
+    for n, slot in enumerate(SLOTS):
+        if slot < 0 or not lengths[n]:
+            continue
+        tokens = x[0, BOUNDS[n] : BOUNDS[n + 1]] if packed else x[n]
+        stored[slot] = np.concatenate([state[n], tokens.T], axis=1)[:, -held:]
+        np.testing.assert_array_equal(stored[slot][:, -3:], final[n])
+    with jax.enable_x64(True):
+        given = {"initial_state": jnp.asarray(slots), "state_indices": jnp.asarray(SLOTS), **bounds}
+        got = jax.jit(lambda **x: causal_conv1d(return_state=True, **x))(x=x, weight=weight, **given)
+    transformed.close(got, (want, stored), 1e-12, 1e-12)
+
+
+def test_a_state_of_w_tokens_stays_one():
+    arrays = make(2, 5, 3, 4, dtype=np.float32)
+    long = jax.random.normal(jax.random.key(1), (2, 3, 4))
+    output, state = causal_conv1d(**arrays, initial_state=long, return_state=True)
+    np.testing.assert_array_equal(state, jnp.swapaxes(arrays["x"][:, -4:], 1, 2))
+    np.testing.assert_array_equal(output, causal_conv1d(**arrays, initial_state=long[..., 1:]))
+
+
+def test_slots_have_gradients():
+    arrays = {"x": jnp.ones((2, 1, 3)), "weight": jnp.ones((3, 4)), "state_indices": jnp.array([4, 1])}
+    gradient = jax.grad(lambda slots: jnp.sum(causal_conv1d(initial_state=slots, **arrays)))(jnp.ones((5, 3, 3)))
+    assert (np.flatnonzero(np.abs(gradient).sum((1, 2))) == [1, 4]).all()
+
+
+def test_rows_in_slots_are_not_split_over_devices():
+    mesh = jax.make_mesh((2,), ("dp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec("dp")
+    given = {"initial_state": jnp.ones((5, 3, 3)), "state_indices": jnp.array([4, 1]), "return_state": True}
+    with pytest.raises(ValueError, match="cannot be split"):
+        causal_conv1d(X, WEIGHT, **given, mesh=mesh, in_specs=(spec, None, None), out_specs=(spec, None))
+
+
 def test_the_object_is_the_function():
     x, weight = jnp.ones((1, 5, 2)), jnp.ones((2, 3))
     np.testing.assert_array_equal(create_default_executor()(CausalConv1d(), x, weight), causal_conv1d(x, weight))
@@ -98,7 +147,10 @@ X, WEIGHT = jnp.ones((2, 5, 3)), jnp.ones((3, 4))
         ({"weight": jnp.ones((3, 1))}, r"weight: got shape \(3, 1\), wants \[I, W\] with W from 2 to 8"),
         ({"weight": jnp.ones((3, 9))}, "W from 2 to 8"),
         ({"bias": jnp.ones(4)}, r"bias: got shape \(4,\), wants \[I=3\]"),
-        ({"initial_state": jnp.ones((2, 3, 4))}, r"initial_state: got shape \(2, 3, 4\), wants \[B=2, I=3, W-1=3\]"),
+        ({"initial_state": jnp.ones((2, 3, 5))}, r"initial_state: got shape \(2, 3, 5\), wants \[B=2, I=3, W-1=3\]"),
+        ({"state_indices": jnp.array([0, 1])}, "state_indices: got it without initial_state"),
+        ({"state_indices": jnp.array([0]), "initial_state": jnp.ones((4, 3, 3))}, r"state_indices: got shape \(1,\)"),
+        ({"state_indices": jnp.array([2, 2]), "initial_state": jnp.ones((4, 3, 3))}, "wants different slots"),
         ({"cu_seqlens": jnp.array([0, 5])}, "cu_seqlens: got a value with 2 rows"),
         ({"activation": "gelu"}, "activation: got str 'gelu', wants None or 'silu'"),
         ({"return_state": 1}, "return_state: got int 1, wants True or False"),

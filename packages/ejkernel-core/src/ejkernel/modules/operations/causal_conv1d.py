@@ -1,21 +1,33 @@
 """The short causal convolution in front of state space models and linear recurrences."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import causal_convolution
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.modules.operations.cases import causal_conv1d as cases
 from ejkernel.modules.operations.configs import CausalConv1dConfig
-from ejkernel.modules.operations.shared.conditions import of_bounds
+from ejkernel.modules.operations.shared import convolution_states
+from ejkernel.modules.operations.shared.conditions import of_bounds, slots
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, rank
-from ejkernel.modules.operations.shared.shapes import as_flag, check_cumulative, check_not_empty, check_shape, got
+from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
+    check_cumulative,
+    check_dtype,
+    check_not_empty,
+    check_shape,
+    got,
+)
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import document_options, run_operation
+from ejkernel.ops.values import Condition
 
 LARGEST_WIDTH = 8
 
@@ -25,9 +37,10 @@ def causal_conv1d(
     x: Float[Array, "b t i"],
     weight: Float[Array, "i w"],
     bias: Float[Array, " i"] | None = None,
-    initial_state: Float[Array, "n i w-1"] | None = None,
+    initial_state: Float[Array, "n i w-1"] | Float[Array, "n i w"] | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
+    state_indices: Integer[Array, " n"] | None = None,
     activation: str | None = None,
     return_state: bool = False,
     platform: str | None = None,
@@ -35,7 +48,7 @@ def causal_conv1d(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t i"] | tuple[Float[Array, "b t i"], Float[Array, "n i w-1"]]:
+) -> Float[Array, "b t i"] | tuple[Float[Array, "b t i"], Float[Array, "n i w-1"] | Float[Array, "n i w"]]:
     """Computes the short depthwise convolution of Mamba and of gated linear recurrences, along time (arXiv:2312.00752).
 
     Shape letters: B rows, T tokens, I channels, W weights a channel, N packed sequences. The last weight of a channel
@@ -43,7 +56,8 @@ def causal_conv1d(
     `ejkernel.families.causal_convolution`.
 
     A state is the last W - 1 tokens, the oldest first, so one call for a prompt and one for every token after it give
-    what a single call over all of them gives.
+    what a single call over all of them gives. Checkpoints' caches often hold W tokens, the oldest of which no weight
+    meets: such states are taken and returned as they are.
 
     Over devices, rows and channels can be split, tokens cannot.
 
@@ -52,16 +66,20 @@ def causal_conv1d(
         weight: [I, W] floating, with W from 2 to 8.
         bias: [I] floating, added before the activation.
         initial_state: [B, I, W - 1] floating, or [N, I, W - 1] with cu_seqlens: the tokens before the first; None is
-            zeros. Differentiable. Read in x's dtype.
+            zeros. [B, I, W] and [N, I, W] hold one token more. Differentiable. Read in x's dtype.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1),
             and sees no others. May be traced; values that are not are checked, for which an eager call waits. Sequences
             may be empty; padding tokens have output 0.
+        state_indices: [B] int, or [N] int with cu_seqlens: initial_state is slots, [slots, I, W - 1] or [slots, I, W],
+            and a row or sequence continues the state in its slot and stores it there. Those with tokens have different
+            slots; an index that is no slot (such as -1) starts from zeros and stores nothing.
         activation: None, or `"silu"`.
         return_state: Also return the states after the last tokens.
 
     Returns:
         [B, T, I] in x's dtype; with `return_state` also the states, [B, I, W - 1] or [N, I, W - 1], in x's dtype,
-        which they are copies in. Empty sequences keep their initial state.
+        which they are copies in. Empty sequences keep their initial state. With state_indices all slots, in their own
+        dtype: donate them, and the update is in place. States of W tokens where initial_state has such.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -107,33 +125,62 @@ def validate(args: CausalConv1dArguments) -> None:
     check_floating("bias", args.bias, "I", sizes)
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
+    _check_states(args, sizes)
+
+
+def _check_states(args: CausalConv1dArguments, sizes: dict[str, int]) -> None:
+    rows, state, indices = "B" if args.cu_seqlens is None else "N", args.initial_state, args.state_indices
+    if indices is not None:
+        if state is None:
+            raise ValueError("state_indices: got it without initial_state, wants both or neither")
+        check_shape("state_indices", indices, rows, sizes)
+        check_dtype("state_indices", indices, jnp.integer, "an integer dtype")
+        rows = "slots"
     sizes["W-1"] = sizes["W"] - 1
-    check_floating("initial_state", args.initial_state, f"{'B' if args.cu_seqlens is None else 'N'} I W-1", sizes)
+    held = "W" if rank(state) == 3 and state.shape[2] == sizes["W"] else "W-1"
+    check_floating("initial_state", state, f"{rows} I {held}", sizes)
+    if indices is not None:
+        check_not_empty("initial_state", state, f"slots I {held}", "slots")
+
+
+def conditions(args: CausalConv1dArguments) -> Iterable[Condition]:
+    """Cumulative lengths fit x, and rows or sequences with tokens have different slots."""
+    yield from _of_bounds(args)
+    if args.state_indices is not None and rank(args.state_indices) == 1:
+        each = np.arange(args.state_indices.shape[0] + 1)
+        yield from slots(args.state_indices, each if args.cu_seqlens is None else args.cu_seqlens, args.initial_state)
+
+
+_of_bounds = of_bounds("cu_seqlens", "x")
 
 
 def lower(args: CausalConv1dArguments) -> CausalConvolution:
     """Returns the convolution record of a call."""
-    packed = args.cu_seqlens is not None
+    packed, before = args.cu_seqlens is not None, convolution_states.before(args)
     return CausalConvolution(
         x=args.x,
         weight=args.weight,
         bias=args.bias,
-        initial_state=None if packed else args.initial_state,
+        initial_state=None if packed else before,
         cu_seqlens=args.cu_seqlens,
-        sequence_state=args.initial_state if packed else None,
+        sequence_state=before if packed else None,
         activation=args.activation,
     )
 
 
 def finish(args: CausalConv1dArguments, output: tuple[jax.Array, jax.Array]) -> Any:
     """Returns what the public function returns."""
-    return output if args.return_state else output[0]
+    return (output[0], convolution_states.after(args, output[1])) if args.return_state else output[0]
 
 
 def axes_of(args: CausalConv1dArguments) -> dict[str, Any]:
-    """Returns the axis letters of the states of packed sequences, and of what comes back."""
-    special = {} if args.cu_seqlens is None else {"initial_state": "r i s"}
-    return {**special, "output": ("b t i", "b i s") if args.return_state else "b t i"}
+    """Returns the axis letters of the states of packed sequences or of slots, and of what comes back."""
+    rows, states = "b", "b i s" if args.cu_seqlens is None else "r i s"
+    if args.state_indices is not None:  # every row may be in every slot, so that devices cannot share the rows out
+        rows, states = "q", "z i s"
+    returned = states if args.cu_seqlens is None or args.state_indices is not None else "b i s"
+    output = (f"{rows} t i", returned) if args.return_state else f"{rows} t i"
+    return {"x": f"{rows} t i", "initial_state": states, "output": output}
 
 
 class CausalConv1d(Kernel[CausalConv1dConfig, Array]):
@@ -145,7 +192,7 @@ OP = Op(
     family=causal_convolution.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_bounds("cu_seqlens", "x"),
+    conditions=conditions,
     cases=cases.cases(CausalConv1dArguments),
     tolerance={
         "float64": Tolerance(rtol=1e-12, atol=1e-12),

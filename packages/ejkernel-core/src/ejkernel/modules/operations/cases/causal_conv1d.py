@@ -39,7 +39,23 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return tuple(_case(arguments, row) for row in _TABLE)
+    return (*(_case(arguments, row) for row in _TABLE), *(_in_slots(arguments, packed) for packed in (False, True)))
+
+
+def _in_slots(arguments: type, packed: bool) -> Case:
+    """Returns a case whose states, of W tokens, lie in slots; one row or sequence has none."""
+    rows, tokens, sequences = (1, 63, len(BOUNDS) - 1) if packed else (3, 1, 3)
+
+    def make(key: jax.Array) -> Any:
+        shapes = {"x": (rows, tokens, 20), "weight": (20, 4), "bias": (20,), "initial_state": (7, 20, 4)}
+        keys = jax.random.split(key, len(shapes))
+        arrays = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        bounds = {"cu_seqlens": jnp.array(BOUNDS, jnp.int32)} if packed else {}
+        indices = jnp.array([5, -1, 2, 0, 6][:sequences], jnp.int32)
+        return arguments(**arrays, **bounds, state_indices=indices, **_SILU, **_STATE)
+
+    name, field = ("packed, states in slots", "sequence_state") if packed else ("decode in slots", "initial_state")
+    return tagged(name, make, (field,), ())
 
 
 def _case(arguments: type, row: _Row) -> Case:
@@ -66,6 +82,8 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, sequences of even lengths."""
 
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
+        if name == "state_indices":
+            return jnp.arange(shape.shape[0], dtype=shape.dtype)
         return even_bounds(args.x.shape[1], shape) if name == "cu_seqlens" else normal_like(key, shape)
 
     return fill(args, key, make)
