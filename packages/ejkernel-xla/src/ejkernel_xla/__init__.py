@@ -4,6 +4,7 @@ from ejkernel.ops import Implementation, hookimpl
 from ejkernel_xla import (
     attention_weights,
     causal_convolution,
+    cross_entropy,
     expert_routing,
     gated_grouped_matmul,
     gather_reduce,
@@ -35,6 +36,7 @@ FAMILIES = (
     gather_reduce,
     expert_routing,
     gated_grouped_matmul,
+    cross_entropy,
 )
 
 

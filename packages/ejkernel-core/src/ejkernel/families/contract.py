@@ -45,7 +45,8 @@ class Family:
         dtype: The dtype `Requires.dtypes` is about; that of the first field unless given.
         head_dims: The sizes `Requires.head_dims` is about; none unless given.
         axes: Axis letters of every array field of the record, and of `"output"`: `{"query": "b t h d", ...}`, with a
-            tuple of letters where the output is a tuple. A function of the record where they follow from it.
+            tuple of letters where the output is a tuple. A function of the record where they follow from it. An output
+            of size 1 along an axis that is split has an entry for each shard.
         shardable: Letters that may be split over mesh axes; as above.
         aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
         localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;

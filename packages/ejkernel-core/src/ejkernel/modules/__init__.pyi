@@ -44,6 +44,11 @@ from ejkernel.modules.operations.gated_linear_attention import (
     gla_attention as gla_attention,
     recurrent_gla as recurrent_gla,
 )
+from ejkernel.modules.operations.fused_cross_entropy import (
+    CrossEntropyOutput as CrossEntropyOutput,
+    FusedCrossEntropy as FusedCrossEntropy,
+    fused_cross_entropy as fused_cross_entropy,
+)
 from ejkernel.modules.operations.gather_reduce import GatherReduce as GatherReduce, gather_reduce as gather_reduce
 from ejkernel.modules.operations.grouped_matmul import GroupedMatmul as GroupedMatmul, grouped_matmul as grouped_matmul
 from ejkernel.modules.operations.gru import GRU as GRU, gru as gru

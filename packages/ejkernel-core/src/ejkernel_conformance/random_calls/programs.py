@@ -11,7 +11,7 @@ import numpy as np
 
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
-from ejkernel_conformance.random_calls import dense, experts, pages, recurrences
+from ejkernel_conformance.random_calls import dense, experts, losses, pages, recurrences
 from ejkernel_conformance.random_calls.draws import Drawn, Rng, harmless
 
 DRAWN: dict[str, Callable[[Rng], Drawn]] = {
@@ -23,6 +23,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "expert_routing": experts.routing,
     "flash_attention": dense.flash_or_packed,
     "flash_mla": dense.latent,
+    "fused_cross_entropy": losses.cross_entropy,
     "gated_delta_rule": recurrences.gated_delta,
     "gated_grouped_matmul": experts.gated_grouped,
     "gated_linear_attention": recurrences.gated,

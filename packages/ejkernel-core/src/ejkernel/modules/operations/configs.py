@@ -38,6 +38,7 @@ from ejkernel.modules.operations.configuration.recurrence import (
 from ejkernel.modules.operations.configuration.sequence import (
     CausalConv1dConfig,
     ExpertRoutingConfig,
+    FusedCrossEntropyConfig,
     GatedGroupedMatmulConfig,
     GatherReduceConfig,
     GroupedMatmulConfig,
@@ -61,6 +62,7 @@ __all__ = [
     "ExpertRoutingConfig",
     "FlashAttentionConfig",
     "FlashMLAConfig",
+    "FusedCrossEntropyConfig",
     "FwdParams",
     "GLAttentionConfig",
     "GRUConfig",

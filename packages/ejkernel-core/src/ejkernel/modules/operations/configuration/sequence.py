@@ -146,6 +146,23 @@ class ExpertRoutingConfig(_SequenceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class FusedCrossEntropyConfig(_SequenceConfig):
+    """Blocks of `fused_cross_entropy`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_t: Tokens per block of logits.
+        block_v: Entries of the vocabulary per block.
+        checkpoint: No kernel reads it.
+        sparse_skip: No kernel reads it.
+    """
+
+    block_t: int | None = None
+    block_v: int | None = None
+    checkpoint: bool | None = None
+    sparse_skip: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class CausalConv1dConfig(_SequenceConfig):
     """Blocks of `causal_conv1d`. `None` lets the heuristics decide.
 

@@ -1,0 +1,66 @@
+"""The cross-entropy of logits that a caller's function makes, a block of tokens at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.modules.operations.shared.shapes import as_count
+from ejkernel.modules.operations.shared.token_losses import check_one
+
+TOKENS = 1024
+"""Tokens in a block, unless the call says how many."""
+
+OF_TOKENS = ("targets", "weights", "attention_mask", "soft_targets")
+
+
+def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Returns the losses of a call with `lm_head_fn`.
+
+    Args:
+        loss: `fused_cross_entropy`.
+        arguments: All arguments of the call, by name.
+
+    Raises:
+        ValueError: The call gives logits or a head as well, or a mesh; or no hidden states.
+    """
+    options = {name: value for name, value in arguments.items() if name not in ("lm_head_fn", "hidden", "chunk_size")}
+    function, hidden = arguments["lm_head_fn"], arguments["hidden"]
+    for name in ("lm_head_weight", "lm_head_bias", "compute_dtype", "mesh", "in_specs", "out_specs"):
+        if options[name] is not None:
+            raise ValueError(f"{name}: got a value with lm_head_fn, wants None: the function makes the logits")
+    check_one("logits", options.pop("logits"), "hidden", hidden)
+    shape, reduction = tuple(hidden.shape[:-1]), options.pop("reduction")
+    size = max(1, min(as_count("chunk_size", arguments["chunk_size"]) or TOKENS, hidden[..., 0].size))
+    per_token = {name: options.pop(name) for name in OF_TOKENS}
+    if per_token["weights"] is None:
+        per_token["weights"] = jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32))
+    blocks = {
+        name: _in_blocks(x.reshape(-1, *x.shape[len(shape) :]), size)
+        for name, x in {"hidden": hidden, **per_token}.items()
+        if x is not None
+    }
+
+    @jax.checkpoint
+    def of_block(block: dict[str, jax.Array]) -> Any:
+        logits = function(block.pop("hidden"))
+        return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
+
+    made = jax.lax.map(of_block, blocks)
+    weight_sum = jnp.sum(made.weight_sum)
+    total = jnp.where(weight_sum == 0, 1, weight_sum)
+    accuracy = None if made.accuracy is None else jnp.sum(made.accuracy * made.weight_sum) / total
+    if reduction == "none":
+        loss_, z_loss = (x.reshape(-1)[: hidden[..., 0].size].reshape(shape) for x in (made.loss, made.z_loss))
+    else:
+        loss_, z_loss = (jnp.sum(x) / (total if reduction == "mean" else 1) for x in (made.loss, made.z_loss))
+    return type(made)(loss_, z_loss, weight_sum, accuracy)
+
+
+def _in_blocks(rows: jax.Array, size: int) -> jax.Array:
+    """Returns rows as [n, size, ...]; what is missing of the last block is 0, and has weight 0."""
+    missing = cdiv(rows.shape[0], size) * size - rows.shape[0]
+    rows = jnp.pad(rows, ((0, missing), *((0, 0),) * (rows.ndim - 1)))
+    return rows.reshape(-1, size, *rows.shape[1:])

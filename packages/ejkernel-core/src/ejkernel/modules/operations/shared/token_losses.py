@@ -1,0 +1,81 @@
+"""What the losses over the vocabulary share: weights of tokens, and shapes of any rank."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.modules.operations.shared.shapes import check_dtype, got
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def as_index(name: str, value: Any) -> int:
+    """Returns a Python integer of either sign.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name}: got {got(value)}, wants an int, fixed when the call is traced")
+    return int(value)
+
+
+def check_one(name: str, value: Any, other: str, other_value: Any) -> None:
+    """Checks that a call gives one of two arguments.
+
+    Raises:
+        ValueError: It gives both, or neither.
+    """
+    if (value is None) == (other_value is None):
+        raise ValueError(f"{name}: got {got(value)} with {other}={got(other_value)}, wants exactly one of the two")
+
+
+def check_tokens(name: str, array: Any, tokens: tuple[int, ...], *last: int) -> None:
+    """Checks that an array has the axes of the tokens and then the given ones.
+
+    Raises:
+        ValueError: It has others.
+    """
+    if tuple(array.shape) != (wants := (*tokens, *last)):
+        raise ValueError(f"{name}: got shape {tuple(array.shape)}, wants {wants}")
+
+
+def check_weights(args: Any, tokens: tuple[int, ...]) -> None:
+    """Checks `weights` and `attention_mask`.
+
+    Raises:
+        ValueError: One has another shape than the tokens, or a dtype that is none of numbers.
+    """
+    for name in ("weights", "attention_mask"):
+        if (array := getattr(args, name)) is not None:
+            check_tokens(name, array, tokens)
+    if args.weights is not None:
+        check_dtype("weights", args.weights, jnp.floating, "a floating dtype")
+
+
+def token_weights(args: Any, dtype: Any) -> jax.Array | None:
+    """Returns the weights times the mask in the dtype of sums; None where the call has neither."""
+    given = [x.astype(dtype) for x in (args.weights, args.attention_mask) if x is not None]
+    return math.prod(given[1:], start=given[0]) if given else None
+
+
+def average(weighted: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns a sum divided by that of weights; 0 where these are 0."""
+    total = jnp.sum(weights)
+    return jnp.where(total == 0, 0, weighted / jnp.where(total == 0, 1, total))
+
+
+def across(x: jax.Array, axis: str | None) -> jax.Array:
+    """Returns the sum over a mesh axis; what it is given where there is none."""
+    return x if axis is None else lax.psum(x, axis)
+
+
+def lse_over_devices(lse: jax.Array, axis: str) -> jax.Array:
+    """Returns the log-sum-exp over the parts of a vocabulary that is split over a mesh axis."""
+    largest = lax.pmax(lax.stop_gradient(lse), axis)
+    finite = jnp.where(jnp.isneginf(largest), 0, largest)
+    return jnp.log(lax.psum(jnp.exp(lse - finite), axis)) + finite

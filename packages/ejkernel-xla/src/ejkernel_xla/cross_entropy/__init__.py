@@ -1,0 +1,19 @@
+"""The cross-entropy of token logits in XLA: the logits exist a block at a time."""
+
+from ejkernel.families.cross_entropy import FAMILY
+from ejkernel.ops import ConfigSpace
+from ejkernel.types.arguments import optional_fields
+from ejkernel_xla.cross_entropy import config
+from ejkernel_xla.registration import xla_implementation
+
+IMPLEMENTATIONS = (
+    xla_implementation(
+        "cross_entropy",
+        gradients=FAMILY.differentiable,
+        handles=optional_fields(FAMILY.record),
+        symbolic=False,
+        config=ConfigSpace(
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.LogitBlocks, faces=config.FACES
+        ),
+    ),
+)

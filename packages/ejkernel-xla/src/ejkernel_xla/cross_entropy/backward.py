@@ -1,0 +1,36 @@
+"""The gradients of the losses in XLA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.types.pullback import Pullback
+from ejkernel_xla.cross_entropy.config import LogitBlocks
+from ejkernel_xla.cross_entropy.kernels import gradients
+from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, tokens_of
+
+
+def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
+    """Returns the gradients of inputs, head and bias.
+
+    Args:
+        pullback: Record, output, and the cotangents of the losses and, where they are not summed, of the log-sum-exps.
+        config: Sizes of the blocks of logits, where they are made again.
+
+    Returns:
+        `{"inputs": [T, D], "lm_head": [D, V], "lm_head_bias": [V]}`, what is wanted of them, in the dtypes of the
+        fields.
+    """
+    record, (of_loss, of_lse, *_) = pullback.record, pullback.cotangent
+    if pullback.pocket is not None:
+        saved = {name: pullback.pocket[name] for name in pullback.wanted}
+        return {name: (x * of_loss).astype(x.dtype) for name, x in saved.items()}
+    factors = gradients.factors(record, pullback.output[1], of_loss, jnp.zeros(()) if record.summed else of_lse)
+    scale = jnp.max(factors.scale, initial=jnp.finfo(factors.scale.dtype).tiny)
+
+    def add(span: Span, sums: Any) -> Any:
+        return gradients.with_tokens(sums, tokens_of(record, span), factors.cut(span), span, scale, config.block_v)
+
+    sums = loop_over_spans(record.weights.shape[0], config.block_t, add, gradients.empty_sums(record, pullback.wanted))
+    return gradients.finished(sums, record, scale)

@@ -1,0 +1,55 @@
+"""Sizes of the blocks of logits: the heuristic, and the candidates that are worth measuring."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.cross_entropy import CrossEntropy, vocabulary
+from ejkernel.ops.params import Direction
+from ejkernel_xla.sizes import check_positive
+
+BLOCK_LOGITS = 2**26
+"""Logits in a block, about: 256 MiB of float32."""
+
+LEAST_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogitBlocks:
+    """The configuration of either pass.
+
+    Attributes:
+        block_t: Tokens in a block, at most.
+        block_v: Entries of the vocabulary in a block, at most. Where a block has all of them, a sum of losses makes its
+            gradients in the forward pass, and the logits are made once.
+    """
+
+    block_t: int
+    block_v: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+FACES = {"block_t": "block_t", "block_v": "block_v"}
+"""Public configuration field -> field of this."""
+
+
+def heuristic(record: CrossEntropy, device: Any, direction: Direction) -> LogitBlocks:
+    """Returns the sizes for a record, not measured: the whole of logits that are given, which XLA reads in place, and
+    otherwise as many tokens as `BLOCK_LOGITS` allows.
+    """
+    tokens, entries = record.inputs.shape[0], vocabulary(record)
+    if record.lm_head is not None:
+        tokens = min(tokens, max(BLOCK_LOGITS // entries, LEAST_TOKENS))
+    return LogitBlocks(block_t=max(tokens, 1), block_v=entries)
+
+
+def candidates(record: CrossEntropy, device: Any, direction: Direction) -> tuple[LogitBlocks, ...]:
+    """Returns sizes worth measuring for a record: the likely one, and those of half and twice the tokens."""
+    likely = heuristic(record, device, direction)
+    if record.lm_head is None:
+        return (likely,)
+    sizes = dict.fromkeys(
+        min(n, record.inputs.shape[0]) for n in (likely.block_t, likely.block_t // 2, 2 * likely.block_t)
+    )
+    return tuple(LogitBlocks(block_t=n, block_v=likely.block_v) for n in sizes if n)

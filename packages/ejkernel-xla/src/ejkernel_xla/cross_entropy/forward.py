@@ -1,0 +1,45 @@
+"""The losses in XLA."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, accumulator, vocabulary
+from ejkernel.types.pullback import is_differentiated
+from ejkernel_xla.cross_entropy.config import LogitBlocks
+from ejkernel_xla.cross_entropy.kernels import gradients, statistics
+from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, paste, tokens_of
+
+
+def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, tuple[()], dict[str, jax.Array] | None]:
+    """Returns the losses of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Sizes of the blocks of logits.
+
+    Returns:
+        The family's output; no residuals; and, where a backward pass follows and its cotangent is one number, the
+        gradients for a cotangent of 1. They cost no more logits here, and would have them made again there.
+    """
+    tokens, dtype = record.weights.shape[0], accumulator(record)
+    saves_gradients = (
+        record.summed and record.lm_head is not None and config.block_v >= vocabulary(record) and is_differentiated()
+    )
+    wanted = frozenset(FAMILY.differentiable) if saves_gradients else frozenset[str]()
+    scale = gradients.power_of_two(jnp.max(jnp.abs(record.weights.astype(dtype)), initial=0))
+
+    def add(span: Span, carry: Any) -> Any:
+        outputs, sums = carry
+        part = tokens_of(record, span)
+        made = statistics.losses(part, statistics.of_tokens(part, config.block_v))
+        if saves_gradients:
+            factors = gradients.factors(part, made[1], 1.0, 0.0)
+            sums = gradients.with_tokens(sums, part, factors, span, scale, config.block_v)
+        return tuple(paste(whole, x, span, 0) for whole, x in zip(outputs, made, strict=True)), sums
+
+    start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.empty_sums(record, wanted))
+    (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)
+    output = (jnp.sum(loss, keepdims=True) if record.summed else loss, *rest)
+    return output, (), gradients.finished(sums, record, scale) if saves_gradients else None

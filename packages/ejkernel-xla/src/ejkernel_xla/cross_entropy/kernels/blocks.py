@@ -1,0 +1,108 @@
+"""Blocks of logits: some tokens by some entries of the vocabulary.
+
+Blocks have one size, so that loops over them are one program. The last block of an axis starts early instead of being
+short; what an earlier block has had of it is marked as not new, and counts nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.cross_entropy import CrossEntropy, accumulator, smoothed
+from ejkernel.planning.precision import product_precision
+
+
+class Span(NamedTuple):
+    """A block's part of an axis.
+
+    Attributes:
+        start: Its first index.
+        size: How many.
+        new: [size], whether no block before had the index.
+    """
+
+    start: Any
+    size: int
+    new: jax.Array
+
+
+class Logits(NamedTuple):
+    """A block of logits.
+
+    Attributes:
+        values: [t, v], after the cap.
+        targets: [t, v], the distribution to predict; 0 for entries that are not new.
+        new: [v], whether no block before had the entry.
+    """
+
+    values: jax.Array
+    targets: jax.Array
+    new: jax.Array
+
+
+def loop_over_spans(total: int, size: int, body: Callable[[Span, Any], Any], carry: Any) -> Any:
+    """Returns the carry after a function of each span of an axis and the carry; one span makes no loop."""
+    size = min(size, total)
+    if not size:
+        return carry
+
+    def step(i: Any, carry: Any) -> Any:
+        start = jnp.minimum(i * size, total - size)
+        return body(Span(start, size, start + jnp.arange(size) >= i * size), carry)
+
+    if size == total:
+        return body(Span(0, size, jnp.ones(size, bool)), carry)
+    return lax.fori_loop(0, cdiv(total, size), step, carry)
+
+
+def cut(array: jax.Array, span: Span, axis: int) -> jax.Array:
+    """Returns a span of one axis."""
+    return lax.dynamic_slice_in_dim(array, span.start, span.size, axis)
+
+
+def paste(array: jax.Array, part: jax.Array, span: Span, axis: int) -> jax.Array:
+    """Returns an array with a span of one axis replaced."""
+    return lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), span.start, axis)
+
+
+def tokens_of(record: CrossEntropy, span: Span) -> CrossEntropy:
+    """Returns the record of some tokens; those of weight 0 have inputs 0, for they may hold NaN."""
+    weights = cut(record.weights, span, 0)
+    return dataclasses.replace(
+        record,
+        inputs=jnp.where((weights != 0)[:, None], cut(record.inputs, span, 0), 0),
+        targets=cut(record.targets, span, 0),
+        weights=weights,
+        soft_targets=None if record.soft_targets is None else cut(record.soft_targets, span, 0),
+    )
+
+
+def logits(record: CrossEntropy, span: Span) -> Logits:
+    """Returns the logits of a record of some tokens, for some entries of the vocabulary."""
+    dtype = accumulator(record)
+    if record.lm_head is None:
+        values = cut(record.inputs, span, 1).astype(dtype)
+    else:
+        values = product(record.inputs, cut(record.lm_head, span, 1), ((1,), (0,)), dtype)
+    if record.lm_head_bias is not None:
+        values = values + cut(record.lm_head_bias, span, 0).astype(dtype)
+    if (cap := record.logits_soft_cap) is not None:
+        values = cap * jnp.tanh(values / cap)
+    if record.soft_targets is not None:
+        targets = cut(record.soft_targets, span, 1).astype(dtype)
+    else:
+        entry = span.start + jnp.arange(span.size, dtype=record.targets.dtype)
+        targets = (entry == record.targets[:, None]).astype(dtype)
+    counted = (record.weights != 0)[:, None] & span.new
+    return Logits(values, jnp.where(counted, smoothed(record, targets), 0), span.new)
+
+
+def product(left: jax.Array, right: jax.Array, contract: Any, dtype: Any) -> jax.Array:
+    """Returns a matrix product, accumulated in and returned as `dtype`; the factors have the same dtype."""
+    precision = product_precision(left.dtype)
+    return lax.dot_general(left, right, (contract, ((), ())), precision, preferred_element_type=dtype)

@@ -1,0 +1,144 @@
+"""Gradients of some tokens' losses with respect to the logits, and of what the logits are made of."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.cross_entropy import CrossEntropy, accumulator, target_mass, vocabulary
+from ejkernel_xla.cross_entropy.kernels.blocks import Logits, Span, cut, logits, loop_over_spans, paste, product
+
+
+class Factors(NamedTuple):
+    """The gradient of a token's logits is `scale * (softmax * of_softmax - targets * of_targets)`.
+
+    The scale leaves numbers of about 1, for products of 16 bits. It is a token's own, and a power of 2: so it rounds
+    nothing, and a token's gradient does not depend on the others.
+
+    Attributes:
+        lse: [t], the log-sum-exp.
+        of_softmax: [t].
+        of_targets: [t].
+        scale: [t].
+    """
+
+    lse: jax.Array
+    of_softmax: jax.Array
+    of_targets: jax.Array
+    scale: jax.Array
+
+    def cut(self, span: Span) -> "Factors":
+        """Returns those of some tokens."""
+        return Factors(*(cut(x, span, 0) for x in self))
+
+
+def factors(record: CrossEntropy, lse: jax.Array, loss: jax.Array, of_lse: jax.Array | float) -> Factors:
+    """Returns the factors of tokens whose losses have the cotangent `loss`, and whose log-sum-exps have `of_lse`."""
+    dtype = accumulator(record)
+    weights = record.weights.astype(dtype) * loss
+    mass = target_mass(record)
+    active = record.weights != 0
+    of_softmax = jnp.where(active, weights * (mass + 2 * record.z_loss * lse) + of_lse, 0)
+    of_targets = jnp.where(active, weights, 0)
+    scale = power_of_two(jnp.maximum(jnp.abs(of_softmax), jnp.abs(of_targets)))
+    return Factors(lse, of_softmax / scale, of_targets / scale, scale)
+
+
+def power_of_two(x: jax.Array) -> jax.Array:
+    """Returns the largest powers of 2 that are at most x; 1 for 0 and for what is not finite."""
+    usual = jnp.isfinite(x) & (x > jnp.finfo(x.dtype).tiny)
+    _, exponent = jnp.frexp(jnp.where(usual, x, 1))
+    return jnp.where(usual, jnp.ldexp(jnp.ones_like(x), exponent - 1), 1)
+
+
+class Sums(NamedTuple):
+    """Gradients so far.
+
+    Attributes:
+        inputs: [T, D], or [T, V] of logits, in the dtype of inputs; None where it is not asked for.
+        lm_head: [D, V] in the dtype of sums; None where it is not asked for.
+        lm_head_bias: [V], in the dtype of sums; None where it is not asked for.
+    """
+
+    inputs: jax.Array | None
+    lm_head: jax.Array | None
+    lm_head_bias: jax.Array | None
+
+
+def empty_sums(record: CrossEntropy, wanted: frozenset[str]) -> Sums:
+    """Returns gradients of nothing, of the fields that are asked for."""
+    dtypes = {"inputs": record.inputs.dtype, "lm_head": accumulator(record), "lm_head_bias": accumulator(record)}
+    return Sums(
+        **{
+            name: jnp.zeros(getattr(record, name).shape, dtype)
+            if name in wanted and getattr(record, name) is not None
+            else None
+            for name, dtype in dtypes.items()
+        }
+    )
+
+
+def with_tokens(sums: Sums, record: CrossEntropy, factors: Factors, span: Span, scale: jax.Array, block_v: int) -> Sums:
+    """Returns gradients with those of some tokens.
+
+    Args:
+        sums: The gradients so far; sums over tokens are divided by `scale`.
+        record: The record of the tokens.
+        factors: Their factors.
+        span: Which they are. Those that are not new have had their part of the sums.
+        scale: A number about as large as the largest scale of all tokens.
+        block_v: Entries of the vocabulary in a block.
+    """
+    dtype = accumulator(record)
+    share = factors.scale / scale
+    rows = jnp.zeros(record.inputs.shape, dtype) if sums.inputs is not None else None
+
+    def add(entries: Span, carry: tuple[Sums, jax.Array | None]) -> tuple[Sums, jax.Array | None]:
+        sums, rows = carry
+        gradient = logit_gradient(record, logits(record, entries), factors)
+        if record.lm_head is None:
+            rows = None if rows is None else paste(rows, gradient, entries, 1)
+        elif rows is not None:
+            narrow = gradient.astype(record.inputs.dtype)
+            rows = rows + product(narrow, cut(record.lm_head, entries, 1), ((1,), (1,)), dtype)
+        counted = jnp.where(span.new[:, None], gradient * share[:, None], 0)
+        return with_block(sums, record, counted, entries), rows
+
+    sums, rows = loop_over_spans(vocabulary(record), block_v, add, (sums, rows))
+    if sums.inputs is None or rows is None:
+        return sums
+    return sums._replace(inputs=paste(sums.inputs, rows * factors.scale[:, None], span, 0))
+
+
+def logit_gradient(record: CrossEntropy, block: Logits, factors: Factors) -> jax.Array:
+    """Returns the gradient of a block of logits before their cap, [t, v]; 0 for entries that are not new."""
+    lse, of_softmax, of_targets, _ = (x[:, None] for x in factors)
+    counted = (record.weights != 0)[:, None] & block.new
+    # Where all logits are -inf, so is the log-sum-exp, and no softmax is defined: NaN, as the loss is.
+    gradient = jnp.exp(block.values - lse) * of_softmax - block.targets * of_targets
+    if record.logits_soft_cap is not None:
+        gradient = gradient * (1 - (block.values / record.logits_soft_cap) ** 2)
+    return jnp.where(counted, gradient, 0)
+
+
+def with_block(sums: Sums, record: CrossEntropy, gradient: jax.Array, entries: Span) -> Sums:
+    """Returns sums over tokens with those of a block of logits' gradients."""
+    if sums.lm_head is not None:
+        narrow = gradient.astype(record.inputs.dtype)
+        part = product(record.inputs, narrow, ((0,), (0,)), sums.lm_head.dtype)
+        sums = sums._replace(lm_head=paste(sums.lm_head, cut(sums.lm_head, entries, 1) + part, entries, 1))
+    if sums.lm_head_bias is not None:
+        part = jnp.sum(gradient, axis=0)
+        sums = sums._replace(
+            lm_head_bias=paste(sums.lm_head_bias, cut(sums.lm_head_bias, entries, 0) + part, entries, 0)
+        )
+    return sums
+
+
+def finished(sums: Sums, record: CrossEntropy, factor: jax.Array) -> dict[str, jax.Array]:
+    """Returns the gradients by field, in the fields' dtypes; sums over tokens are multiplied by a factor."""
+    found = {"inputs": sums.inputs} if sums.inputs is not None else {}
+    for name in ("lm_head", "lm_head_bias"):
+        if (total := getattr(sums, name)) is not None:
+            found[name] = (total * factor).astype(getattr(record, name).dtype)
+    return found

@@ -1,0 +1,75 @@
+"""What the losses of some tokens need of their logits, gathered block by block of the vocabulary."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.cross_entropy import CrossEntropy, accumulator, vocabulary
+from ejkernel_xla.cross_entropy.kernels.blocks import Logits, Span, logits, loop_over_spans
+
+
+class Statistics(NamedTuple):
+    """Numbers of each token, [t].
+
+    Attributes:
+        largest: The largest logit so far.
+        entry: The first entry that has it.
+        total: Sum of `exp(logit - largest)`.
+        expected: Sum of the targets times the logits.
+        mass: Sum of the targets.
+    """
+
+    largest: jax.Array
+    entry: jax.Array
+    total: jax.Array
+    expected: jax.Array
+    mass: jax.Array
+
+    def lse(self) -> jax.Array:
+        """Returns the log-sum-exp; -inf where all logits are."""
+        return jnp.log(self.total) + finite(self.largest)
+
+
+def finite(largest: jax.Array) -> jax.Array:
+    """Returns what exponentials are taken relative to: 0 where all logits are -inf."""
+    return jnp.where(jnp.isneginf(largest), 0, largest)
+
+
+def of_tokens(record: CrossEntropy, block_v: int) -> Statistics:
+    """Returns the statistics of a record of some tokens."""
+    tokens, dtype = record.weights.shape[0], accumulator(record)
+    zeros = jnp.zeros(tokens, dtype)
+    start = Statistics(jnp.full(tokens, -jnp.inf, dtype), jnp.full(tokens, -1, jnp.int32), zeros, zeros, zeros)
+
+    def add(span: Span, statistics: Statistics) -> Statistics:
+        return with_block(statistics, logits(record, span), span)
+
+    return loop_over_spans(vocabulary(record), block_v, add, start)
+
+
+def with_block(statistics: Statistics, block: Logits, span: Span) -> Statistics:
+    """Returns statistics with those of a block of logits."""
+    values = jnp.where(block.new, block.values, -jnp.inf)
+    entry = jnp.argmax(values, axis=1)
+    best = jnp.max(values, axis=1)
+    largest = jnp.maximum(statistics.largest, best)
+    relative = finite(largest)
+    return Statistics(
+        largest=largest,
+        entry=jnp.where(best > statistics.largest, span.start + entry, statistics.entry).astype(jnp.int32),
+        total=statistics.total * jnp.exp(statistics.largest - relative)
+        + jnp.sum(jnp.exp(values - relative[:, None]), axis=1),
+        # Where a target is 0, a logit of -inf counts nothing.
+        expected=statistics.expected + jnp.sum(jnp.where(block.targets != 0, block.targets * block.values, 0), axis=1),
+        mass=statistics.mass + jnp.sum(block.targets, axis=1),
+    )
+
+
+def losses(record: CrossEntropy, statistics: Statistics) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the losses, the log-sum-exps, the largest logits and their entries, [t] each, of some tokens."""
+    active, dtype = record.weights != 0, accumulator(record)
+    lse = jnp.where(active, statistics.lse(), 0)
+    loss = lse * statistics.mass - statistics.expected + record.z_loss * lse**2
+    largest, entry = (jnp.where(active, x, 0).astype(dtype) for x in (statistics.largest, statistics.entry))
+    return jnp.where(active, record.weights.astype(dtype) * loss, 0), lse, largest, entry
