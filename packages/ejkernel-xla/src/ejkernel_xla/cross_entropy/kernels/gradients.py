@@ -32,7 +32,7 @@ class Factors(NamedTuple):
         return Factors(*(cut(x, span, 0) for x in self))
 
 
-def factors(record: CrossEntropy, lse: jax.Array, loss: jax.Array, of_lse: jax.Array | float) -> Factors:
+def factors(record: CrossEntropy, lse: jax.Array, loss: jax.Array | float, of_lse: jax.Array | float) -> Factors:
     """Returns the factors of tokens whose losses have the cotangent `loss`, and whose log-sum-exps have `of_lse`."""
     dtype = accumulator(record)
     weights = record.weights.astype(dtype) * loss

@@ -1,6 +1,6 @@
 """What the losses over the vocabulary share: weights of tokens, and shapes of any rank."""
 
-import math
+import functools
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def check_weights(args: Any, tokens: tuple[int, ...]) -> None:
 def token_weights(args: Any, dtype: Any) -> jax.Array | None:
     """Returns the weights times the mask in the dtype of sums; None where the call has neither."""
     given = [x.astype(dtype) for x in (args.weights, args.attention_mask) if x is not None]
-    return math.prod(given[1:], start=given[0]) if given else None
+    return functools.reduce(jnp.multiply, given) if given else None
 
 
 def average(weighted: jax.Array, weights: jax.Array) -> jax.Array:
