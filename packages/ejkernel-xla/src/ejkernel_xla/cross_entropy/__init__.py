@@ -13,7 +13,7 @@ IMPLEMENTATIONS = (
         handles=optional_fields(FAMILY.record),
         symbolic=False,
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.LogitBlocks, faces=config.FACES
+            heuristic=config.heuristic, candidates=config.candidates, forward=config.LogitBlocks, public_fields=config.PUBLIC_FIELDS
         ),
     ),
 )

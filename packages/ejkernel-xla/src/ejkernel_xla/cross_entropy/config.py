@@ -30,7 +30,7 @@ class LogitBlocks:
         check_positive(self)
 
 
-FACES = {"block_t": "block_t", "block_v": "block_v"}
+PUBLIC_FIELDS = {"block_m": "block_t", "block_v": "block_v"}
 """Public configuration field -> field of this."""
 
 

@@ -73,6 +73,7 @@ def fused_cross_entropy(
     compute_dtype: Any = None,
     checkpoint: bool = True,
     sparse_skip: bool = False,
+    check_vma: bool = False,
     platform: str | None = None,
     cfg: FusedCrossEntropyConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -118,6 +119,7 @@ def fused_cross_entropy(
         compute_dtype: The dtype that hidden and lm_head_weight are multiplied in; None for theirs.
         checkpoint: Has no effect: logits are made again where they are needed, and never kept.
         sparse_skip: Has no effect: blocks are not skipped.
+        check_vma: Has no effect: how results vary over a mesh follows from the arguments.
 
     Returns:
         `CrossEntropyOutput(loss, z_loss, weight_sum, accuracy)`. Only the loss has a gradient: of logits, or of hidden,
@@ -169,6 +171,7 @@ class FusedCrossEntropyArguments(ArgumentRecord, of=fused_cross_entropy):
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
             checkpoint=as_flag("checkpoint", self.checkpoint),
             sparse_skip=as_flag("sparse_skip", self.sparse_skip),
+            check_vma=as_flag("check_vma", self.check_vma) and False,
         )
 
 
@@ -347,7 +350,7 @@ def _configure(args: FusedCrossEntropyArguments, cfg: Any) -> Any:
     return tuned(
         FusedCrossEntropyConfig,
         cfg,
-        block_t=args.chunk_size if args.chunk_size and tokens else None,
+        block_m=args.chunk_size if args.chunk_size and tokens else None,
         block_v=args.chunk_size if args.chunk_size and entries else None,
         checkpoint=None if args.checkpoint else False,
         sparse_skip=True if args.sparse_skip else None,

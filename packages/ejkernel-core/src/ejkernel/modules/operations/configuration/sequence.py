@@ -150,16 +150,20 @@ class FusedCrossEntropyConfig(_SequenceConfig):
     """Blocks of `fused_cross_entropy`. `None` lets the heuristics decide.
 
     Attributes:
-        block_t: Tokens per block of logits.
-        block_v: Entries of the vocabulary per block.
+        block_v: Entries of the vocabulary per block of logits.
+        block_m: Tokens per block.
+        num_warps: No kernel reads it.
+        num_stages: No kernel reads it.
         checkpoint: No kernel reads it.
         sparse_skip: No kernel reads it.
     """
 
-    block_t: int | None = None
     block_v: int | None = None
-    checkpoint: bool | None = None
-    sparse_skip: bool | None = None
+    block_m: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    checkpoint: bool | None = dataclasses.field(default=None, kw_only=True)
+    sparse_skip: bool | None = dataclasses.field(default=None, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
