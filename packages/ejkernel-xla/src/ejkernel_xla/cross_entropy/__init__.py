@@ -13,7 +13,10 @@ IMPLEMENTATIONS = (
         handles=optional_fields(FAMILY.record),
         symbolic=False,
         config=ConfigSpace(
-            heuristic=config.heuristic, candidates=config.candidates, forward=config.LogitBlocks, public_fields=config.PUBLIC_FIELDS
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=config.LogitBlocks,
+            public_fields=config.PUBLIC_FIELDS,
         ),
     ),
 )

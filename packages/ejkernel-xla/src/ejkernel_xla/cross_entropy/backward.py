@@ -15,7 +15,8 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
     """Returns the gradients of inputs, head and bias.
 
     Args:
-        pullback: Record, output, and the cotangents of the losses and, where they are not summed, of the log-sum-exps.
+        pullback: Record, output, residuals, and the cotangents of the losses and, where they are not summed, of the
+            log-sum-exps.
         config: Sizes of the blocks of logits, where they are made again.
 
     Returns:
@@ -23,9 +24,9 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
         fields.
     """
     record, (of_loss, of_lse, *_) = pullback.record, pullback.cotangent
-    if pullback.pocket is not None:
-        saved = {name: pullback.pocket[name] for name in pullback.wanted}
-        return {name: (x * of_loss).astype(x.dtype) for name, x in saved.items()}
+    saved = {name: getattr(pullback.residuals, name) for name in pullback.wanted}
+    if all(gradient is not None for gradient in saved.values()):
+        return {name: (gradient * of_loss).astype(gradient.dtype) for name, gradient in saved.items()}
     factors = gradients.factors(record, pullback.output[1], of_loss, jnp.zeros(()) if record.summed else of_lse)
     scale = jnp.max(factors.scale, initial=jnp.finfo(factors.scale.dtype).tiny)
 

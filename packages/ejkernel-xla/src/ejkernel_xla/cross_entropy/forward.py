@@ -2,17 +2,16 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, accumulator, vocabulary
+from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, CrossEntropyResiduals, accumulator, vocabulary
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients, statistics
 from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, paste, tokens_of
 
 
-def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, tuple[()], dict[str, jax.Array] | None]:
+def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntropyResiduals]:
     """Returns the losses of a record.
 
     Args:
@@ -20,8 +19,8 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, tuple[()], 
         config: Sizes of the blocks of logits.
 
     Returns:
-        The family's output; no residuals; and, where a backward pass follows and its cotangent is one number, the
-        gradients for a cotangent of 1. They cost no more logits here, and would have them made again there.
+        The family's output; and the gradients, where a backward pass follows and its cotangent is one number. They cost
+        no more logits here, and would have them made again there.
     """
     tokens, dtype = record.weights.shape[0], accumulator(record)
     saves_gradients = (
@@ -42,4 +41,4 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, tuple[()], 
     start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.empty_sums(record, wanted))
     (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)
     output = (jnp.sum(loss, keepdims=True) if record.summed else loss, *rest)
-    return output, (), gradients.finished(sums, record, scale) if saves_gradients else None
+    return output, CrossEntropyResiduals(**gradients.finished(sums, record, scale) if saves_gradients else {})

@@ -5,13 +5,21 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family
-from ejkernel.families.cross_entropy.record import CrossEntropy, accumulator, smoothed, target_mass, vocabulary
+from ejkernel.families.cross_entropy.record import (
+    CrossEntropy,
+    CrossEntropyResiduals,
+    accumulator,
+    smoothed,
+    target_mass,
+    vocabulary,
+)
 from ejkernel.families.cross_entropy.reference import reference
 from ejkernel.planning.requests import PADDING, SHARED
 
 __all__ = [
     "FAMILY",
     "CrossEntropy",
+    "CrossEntropyResiduals",
     "accumulator",
     "axes",
     "reference",

@@ -38,6 +38,23 @@ class CrossEntropy:
     summed: bool = static(False)
 
 
+@arguments
+class CrossEntropyResiduals:
+    """The gradients of a summed loss for a cotangent of 1, in the dtypes of the fields.
+
+    A forward pass may leave them, or leave all to the backward pass: without them, it makes the logits again.
+
+    Attributes:
+        inputs: [T, D].
+        lm_head: [D, V].
+        lm_head_bias: [V].
+    """
+
+    inputs: jax.Array | None = None
+    lm_head: jax.Array | None = None
+    lm_head_bias: jax.Array | None = None
+
+
 def accumulator(record: CrossEntropy) -> Any:
     """Returns the dtype of logits, sums and losses: float32, or float64 for float64 inputs."""
     return jnp.promote_types(record.inputs.dtype, jnp.float32)

@@ -23,16 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.cross_entropy.record import CrossEntropy, accumulator, smoothed
+from ejkernel.families.cross_entropy.record import CrossEntropy, CrossEntropyResiduals, accumulator, smoothed
 
 
-def reference(record: CrossEntropy) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], tuple[()]]:
+def reference(record: CrossEntropy) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], CrossEntropyResiduals]:
     """Returns the family's meaning in plain jnp, all logits at once; float64 if inputs is, else float32.
 
     Returns:
         Four arrays in the dtype of sums: the losses [T], or their sum [1] where the record asks for it; log-sum-exp
         [T], which has a gradient where the losses are not summed; without gradients the largest logit [T] and the first
-        entry that has it [T]. The last three are 0 for tokens of weight 0. There are no residuals.
+        entry that has it [T]. The last three are 0 for tokens of weight 0. The residuals
+        are empty.
     """
     dtype = accumulator(record)
     active = record.weights != 0
@@ -53,4 +54,4 @@ def reference(record: CrossEntropy) -> tuple[tuple[jax.Array, jax.Array, jax.Arr
     if record.summed:
         loss, lse = jnp.sum(loss, keepdims=True), lax.stop_gradient(lse)
     largest, entry = (jnp.where(active, f(logits, axis=1), 0).astype(dtype) for f in (jnp.max, jnp.argmax))
-    return (loss, lse, lax.stop_gradient(largest), lax.stop_gradient(entry)), ()
+    return (loss, lse, lax.stop_gradient(largest), lax.stop_gradient(entry)), CrossEntropyResiduals()
