@@ -37,6 +37,7 @@ def record(groups=(100, 0, 60), shape=(70, 200, 200, 256), dtype="float32", bias
         group_sizes=jnp.asarray(groups, jnp.int32),
         indices=jnp.asarray(random.integers(-1, tokens + 1, rows), jnp.int32) if indices else None,
         rhs_bias=jnp.asarray(random.normal(size=(len(groups), 1, width)), dtype) if bias else None,
+        left_over="zero",
         **fields,
     )
 
