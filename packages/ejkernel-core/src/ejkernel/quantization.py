@@ -269,7 +269,7 @@ def check_quantized(
 
 
 def _dtypes_of_bits(form: Format) -> tuple[str, ...]:
-    """Floating dtypes of 8 bits that scales may have where they are stored in a uint8."""
+    """Returns floating dtypes of 8 bits that scales may have where they are stored in a uint8."""
     if form.exponents:
         return ("float8_e8m0fnu",)
     return ("float8_e4m3fn",) if form.has_tensor_scale else ()

@@ -33,7 +33,9 @@ class BenchmarkResult:
 
     @property
     def throughput_estimate(self) -> float:
-        """GFLOP/s of dense attention of this size, 4 B H T^2 D operations; 0 where the configuration has no sizes."""
+        """Returns GFLOP/s of dense attention of this size, 4 B H T^2 D operations; 0 where the configuration has no
+        sizes.
+        """
         names = [next((name for name in group if name in self.config), None) for group in _SIZES]
         if None in names:
             return 0.0
@@ -42,7 +44,7 @@ class BenchmarkResult:
 
     @property
     def has_backward(self) -> bool:
-        """Whether the backward pass was timed."""
+        """Returns whether the backward pass was timed."""
         return self.mean_ms_bwd is not None
 
 
@@ -107,7 +109,9 @@ class Benchmark:
         return analysis
 
     def analyze(self) -> dict[str, Any]:
-        """Mean times of each function, how often each was the fastest, and speed-ups over the first or over `"xla"`."""
+        """Returns mean times of each function, how often each was the fastest, and speed-ups over the first or over
+        `"xla"`.
+        """
         times: dict[str, list[float]] = {name: [] for name in self.algorithms}
         for result in self.results:
             times[result.algorithm].append(result.mean_ms)

@@ -74,7 +74,7 @@ def ejit(
 
 
 def args_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Structure, shapes, dtypes and shardings of arguments, as text; what is no array counts by its type."""
+    """Returns structure, shapes, dtypes and shardings of arguments as text; other values count by their type."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     return f"{structure} {[_leaf_signature(leaf) for leaf in leaves]}"
 

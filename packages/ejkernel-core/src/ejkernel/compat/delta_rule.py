@@ -74,7 +74,7 @@ def gated_delta_rule_step(
 
 
 def l2norm(x: jax.Array, axis: int = -1, eps: float = 1e-6) -> jax.Array:
-    """x divided by its length along an axis."""
+    """Returns x divided by its length along an axis."""
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axis, keepdims=True)
     return (x * jax.lax.rsqrt(squares + eps)).astype(x.dtype)
 

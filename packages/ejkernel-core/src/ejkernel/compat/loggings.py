@@ -62,7 +62,7 @@ class LazyLogger:
 
     @functools.cached_property
     def logger(self) -> logging.Logger:
-        """The logger, set up."""
+        """Returns the logger, and configures it when it is first used."""
         logger = logging.getLogger(self._name)
         logger.setLevel(_level(self._level))
         # Where the program has set logging up, it decides where messages go and what they look like.

@@ -90,7 +90,7 @@ class QuantizedArray:
 
     @property
     def logical_num_values(self) -> int:
-        """How many weights it holds."""
+        """Returns how many weights it holds."""
         return self.scales.size * self.group_size
 
     @property
@@ -100,7 +100,7 @@ class QuantizedArray:
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Returns bytes of all its arrays."""
         return sum(x.nbytes for x in self.as_tuple())
 
     @property
@@ -148,7 +148,7 @@ def dense_quantized_matmul(
     axis: QuantizationAxis | None = None,
     align_multiple: int | None = None,
 ) -> Float[Array, "m n"]:
-    """x times the dequantised matrix, which is made at x's width; `align_multiple` changes nothing."""
+    """Returns x times the dequantised matrix, which is made at x's width; `align_multiple` changes nothing."""
     side = axis or ("col" if transpose else "row")
     matrix = dequantize(w, scales, zeros, group_size, bits, mode, side, x.dtype)
     return jnp.matmul(x, matrix.T, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -103,7 +103,9 @@ def names_and_signatures(reasons: dict[str, str]) -> str:
 
 
 def unread_fields(registered: Registry) -> dict[str, list[str]]:
-    """Configuration class -> its public fields that no registered kernel reads, as listed in `upstream.toml`."""
+    """Returns, by configuration class, the public fields that no registered kernel reads, as `upstream.toml` lists
+    them.
+    """
     unread: dict[str, list[str]] = {}
     for name, op in sorted(registered.ops.items()):
         spaces = [implementation.config for implementation in registered.implementations.get(name, ())]

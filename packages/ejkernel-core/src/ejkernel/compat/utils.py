@@ -47,7 +47,7 @@ __all__ = [
 
 
 def cdiv(a: int, b: int) -> int:
-    """a divided by b, rounded up; a is an int or an integer array, b is not 0.
+    """Returns a divided by b, rounded up; a is an int or an integer array, b is not 0.
 
     Example:
         ```python
@@ -128,7 +128,8 @@ def numeric_gen(
 def random_dense(
     shape: Sequence[int], key: jax.Array, dtype: DTypeLike = jnp.float32, limit: float | None = None
 ) -> Array:
-    """Uniform numbers that bfloat16 represents exactly, so that a product of them tells rounding from errors.
+    """Returns uniform numbers that bfloat16 represents exactly, so that rounding and errors of a product can be told
+    apart.
 
     Args:
         shape: Sizes.
@@ -319,7 +320,7 @@ def get_abs_err(x: jax.Array, y: jax.Array) -> float:
 
 
 def get_err_ratio(x: jax.Array, y: jax.Array) -> float:
-    """Root mean square of the difference divided by that of x."""
+    """Returns root mean square of the difference divided by that of x."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return float(jnp.sqrt(jnp.mean(jnp.square(x - y))) / (jnp.sqrt(jnp.mean(jnp.square(x))) + 1e-8))
 

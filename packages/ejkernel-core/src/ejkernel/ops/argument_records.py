@@ -49,14 +49,16 @@ class ArgumentRecord:
 
 
 def _default(parameter: inspect.Parameter) -> Any:
-    """The default of a field. One that may be None can be left out of a record, though a caller has to say None."""
+    """Returns the default of a field. One that may be None can be left out of a record, though a caller has to say
+    None.
+    """
     if parameter.default is not parameter.empty:
         return parameter.default
     return None if type(None) in typing.get_args(parameter.annotation) else dataclasses.MISSING
 
 
 def holds_arrays(annotation: Any) -> bool:
-    """Whether values of an annotation are, or contain, arrays; functions that return some do not."""
+    """Returns whether values of an annotation are, or contain, arrays; functions that return some do not."""
     if typing.get_origin(annotation) is collections.abc.Callable:
         return False
     inner = typing.get_args(annotation)

@@ -42,17 +42,17 @@ class Gpu:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of shared memory that one block can have; on NVIDIA the driver keeps 1 KiB for each."""
+        """Returns bytes of shared memory that one block can have; on NVIDIA the driver keeps 1 KiB for each."""
         return self.total_shared_memory - (KIBI if self.vendor == "nvidia" else 0)
 
     @property
     def capability(self) -> int:
-        """The number in NVIDIA's name: 90 for `sm_90`; 0 for another vendor's."""
+        """Returns the number in NVIDIA's name of the chip: 90 for `sm_90`; 0 for other vendors."""
         return int(self.target[3:]) if self.vendor == "nvidia" else 0
 
     @property
     def vendor(self) -> Literal["nvidia", "amd"]:
-        """Who makes it."""
+        """Returns the vendor of the chip."""
         return "nvidia" if self.target.startswith("sm_") else "amd"
 
 
@@ -85,7 +85,7 @@ class Tpu:
 
     @property
     def core_bandwidth(self) -> float:
-        """HBM bytes a second that one core gets while all of them copy."""
+        """Returns HBM bytes a second that one core gets while all of them copy."""
         return self.bandwidth / self.cores
 
 

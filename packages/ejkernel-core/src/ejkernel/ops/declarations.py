@@ -23,7 +23,9 @@ PULLBACK_PIECES = frozenset({"lse_cotangent"})  # what a backward pass may handl
 
 
 def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
-    """Plugin name -> sentences about names in its implementations that do not exist; only plugins with some."""
+    """Returns, by plugin, the sentences about names in its implementations that do not exist; plugins without any are
+    left out.
+    """
     families = {op.family.name: op.family for op in registry.ops.values()}
     by_plugin: dict[str, list[str]] = {}
     for (op, name), plugin in registry.providers.items():

@@ -30,7 +30,7 @@ class DeviceInfo:
 
     @property
     def names(self) -> frozenset[str]:
-        """Everything `Requires.devices` may call this device."""
+        """Returns the names by which `Requires.devices` may list this device."""
         return frozenset({self.platform, self.vendor} - {""})
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ def target_device(device: DeviceInfo | str) -> Generator[None]:
 
 
 def current_device(array: Any = None) -> DeviceInfo:
-    """The device a call is for: the `target_device` block, else where `array` lives, else JAX's default device."""
+    """Returns the device of a call: that of the `target_device` block, else that of `array`, else JAX's default."""
     if _target.value is not None:
         return _target.value
     if isinstance(array, jax.Array) and not _compat.is_tracer(array):

@@ -48,7 +48,7 @@ class Verdict:
 
     @property
     def remarks(self) -> str:
-        """The reasons of a refusal, or else the remarks on its place in the order of choice."""
+        """Returns the reasons of a refusal, or else the remarks on its place in the order of choice."""
         return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed, self.confirmed)))
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Choice:
 
     @property
     def implementation(self) -> Implementation | None:
-        """The chosen implementation; None if all are refused."""
+        """Returns the chosen implementation; None if all are refused."""
         return next((v.implementation for v in self.verdicts if v.status == "chosen"), None)
 
     def __str__(self) -> str:

@@ -54,7 +54,7 @@ class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def count(self) -> int:
-        """How many tests there are."""
+        """Returns how many tests there are."""
         return self.passed + self.refused + len(self.failed) + len(self.not_run)
 
 
@@ -105,7 +105,7 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def toolchain(self) -> str:
-        """The toolchain in words: `jax 0.11.2, triton 3.6.0`."""
+        """Returns the toolchain in words: `jax 0.11.2, triton 3.6.0`."""
         return _in_words(self.versions, 3)
 
 
@@ -214,7 +214,7 @@ def _unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) ->
 
 
 def confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
-    """Where an implementation was confirmed that evidence confirms on a device; empty for others."""
+    """Returns the device and toolchain where an implementation was confirmed; empty if evidence does not confirm it."""
     if implementation.evidence is None or device.platform != "gpu":
         return ""
     return _confirmed(implementation, op, device)
@@ -351,7 +351,7 @@ def _installed(name: str) -> str | None:
 
 
 def _minor(versions: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Major and minor versions of some modules."""
+    """Returns the major and minor versions of some modules."""
     return {name: ".".join(versions.get(name, "").split(".")[:2]) for name in names}
 
 

@@ -14,7 +14,7 @@ __all__ = ["device_fingerprint", "device_kind", "get_device_platform", "short_ha
 
 
 def device_kind(device: Any = None) -> str:
-    """JAX's name for the kind of a device; of the default device without one."""
+    """Returns JAX's name for the kind of a device, or of the default device."""
     return (device or _compat.default_device()).device_kind
 
 

@@ -54,7 +54,7 @@ class CallPlan:
 
     @property
     def tunes_on_miss(self) -> bool:
-        """Whether the current policy measures calls for which no tier has a configuration."""
+        """Returns whether the current policy measures calls for which no tier has a configuration."""
         return effective(self.chain.policy, self.chain).tunes_on_miss
 
     def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:

@@ -9,7 +9,7 @@ def line_number(data: bytes, offset: int) -> int:
 
 
 def malformed(data: bytes) -> str | None:
-    """Where and why bytes are no JSON: "line 3, column 7: Expecting ',' delimiter"; None if they are JSON."""
+    """Returns where and why bytes are no JSON: "line 3, column 7: Expecting ',' delimiter"; None if they are JSON."""
     try:
         json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as error:

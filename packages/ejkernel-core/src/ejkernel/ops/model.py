@@ -134,16 +134,16 @@ class Op:
             object.__setattr__(self, name, value)
 
     def _lowered_reference(self, args: Any) -> Any:
-        """What the family's reference says of a call."""
+        """Returns the result of the family's reference for a call."""
         return self.finish(args, self.family.reference(self.lower(args))[0])
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """The signature of the public function."""
+        """Returns the signature of the public function."""
         return inspect.signature(self.function)
 
     def returns_residual_lse(self, args: Any) -> bool:
-        """Whether a call returns the lse among its family's residuals, and may be differentiated through it."""
+        """Returns whether a call returns the lse among its family's residuals, and may be differentiated through it."""
         return self.family.lse is not None and getattr(args, "return_lse", False)
 
     def letters(self, args: Any) -> tuple[dict[str, str], str | tuple[str, ...] | None]:
@@ -153,7 +153,7 @@ class Op:
         return {**self.axes, **special}, output
 
     def routed(self, args: Any, options: Mapping[str, Any]) -> "tuple[Op, Any, dict[str, Any]]":
-        """The operation, the record and the call options, each of them, that carry a call out."""
+        """Returns the operation, the record and all call options with which a call runs."""
         call_options = {name: options.get(name) for name in CALL_OPTIONS}
         return (self, args, call_options) if self.route is None else self.route(args, call_options)
 
@@ -254,7 +254,7 @@ class Implementation:
 
     @property
     def backend(self) -> str:
-        """The kind of device it is made for: `"gpu"`, `"tpu"`, `"cpu"`, or `"any"` where it runs on several."""
+        """Returns the kind of device it runs on: `"gpu"`, `"tpu"`, `"cpu"`, or `"any"` if there are several."""
         kinds = {"gpu" if name in ("nvidia", "amd") else name for name in self.requires.devices}
         return kinds.pop() if len(kinds) == 1 else "any"
 
@@ -269,7 +269,7 @@ class Implementation:
         return _shipped_folder(self.package or self.forward.partition(".")[0], "evidence")
 
     def serves(self, op: Op) -> bool:
-        """Whether it is registered for the calls of an operation."""
+        """Returns whether it is registered for an operation."""
         return op.family.name == self.family and (self.only is None or op.name in self.only)
 
     def cases_of(self, op: Op) -> tuple[Case, ...]:
@@ -277,7 +277,7 @@ class Implementation:
         return () if self.cases is None else tuple(load_object(self.cases)().get(op.name, ()))
 
     def requires_for(self, direction: Direction) -> Requires:
-        """The requirements of one direction."""
+        """Returns the requirements of one direction."""
         return self.backward_requires or self.requires if direction == "backward" else self.requires
 
     def rank(self, record: Any, device: DeviceInfo, direction: Direction = "forward") -> int:
@@ -299,7 +299,7 @@ class Implementation:
 
 @functools.cache
 def _shipped_folder(package: str, name: str) -> str | None:
-    """A folder of a package as `"package:folder"`; None where there is none."""
+    """Returns a folder of a package as `"package:folder"`; None where there is none."""
     try:
         exists = importlib.resources.files(package).joinpath(name).is_dir()
     except (ImportError, TypeError, ValueError):  # there is no such package, or it is a module

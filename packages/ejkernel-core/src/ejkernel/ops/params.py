@@ -130,7 +130,7 @@ class BaseOperationConfig:
         return forward
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain dictionaries, ready for JSON."""
+        """Returns nested plain dictionaries, ready for JSON."""
         return msgspec.to_builtins(self)
 
     def to_json(self) -> str:
@@ -164,7 +164,7 @@ def piece(direction: Direction) -> Direction:
 
 
 def _paths(data: Any, prefix: str = "") -> set[str]:
-    """Dotted names of everything in nested dictionaries."""
+    """Returns dotted names of everything in nested dictionaries."""
     if not isinstance(data, dict):
         return set()
     names = {f"{prefix}{name}" for name in data}

@@ -39,7 +39,7 @@ class RecordedCall:
 
     @property
     def identity(self) -> Hashable:
-        """Equal for calls that share what tuning finds."""
+        """Returns a key that is equal for calls that share the results of tuning."""
         return self.plan, self.mesh, self.in_specs, signature(self.args)
 
 

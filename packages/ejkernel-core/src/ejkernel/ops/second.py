@@ -83,7 +83,7 @@ def _each(guard: Callable[[str, Any], Any], message: str, x: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _constant(message: str, x: jax.Array) -> jax.Array:
-    """x, whose derivative is an error."""
+    """Returns x, so that differentiating it is an error."""
     return x
 
 
@@ -94,7 +94,7 @@ def _constant_tangent(message: str, primals: Any, tangents: Any) -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forwards_only(message: str, x: jax.Array) -> jax.Array:
-    """x, whose derivative in reverse mode is an error."""
+    """Returns x, so that differentiating it in reverse mode is an error."""
     return x
 
 

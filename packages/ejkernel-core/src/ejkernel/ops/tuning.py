@@ -21,7 +21,7 @@ BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 
 def tune_missing(plan: CallPlan, args: Any) -> None:
-    """Before an eager call: measures its forward pass, unless a tier before autotune knows it.
+    """Measures the forward pass of an eager call before it runs, unless a tier before autotune has its configuration.
 
     In a job of several processes only process 0 measures; the others take its decision. Arrays that are spread over
     processes cannot be measured by one of them; such a call is left to offline tuning.
@@ -108,7 +108,7 @@ def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
 
 
 def _pair_argument(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
-    """Where the backward function does not give every gradient, the forward pass is measured alone."""
+    """Returns the argument to measure a pair with; without a cotangent if its backward pass lacks a gradient."""
     grad_fields = pair_gradients(plan, record, choice)
     assert choice.implementation is not None  # callers have looked
     function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()

@@ -19,7 +19,7 @@ GOLDEN = 0x9E3779B1  # 2**32 / golden ratio, made odd: spreads consecutive key i
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """MurmurHash3's 32-bit finaliser on uint32 values of any shape."""
+    """Returns MurmurHash3's 32-bit finaliser of uint32 values of any shape."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -47,7 +47,7 @@ def column_keys(key: jax.Array) -> jax.Array:
 
 
 def threshold(dropout_prob: float) -> int:
-    """Products below it are dropped: `dropout_prob * 2**32`."""
+    """Returns `dropout_prob * 2**32`: a weight is dropped if the product of its row's and column's keys is below it."""
     return min(round(dropout_prob * 2**32), 2**32 - 1)
 
 

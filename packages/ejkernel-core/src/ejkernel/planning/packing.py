@@ -8,7 +8,7 @@ COMPARED = 256
 
 
 def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
-    """Sequence number and position in its sequence of every token of one packed row.
+    """Returns the sequence of every token of one packed row, and its position in that sequence.
 
     Args:
         cum_seqlens: [N + 1] int, non-decreasing, may be traced; sequence n has tokens

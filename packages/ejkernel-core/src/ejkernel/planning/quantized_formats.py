@@ -103,27 +103,27 @@ class Format:
 
     @property
     def scale_dtype(self) -> Any:
-        """The usual dtype of scales."""
+        """Returns the usual dtype of scales."""
         return jnp.dtype(self.scale_dtypes[0])
 
     @property
     def integers(self) -> bool:
-        """Whether codes are integers."""
+        """Returns whether codes are integers."""
         return self.mode in ("affine", "symmetric")
 
     @property
     def center(self) -> int | None:
-        """The zero that all codes share, of symmetric ones; None of others."""
+        """Returns the zero point of symmetric codes, which all share; None for other codes."""
         return 2 ** (self.bits - 1) if self.mode == "symmetric" else None
 
     @property
     def exponents(self) -> bool:
-        """Whether scales are e8m0: powers of two."""
+        """Returns whether scales are e8m0: powers of two."""
         return self.mode.startswith("mx")
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether there may be a second scale, one for the whole matrix."""
+        """Returns whether there may be a second scale, one for the whole matrix."""
         return self.mode.startswith("nv")
 
     def words(self, columns: int) -> int:
@@ -186,7 +186,9 @@ def whole_rows(form: Format, columns: int) -> Format:
 
 
 def in_groups(scales: jax.Array, zeros: jax.Array | None, form: Format) -> tuple[jax.Array, jax.Array | None, Format]:
-    """Scales, zeros and format with groups that kernels take: those of whole rows are repeated for parts of them."""
+    """Returns scales, zeros and format with groups that kernels take: those of whole rows are repeated for parts of
+    them.
+    """
     if form.group_size in GROUPS:
         return scales, zeros, form
     group = next(group for group in reversed(GROUPS) if form.group_size % group == 0)
@@ -271,13 +273,15 @@ def _rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
-    """x / by, where by is normal. XLA may multiply by 1 / by, which must not be subnormal: devices flush it to zero."""
+    """Returns x / by, where by is normal. XLA may multiply by 1 / by, which must not be subnormal: devices flush it to
+    zero.
+    """
     down = jnp.where(by > 2.0**64, 2.0**-64, 1)
     return x * down / (by * down)
 
 
 def _as_stored(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in a narrower dtype, which no conversion back undoes: XLA takes the two for one that it may leave out."""
+    """Returns x in a narrower dtype, in a way that XLA does not undo: it may leave out a conversion there and back."""
     return lax.optimization_barrier(x.astype(dtype))
 
 

@@ -25,7 +25,7 @@ class Partial(NamedTuple):
 
 
 def merge(*parts: Partial) -> Partial:
-    """Attention to the keys of all parts."""
+    """Returns attention to the keys of all parts."""
     row_max = functools.reduce(jnp.maximum, (part.lse for part in parts))
     shift = jnp.where(row_max == -jnp.inf, 0, row_max)
     masses = [jnp.exp(part.lse - shift) for part in parts]

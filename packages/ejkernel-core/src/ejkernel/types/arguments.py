@@ -55,7 +55,7 @@ def optional_fields(record: Any) -> dict[str, Any]:
 
 
 def non_default_fields(record: Any) -> tuple[str, ...]:
-    """Names of the optional fields whose value differs from its default, in declaration order.
+    """Returns names of the optional fields whose value differs from its default, in declaration order.
 
     A leaf field defaults to `None`, so an array that is there at all is given: comparing values would read the device.
     """

@@ -156,7 +156,7 @@ def _manual_axes() -> bool:
 
 
 def _in_order(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Renumbering in JAX: an id's number is its first index among all, sorted."""
+    """Renumbers ids in JAX: the number of an id is its first index among all ids, sorted."""
     bits = 64 if any(np.dtype(ids.dtype).itemsize == 8 for ids in (queries, keys)) else 32
     sides = (queries,) if queries is keys else (queries, keys)
     unsigned = [jnp.where(ids < 0, 0, ids).astype(f"uint{bits}") for ids in sides]

@@ -151,34 +151,36 @@ class MaskInfo(MaskParts):
 
     @property
     def attention_mask(self) -> jax.Array:
-        """All parts as one mask [batch, heads or 1, q_len, kv_len], in the dtype of the stored one, else bool."""
+        """Returns all parts as one mask [batch, heads or 1, q_len, kv_len], bool or in the dtype of the stored one."""
         return self.get_or_compute_attention_mask(
             jnp.bool_ if self._attention_mask is None else self._attention_mask.dtype
         )
 
     @property
     def q_segment_ids(self) -> jax.Array:
-        """[batch, q_len] int32, stored or found by `mask_to_segment_ids`."""
+        """Returns [batch, q_len] int32, stored or found by `mask_to_segment_ids`."""
         return self.get_or_compute_segment_ids()[0]
 
     @property
     def kv_segment_ids(self) -> jax.Array:
-        """[batch, kv_len] int32, stored or found by `mask_to_segment_ids`."""
+        """Returns [batch, kv_len] int32, stored or found by `mask_to_segment_ids`."""
         return self.get_or_compute_segment_ids()[1]
 
     @property
     def cu_seqlens_q(self) -> jax.Array:
-        """See `get_or_compute_qkv_cu_seqlens` with its defaults."""
+        """Returns what `get_or_compute_qkv_cu_seqlens` returns with its defaults."""
         return self.get_or_compute_qkv_cu_seqlens()[0]
 
     @property
     def cu_seqlens_kv(self) -> jax.Array:
-        """See `get_or_compute_qkv_cu_seqlens` with its defaults."""
+        """Returns what `get_or_compute_qkv_cu_seqlens` returns with its defaults."""
         return self.get_or_compute_qkv_cu_seqlens()[1]
 
     @property
     def q_lens(self) -> jax.Array:
-        """[sequences] tokens of each if cumulative lengths are stored, else [batch] valid tokens of each row; int32."""
+        """Returns [sequences] tokens of each if cumulative lengths are stored, else [batch] valid tokens of each row;
+        int32.
+        """
         cu_seqlens = self._cu_seqlens_q
         return _valid_tokens(self.q_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
 
@@ -190,7 +192,7 @@ class MaskInfo(MaskParts):
 
     @property
     def is_multi_sequence(self) -> jax.Array:
-        """[] bool: whether any row holds two different ids that are not negative."""
+        """Returns [] bool: whether any row holds two different ids that are not negative."""
         ids = self.q_segment_ids
         limit = jnp.iinfo(ids.dtype).max
         highest = ids.max(axis=-1, initial=-1)
@@ -199,17 +201,17 @@ class MaskInfo(MaskParts):
 
     @property
     def baked_in_masks(self) -> dict[str, bool]:
-        """The flags by short name: causal, sliding_window, chunked, token_type_ids."""
+        """Returns the flags by short name: causal, sliding_window, chunked, token_type_ids."""
         return {short: getattr(self, flag) for short, flag in BAKED_IN.items()}
 
     @property
     def q_attention_mask(self) -> jax.Array:
-        """[batch, q_len] int32: 1 for a valid query, 0 for padding."""
+        """Returns [batch, q_len] int32: 1 for a valid query, 0 for padding."""
         return (self.q_segment_ids >= 0).astype(jnp.int32)
 
     @property
     def q_position_ids(self) -> jax.Array:
-        """[batch, q_len] int32: place of a query in its segment, from 0; -1 for padding."""
+        """Returns [batch, q_len] int32: place of a query in its segment, from 0; -1 for padding."""
         return segment_ids_to_positions(self.q_segment_ids)
 
     @property

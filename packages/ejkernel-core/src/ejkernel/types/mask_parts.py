@@ -73,32 +73,32 @@ class MaskParts:
 
     @property
     def explicit_mask(self) -> jax.Array | None:
-        """The stored mask [batch or 1, heads or 1, q_len, kv_len] as booleans, or None; ids apply as well."""
+        """Returns the stored mask [batch or 1, heads or 1, q_len, kv_len] as booleans, or None; ids apply as well."""
         return None if self._attention_mask is None else as_bool_mask(self._attention_mask)
 
     @property
     def explicit_q_segment_ids(self) -> jax.Array | None:
-        """The stored ids [batch, q_len] of the queries, or None."""
+        """Returns the stored ids [batch, q_len] of the queries, or None."""
         return self._q_segment_ids
 
     @property
     def explicit_kv_segment_ids(self) -> jax.Array | None:
-        """The stored ids [batch, kv_len] of the keys, or None."""
+        """Returns the stored ids [batch, kv_len] of the keys, or None."""
         return self._kv_segment_ids
 
     @property
     def explicit_cu_seqlens_q(self) -> jax.Array | None:
-        """The stored cumulative lengths [sequences + 1] of the queries, or None."""
+        """Returns the stored cumulative lengths [sequences + 1] of the queries, or None."""
         return self._cu_seqlens_q
 
     @property
     def explicit_cu_seqlens_kv(self) -> jax.Array | None:
-        """The stored cumulative lengths [sequences + 1] of the keys, or None."""
+        """Returns the stored cumulative lengths [sequences + 1] of the keys, or None."""
         return self._cu_seqlens_kv
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither a mask nor ids are stored, so that everything attends; positions may be stored."""
+        """Returns whether neither a mask nor ids are stored, so that everything attends; positions may be stored."""
         return self._attention_mask is None and self._q_segment_ids is None
 
     def _size(self, leaf_axes: dict[str, int]) -> int | None:
@@ -108,7 +108,7 @@ class MaskParts:
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of the stored parts, or None if nothing is stored."""
+        """Returns the number of rows of the stored parts, or None if nothing is stored."""
         return self._size({"_q_segment_ids": 0, "_attention_mask": 0, "q_positions": 0, "kv_positions": 0})
 
     @property
@@ -118,7 +118,7 @@ class MaskParts:
 
     @property
     def kv_len(self) -> int | None:
-        """Keys in a row, or None if nothing stored tells."""
+        """Returns the number of keys in a row, or None if nothing stored says it."""
         return self._size({"_kv_segment_ids": -1, "_attention_mask": -1, "kv_positions": -1})
 
     @property

@@ -38,7 +38,7 @@ def get_empty_sharding() -> MaskSharding:
 
 
 def get_shardings(info: MaskParts, sequence_parallel: bool = False, *, mesh: Mesh | AbstractMesh) -> MaskSharding:
-    """Partition specs of the stored parts, from the axis names of this MaskInfo.
+    """Returns partition specs of the stored parts, from the axis names of this MaskInfo.
 
     A dimension that the devices of its axes do not divide is replicated, so a mask with one head is not sharded over
     heads.

@@ -61,7 +61,7 @@ class Mask(abc.ABC):
 
     @property
     def heads(self) -> int | None:
-        """How many query heads have a pattern of their own; None where all have the same."""
+        """Returns how many query heads have a pattern of their own; None where all have the same."""
         return None
 
     def of_head(self, head: int) -> "Mask":
@@ -117,7 +117,7 @@ class _Band(Mask, abc.ABC):
     @property
     @abc.abstractmethod
     def band(self) -> tuple[int | None, int | None]:
-        """Smallest and largest `key - query`."""
+        """Returns smallest and largest `key - query`."""
 
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         least, most = self.band
@@ -240,7 +240,7 @@ class NumpyMask(Mask):
 
     @functools.cached_property
     def digest(self) -> str:
-        """Hex digits that stand for the array."""
+        """Returns hex digits that stand for the array."""
         return hashlib.blake2b(np.packbits(self.array).tobytes(), digest_size=16).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -298,7 +298,7 @@ class MultiHeadMask(Mask):
 
     @functools.cached_property
     def distinct(self) -> tuple[Mask, ...]:
-        """The different ones among the masks."""
+        """Returns the different ones among the masks."""
         return tuple(dict.fromkeys(self.masks))
 
     @functools.cached_property
@@ -314,7 +314,7 @@ class MultiHeadMask(Mask):
         raise ValueError("a MultiHeadMask allows different pairs in different heads; ask the mask of one of them")
 
     def tiles(self, queries: Spans, keys: Spans) -> Tiles:
-        """Tiles over all heads: where some pair of some head attends, and where every pair of every head does."""
+        """Returns the tiles in which a pair of some head attends, and those in which all pairs of all heads do."""
         parts = [mask.tiles(queries, keys) for mask in self.distinct]
         return Tiles(np.any([part.some for part in parts], axis=0), np.all([part.every for part in parts], axis=0))
 

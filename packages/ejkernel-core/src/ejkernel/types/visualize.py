@@ -124,7 +124,9 @@ def _side(ids: np.ndarray, block_size: Any, limit: tuple[str, int | None]) -> _S
 
 
 def _attended_fractions(mask: Any, rows: _Side, columns: _Side) -> np.ndarray:
-    """The share of attending pairs of every cell, one row of cells at a time so that no second full mask is made."""
+    """Returns the share of attending pairs of every cell, one row of cells at a time so that no second full mask is
+    made.
+    """
     fractions = np.zeros((len(rows.starts), len(columns.starts)))
     if fractions.size == 0:
         return fractions

@@ -40,6 +40,6 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> Weig
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[WeightRows, ...]:
-    """Numbers of queries worth measuring."""
+    """Returns numbers of queries worth measuring."""
     length = max(1, record.query.shape[1])
     return tuple(WeightRows(block_q=n) for n in sorted({min(n, length) for n in (64, 256, 1024)}))

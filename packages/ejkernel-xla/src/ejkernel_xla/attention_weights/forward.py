@@ -45,7 +45,7 @@ class State(NamedTuple):
 
 
 def forward(record: TiledAttention, config: WeightRows) -> tuple[Output, SoftmaxResiduals]:
-    """Output, weights and residuals of a record.
+    """Returns output, weights and residuals of a record.
 
     Args:
         record: The canonical arguments.
@@ -83,12 +83,12 @@ def _query_tile(record: TiledAttention, plan: TilePlan, at: Cursor, state: State
 
 
 def row_scores(record: TiledAttention, plan: TilePlan, at: Cursor, query: jax.Array, key: jax.Array) -> Scores:
-    """Scores of a query tile [b, h, g, t, d] and all keys [b, h, S, d], masked."""
+    """Returns scores of a query tile [b, h, g, t, d] and all keys [b, h, S, d], masked."""
     return mask(score(record, plan, at, ALL_KEYS, query, key), allow(record, plan, at, ALL_KEYS))
 
 
 def _log_sum(record: TiledAttention, plan: TilePlan, at: Cursor, scores: jax.Array) -> jax.Array:
-    """Log-sum-exp of the rows [b, h, g, t], the sink included; -inf where nothing attends."""
+    """Returns log-sum-exp of the rows [b, h, g, t], the sink included; -inf where nothing attends."""
     row_max = jnp.max(scores, axis=-1)
     sink = head_sinks(record, plan, at)
     row_max = finite(row_max if sink is None else jnp.maximum(row_max, sink))
@@ -99,7 +99,7 @@ def _log_sum(record: TiledAttention, plan: TilePlan, at: Cursor, scores: jax.Arr
 
 
 def head_sinks(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
-    """Sink logits of a tile's heads, [h, g, 1]."""
+    """Returns sink logits of a tile's heads, [h, g, 1]."""
     if record.softmax_aux is None:
         return None
     sinks = lax.dynamic_slice(record.softmax_aux, (at.head * plan.group,), (plan.heads * plan.group,))

@@ -10,7 +10,7 @@ from ejkernel_xla.gather_reduce.kernels.row_sums import column, sum_of_terms, we
 
 
 def forward(record: GatherReduce, config: Any) -> tuple[jax.Array, tuple[()]]:
-    """Sums of a record.
+    """Returns sums of a record.
 
     Args:
         record: The canonical arguments.

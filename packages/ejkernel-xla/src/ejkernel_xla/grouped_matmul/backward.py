@@ -56,7 +56,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
 
 
 def _sums(record: GroupedMatmul, grads: Gradients) -> Gradients:
-    """Zeroed accumulators for a group's gradients, which are sums over its rows."""
+    """Returns zeroed accumulators for a group's gradients, which are sums over its rows."""
     dtype, sums = accumulator(record), {}
     if grads.keys() & {"rhs", "rhs_scale"}:
         sums["weights"] = jnp.zeros(record.rhs.shape[1:], dtype)

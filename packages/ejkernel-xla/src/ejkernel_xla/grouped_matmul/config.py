@@ -47,5 +47,5 @@ def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTi
 
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[RowTiles, ...]:
-    """Tiles worth measuring for a record on a device."""
+    """Returns tiles worth measuring for a record on a device."""
     return tuple(RowTiles(block_m=rows) for rows in BLOCK_SIZES)

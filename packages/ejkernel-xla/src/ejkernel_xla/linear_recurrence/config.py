@@ -45,10 +45,10 @@ def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> t
 
 
 def _default_length(record: LinearRecurrence, device: Any, direction: Direction) -> int:
-    """Shorter for what a CPU does with few products a chunk, as long as no state is kept of every chunk.
+    """Returns the chunk length of the rule, which is shorter on CPUs.
 
-    Half as long, and token by token where gates of channels make a chunk more work than a state that fits the caches.
-    Where states are kept, gates of channels halve it too: it runs as fast, and compiles in a fifth less time.
+    It is half as long there, and one token if gates of channels make a chunk more work than a state that fits the
+    caches. If every chunk keeps a state, gates of channels halve it too: that runs as fast, and compiles faster.
     """
     if device.platform != "cpu":
         return 64

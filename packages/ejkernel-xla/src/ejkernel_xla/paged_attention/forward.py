@@ -40,7 +40,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array, ...], None]:
-    """Attention output of a record.
+    """Returns attention output of a record.
 
     Args:
         record: The canonical arguments.
@@ -132,7 +132,7 @@ def _promoted(query: Any, stored: Any) -> Any:
 
 
 def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.Array, keys: jax.Array) -> jax.Array:
-    """Scores before masking, [n, h, k, t, g]."""
+    """Returns scores before masking, [n, h, k, t, g]."""
     contract = (((3,), (3,)), _BATCHES)
     dtype = accumulator(record)
     scores = lax.dot_general(keys, query, contract, product_precision(keys.dtype), preferred_element_type=dtype)
@@ -206,7 +206,7 @@ def _epilogue(record: PagedAttention, running: OnlineSoftmax) -> tuple[jax.Array
 
 
 def _store(x: jax.Array, rows: jax.Array, tile: jax.Array, cut: PagedTiling) -> jax.Array:
-    """x [T, H, ...] with rows [n, t] replaced by a tile [n, h, r, ...]."""
+    """Returns x [T, H, ...] with rows [n, t] replaced by a tile [n, h, r, ...]."""
     stack, heads, _, *rest = tile.shape
     tile = tile.reshape(stack, heads, cut.queries, -1, *rest).swapaxes(1, 2)
     return x.at[rows].set(tile.reshape(stack, cut.queries, -1, *rest).astype(x.dtype), mode="drop")

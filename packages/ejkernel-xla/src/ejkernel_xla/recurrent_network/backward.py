@@ -137,7 +137,7 @@ def _states_before(pullback: Pullback, at: Direction) -> State:
 
 
 def _outer(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Sum over tokens and rows of the products of every two entries, [left, right]."""
+    """Returns sum over tokens and rows of the products of every two entries, [left, right]."""
     return jnp.einsum("tbg,tbf->gf", left, right.astype(left.dtype), precision=precision(record))
 
 

@@ -14,7 +14,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import accumulator
 
 
 def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of one device's queries.
+    """Returns attention output and residuals of one device's queries.
 
     Args:
         record: The canonical arguments.
@@ -40,7 +40,7 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
 
 
 def _start(record: RingAttention) -> Partial:
-    """Attention to no key: the sinks alone, which are thereby counted once."""
+    """Returns attention to no key: the sinks alone, which are thereby counted once."""
     (b, t, h, _), dtype = record.query.shape, accumulator(tiled(record))
     sinks = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
     output = jnp.zeros((b, t, h, record.value.shape[3]), dtype)

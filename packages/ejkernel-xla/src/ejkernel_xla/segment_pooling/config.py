@@ -51,14 +51,14 @@ def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> Toke
 
 
 def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tuple[TokenTiles, ...]:
-    """Tiles worth measuring for a record on a device: only pools of any length, and only forward, have tiles."""
+    """Returns the tiles worth measuring for a record; only the forward pass of pools of any length has tiles."""
     if record.ranges is None or direction == "backward":
         return ()
     return tuple(TokenTiles(block_size=size) for size in BLOCK_SIZES)
 
 
 def _typical(record: SegmentPooling) -> int:
-    """About the length of a pool, so that short ones are not padded with a multiple of what they have."""
+    """Returns about the length of a pool, so that short pools are not padded to several times their length."""
     return min(256, max(8, 1 << _mean_length(record).bit_length()))
 
 

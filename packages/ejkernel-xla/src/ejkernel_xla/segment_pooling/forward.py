@@ -33,7 +33,7 @@ def counts(record: SegmentPooling) -> jax.Array:
 
 
 def _chunk_sums(record: SegmentPooling) -> jax.Array:
-    """Sums over chunks of equal size, [B, M, H, D]."""
+    """Returns sums over chunks of equal size, [B, M, H, D]."""
     values, size = record.values, record.chunk_size
     if record.lengths is not None:
         token = jnp.arange(values.shape[1], dtype=jnp.int32)
@@ -49,7 +49,7 @@ def _chunk_sums(record: SegmentPooling) -> jax.Array:
 
 
 def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Array:
-    """Sums over runs of any length, [1, M, H, D].
+    """Returns sums over runs of any length, [1, M, H, D].
 
         tokens   |  tile 0  |  tile 1  |  tile 2  |  tile 3  |      sums of all tiles at once
         pool          |-----|==========|==========|---|             tokens, whole tiles, tokens

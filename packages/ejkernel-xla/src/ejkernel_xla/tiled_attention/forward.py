@@ -60,7 +60,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of a record.
+    """Returns attention output and residuals of a record.
 
     Args:
         record: The canonical arguments.
@@ -162,7 +162,7 @@ def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """x with 0 for -inf: rows without an attended key yet keep weights of exp(-inf - 0) = 0 instead of NaN."""
+    """Returns x with 0 for -inf: rows without an attended key yet keep weights of exp(-inf - 0) = 0 instead of NaN."""
     return jnp.where(x == -jnp.inf, 0, x)
 
 

@@ -31,19 +31,19 @@ class Axis:
 
     @property
     def symbolic(self) -> bool:
-        """Whether the length is known only when the program runs, as in `jax.export`."""
+        """Returns whether the length is known only when the program runs, as in `jax.export`."""
         return _symbolic(self.length)
 
     @property
     def tiles(self) -> int:
-        """How many there are."""
+        """Returns the number of tiles."""
         if self.symbolic:
             return 1
         return cdiv(self.length, self.block)
 
     @property
     def ragged(self) -> bool:
-        """Whether the last tile shares indices with the one before it."""
+        """Returns whether the last tile shares indices with the one before it."""
         return not self.symbolic and self.length % self.block != 0
 
     def start(self, tile: Any) -> Any:
@@ -58,7 +58,7 @@ class Axis:
 
     @property
     def cut(self) -> Cut:
-        """The same for those who plan; of lengths that are known."""
+        """Returns the axis as `tile_pairs` takes it, for a length that is known."""
         return Cut(self.length, self.block, moved_back=True)
 
 
@@ -78,11 +78,11 @@ class TilePlan:
 
     @property
     def steps(self) -> int:
-        """Steps of the outer loop."""
+        """Returns steps of the outer loop."""
         return math.prod(self.chunks) * self.queries.tiles
 
     def cursor(self, step: Any) -> "Cursor":
-        """Where a step of the outer loop works. All query tiles of the same heads follow each other."""
+        """Returns where a step of the outer loop works. All query tiles of the same heads follow each other."""
         chunk, tile = step // self.queries.tiles, step % self.queries.tiles
         rows, heads = chunk // self.chunks[1], chunk % self.chunks[1]
         return Cursor(rows, tile, rows * self.batch, heads * self.heads, self.queries.start(tile))
@@ -128,12 +128,12 @@ def take(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array
 
 
 def put(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
-    """x with a slice replaced by tile."""
+    """Returns x with a slice replaced by tile."""
     return lax.dynamic_update_slice(x, tile.astype(x.dtype), _int32(starts))
 
 
 def add(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
-    """x with tile added to a slice; tile is summed over the dimensions that have size 1 in x alone."""
+    """Returns x with tile added to a slice; tile is summed over the dimensions that have size 1 in x alone."""
     starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
     shared = tuple(d for d, (n, size) in enumerate(zip(x.shape, tile.shape, strict=True)) if n == 1 and size != 1)
     tile = jnp.sum(tile, axis=shared, keepdims=True)

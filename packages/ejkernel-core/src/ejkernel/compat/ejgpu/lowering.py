@@ -14,7 +14,7 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def dense(arrays: Arrays, bias: Any, slopes: Any, lengths: Pair | None, options: dict[str, Any]) -> jax.Array:
-    """Attention of rows, [B, T, H, V].
+    """Returns attention of rows, [B, T, H, V].
 
     Args:
         arrays: Query [B, T, H, D], key and value [B, S, Hk, D].
@@ -43,7 +43,7 @@ def dense(arrays: Arrays, bias: Any, slopes: Any, lengths: Pair | None, options:
 
 
 def packed(arrays: Arrays, cu_seqlens: Pair, slopes: Any, options: dict[str, Any]) -> jax.Array:
-    """Attention of packed sequences in their layout, [1, total_q, H, V], in memory linear in the lengths.
+    """Returns attention of packed sequences in their layout, [1, total_q, H, V], in memory linear in the lengths.
 
     Among the keys that a causal query sees, `-slope * (i + L_k - L_q - j)` is `slope * j` and a number that all of them
     have, which the softmax drops: slopes need one number per head and key.
@@ -71,7 +71,7 @@ def packed(arrays: Arrays, cu_seqlens: Pair, slopes: Any, options: dict[str, Any
 def padded(
     arrays: Arrays, cu_seqlens: Pair, widths: tuple[int, int], extras: tuple[Any, Any], options: dict[str, Any]
 ) -> jax.Array:
-    """Attention of packed sequences, each in a padded row of its own, [total_q, H, V].
+    """Returns attention of packed sequences, each in a padded row of its own, [total_q, H, V].
 
     Args:
         arrays: As of `packed`.

@@ -130,12 +130,12 @@ def _check_values(name: str, values: Any, cu_seqlens: Any, axes: str) -> None:
 
 
 def _over_chunks(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
-    """Sums within chunks, [B, T, ...]."""
+    """Returns sums within chunks, [B, T, ...]."""
     return _unrolled(_rows(values, bounds, size, backwards), bounds, size, values.shape[1])
 
 
 def _over_sequences(values: jax.Array, bounds: jax.Array, backwards: bool) -> jax.Array:
-    """Sums within sequences, [B, T, ...]: within chunks of about sqrt(T) tokens, then over the chunks before.
+    """Returns sums within sequences, [B, T, ...]: within chunks of about sqrt(T) tokens, then over the chunks before.
 
     Sums over the whole row, of which two would be subtracted, lose digits and turn gates of -inf into NaN.
     """
@@ -157,7 +157,7 @@ def _over_sequences(values: jax.Array, bounds: jax.Array, backwards: bool) -> ja
 
 
 def _rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
-    """Sums within chunks of packed sequences, a row each: [B, M, size, ...]."""
+    """Returns sums within chunks of packed sequences, a row each: [B, M, size, ...]."""
     first, end = chunk_ranges(bounds, size, values.shape[1]).T[..., None]
     token = first + jnp.arange(size, dtype=jnp.int32)
     rows = jnp.take(values, jnp.minimum(token, values.shape[1] - 1), axis=1)

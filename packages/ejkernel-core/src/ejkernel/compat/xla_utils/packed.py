@@ -106,7 +106,7 @@ def prepare_position_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
 
 
 def prepare_token_indices(cu_seqlens: Integer[Array, " n+1"], total: int | None = None) -> Integer[Array, "total 2"]:
-    """Sequence and place in it of every token, [total, 2] int32; tokens after the last sequence have (-1, 0).
+    """Returns (sequence, index in it) of every token, [total, 2] int32; tokens after the last sequence have (-1, 0).
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.
@@ -137,7 +137,7 @@ def prepare_chunk_offsets(cu_seqlens: Integer[Array, " n+1"], chunk_size: int) -
 def prepare_chunk_indices(
     cu_seqlens: Integer[Array, " n+1"], chunk_size: int, num_chunks: int | None = None
 ) -> Integer[Array, "chunks 2"]:
-    """Sequence, and number within it, of every chunk, [num_chunks, 2] int32; rows after the last chunk are (-1, 0).
+    """Returns (sequence, index in it) of every chunk, [num_chunks, 2] int32; rows after the last chunk are (-1, 0).
 
     Args:
         cu_seqlens: [N + 1] int, may be traced.

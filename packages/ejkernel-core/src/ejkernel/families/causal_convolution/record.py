@@ -48,7 +48,7 @@ def states(record: CausalConvolution) -> jax.Array:
 
 
 def places(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
-    """Sequence (a row is one; -1 for none) and position in it of every token, int32 [B, T]."""
+    """Returns the sequence (a row is one; -1 for none) of every token and its position in it, int32 [B, T]."""
     rows, tokens, _ = record.x.shape
     if record.cu_seqlens is not None:
         return packing.packed_ids(record.cu_seqlens, tokens)

@@ -31,7 +31,7 @@ def accumulator(record: GatherReduce) -> Any:
 
 
 def named(index: jax.Array, count: int) -> jax.Array:
-    """Where an index names one of `count` rows or pairs."""
+    """Returns a mask of the indices that name one of `count` rows or pairs."""
     return (index >= 0) & (index < count)
 
 

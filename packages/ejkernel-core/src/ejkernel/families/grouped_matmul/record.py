@@ -60,7 +60,7 @@ def dtype_of_sums(dtype: Any) -> Any:
 
 
 def columns(record: GroupedMatmul) -> int:
-    """N."""
+    """Returns N, the number of columns."""
     return record.rhs.shape[1 if record.transpose_rhs else 2]
 
 
@@ -77,7 +77,9 @@ def group_rows(record: GroupedMatmul) -> tuple[jax.Array, jax.Array]:
 
 
 def running_sum(x: jax.Array) -> jax.Array:
-    """Sums of the first elements up to each of a short vector, int32: one small kernel, where a scan is several."""
+    """Returns sums of the first elements up to each of a short vector, int32: one small kernel, where a scan is
+    several.
+    """
     place = jnp.arange(x.shape[0])
     return jnp.sum(jnp.where(place[:, None] >= place, x, 0), axis=1, dtype=jnp.int32)
 
@@ -97,7 +99,7 @@ def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> ja
 
 
 def rows(record: GroupedMatmul, lhs: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Rows as they are multiplied with.
+    """Returns rows as they are multiplied with.
 
     Args:
         record: Whose they are.

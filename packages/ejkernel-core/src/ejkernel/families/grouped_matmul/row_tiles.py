@@ -73,7 +73,7 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
 
 
 def most_tiles(rows: int, matrices: int, block: int) -> int:
-    """W, the most tiles there can be: those that are whole, and one of every group and of the rows outside of them."""
+    """Returns W, the largest number of tiles: the whole ones, one per group, and one for the unassigned rows."""
     return rows // block + matrices + 2
 
 

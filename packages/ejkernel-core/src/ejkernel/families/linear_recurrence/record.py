@@ -88,7 +88,7 @@ def by_channel(record: LinearRecurrence) -> bool:
 
 
 def head_count(record: LinearRecurrence) -> int:
-    """H: the heads that have a state of their own."""
+    """Returns H: the heads that have a state of their own."""
     return max(record.query.shape[2], record.value.shape[2])
 
 

@@ -33,7 +33,7 @@ class Rotary:
 
 
 def rotary_of(record: PagedAttention) -> Rotary | None:
-    """That of a latent record; None for others."""
+    """Returns the rotary part of a latent record; None for other records."""
     return None if record.latent is None else Rotary(record.key_pages, record.latent[1])
 
 

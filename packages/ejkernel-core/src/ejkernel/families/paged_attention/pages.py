@@ -44,7 +44,7 @@ def page_size(record: PagedAttention) -> int:
 
 
 def kv_heads(record: PagedAttention) -> int:
-    """KV heads, without those that only pad the cache."""
+    """Returns KV heads, without those that only pad the cache."""
     if record.kv_layout == LATENT:
         return 1
     return record.kv_heads or record.key_pages.shape[record.kv_layout.index("h")]
@@ -139,7 +139,7 @@ def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: R
 
 
 def token_places(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
-    """Sequence (-1 for none) and position of every query row, [T] int32."""
+    """Returns the sequence (-1 for none) and the position of every query row, [T] int32."""
     starts, lengths = query_ranges(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
     ends = lax.cummax(jnp.where(lengths > 0, starts + lengths, 0))
@@ -152,7 +152,7 @@ def token_places(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
 
 
 def find(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Page and slot of positions of sequences.
+    """Returns the page and the slot of each position of some sequences.
 
     Args:
         record: The record.

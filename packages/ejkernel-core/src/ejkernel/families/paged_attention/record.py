@@ -116,7 +116,7 @@ def _without_empty_tables(record: PagedAttention) -> None:
 
 
 def band(record: PagedAttention) -> Window:
-    """(left, right) such that causal and window together allow `-left <= k - p <= right`; None is unbounded."""
+    """Returns (left, right) such that causal and window together allow `-left <= k - p <= right`; None is unbounded."""
     left, right = record.sliding_window or (None, None)
     if record.causal:
         right = 0 if right is None else min(right, 0)
@@ -124,7 +124,7 @@ def band(record: PagedAttention) -> Window:
 
 
 def qq_terms(bias: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Entries of a [Q, Q] bias; 0 outside of it. The indices broadcast against each other."""
+    """Returns entries of a [Q, Q] bias; 0 outside of it. The indices broadcast against each other."""
     size = bias.shape[0]
     outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
     return bias.at[jnp.where(outside, size, row), column].get(mode="fill", fill_value=0)

@@ -76,7 +76,7 @@ def _gathered(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tuple[
 
 
 def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, position: jax.Array, dtype: Any) -> jax.Array:
-    """Scores before masking, [T, H, K]."""
+    """Returns scores before masking, [T, H, K]."""
     query = as_computed(record.query, record).astype(dtype)
     scores = jnp.einsum("thd,tkhd->thk", query, keys, precision=lax.Precision.HIGHEST) * record.softmax_scale
     context = _contexts(record)[jnp.maximum(sequence, 0)]

@@ -49,7 +49,7 @@ def finished(record: QuantizedMatmul, sums: jax.Array) -> jax.Array:
 
 
 def columns(record: QuantizedMatmul) -> int:
-    """N."""
+    """Returns N, the number of columns."""
     return record.scales.shape[0] if record.transpose else record.scales.shape[1] * record.format.group_size
 
 

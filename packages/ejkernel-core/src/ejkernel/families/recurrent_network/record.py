@@ -69,7 +69,7 @@ def accumulator(record: RecurrentNetwork) -> Any:
 
 
 def shape(record: RecurrentNetwork) -> tuple[int, int, int]:
-    """L, R and H."""
+    """Returns L, R and H: layers, directions and hidden size."""
     layers, directions, _, hidden = record.weight_hh.shape
     return layers, directions, hidden
 

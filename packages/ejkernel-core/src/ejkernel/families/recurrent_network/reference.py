@@ -61,7 +61,7 @@ def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkR
 def _reference_direction(
     record: RecurrentNetwork, layer: int, direction: int, inputs: jax.Array
 ) -> tuple[State, State]:
-    """Gates of every token and states after it [B, T, ...], and the final states [B, H]."""
+    """Returns gates of every token and states after it [B, T, ...], and the final states [B, H]."""
     dtype, highest = accumulator(record), lax.Precision.HIGHEST
     weight_ih = input_weights(record, layer)[direction].astype(dtype)
     weight_hh = record.weight_hh[layer, direction].astype(dtype)

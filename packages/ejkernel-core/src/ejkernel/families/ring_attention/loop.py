@@ -56,7 +56,7 @@ RemoteStep = Callable[[Distance, Load, Any], tuple[Gradients, Any]]
 
 
 def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Attention output and residuals of one device's queries.
+    """Returns attention output and residuals of one device's queries.
 
     Args:
         record: The canonical arguments.
@@ -173,7 +173,7 @@ def _leg(
     *,
     unrolled: bool,
 ) -> tuple[Gradients, Any]:
-    """Ring steps 1 to `last` in one direction; the load is the first one's, the cargo one step after."""
+    """Runs ring steps 1 to `last` in one direction; the load is the first step's, the cargo arrives one step later."""
 
     def meet(distance: Distance, load: Load, cargo: Gradients, state: Any) -> tuple[Gradients, Any]:
         arriving = ring.shift(cargo, hop)

@@ -60,7 +60,7 @@ def axis_bound(axis_name: str) -> bool:
 
 
 def axis_size(axis_name: str | None) -> int:
-    """Devices along a mesh axis; 1 where it is not bound."""
+    """Returns devices along a mesh axis; 1 where it is not bound."""
     return lax.axis_size(axis_name) if axis_name is not None and axis_bound(axis_name) else 1
 
 

@@ -47,7 +47,7 @@ class Ring:
 
     @property
     def distances(self) -> tuple[int, ...]:
-        """How many places before a device each sender is, in the order of ring steps; negative after it."""
+        """Returns how many places before a device each sender is, in the order of ring steps; negative after it."""
         return (*range(1, self.before + 1), *range(-1, -self.after - 1, -1))
 
     def shift(self, tree: Tree, hops: int) -> Tree:
@@ -56,7 +56,7 @@ class Ring:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
 
     def stripe(self, x: jax.Array, axis: int) -> jax.Array:
-        """x with this device's striped part in place of its own, along an axis."""
+        """Returns x with this device's striped part in place of its own, along an axis."""
         return stripes.stripe(x, axis, self.axis_name) if self.striped else x
 
     def unstripe(self, x: jax.Array, axis: int) -> jax.Array:
@@ -64,7 +64,7 @@ class Ring:
         return stripes.unstripe(x, axis, self.axis_name) if self.striped else x
 
     def pieces(self, source: jax.Array, length: int) -> list[tuple[jax.Array, int]]:
-        """(start, length) in the whole sequence of what a device works on."""
+        """Returns (start, length) in the whole sequence of each piece that a device works on."""
         if not self.striped:
             return [(source * length, length)]
         return [(start, length // 2) for start in stripes.starts(source, length // 2, self.size)]
@@ -96,7 +96,7 @@ class Ring:
     def _leg(
         self, direction: int, last: int, load: Load, cargo: Load, step_of: StepFunction, state: Any, *, first: int
     ) -> tuple[Load, Any]:
-        """Ring steps `first` to `last` in one direction; the load is the first one's."""
+        """Runs ring steps `first` to `last` in one direction; the load is the first step's."""
         me = lax.axis_index(self.axis_name)
 
         def meet(hop: Any, load: Load, cargo: Load, state: Any) -> tuple[Load, Any]:
@@ -195,7 +195,7 @@ def columns(x: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array
 
 
 def put_columns(x: jax.Array, part: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:
-    """x with other values in the columns of a device's keys."""
+    """Returns x with other values in the columns of a device's keys."""
     if x.shape[3] == 1:
         return part
     done = 0

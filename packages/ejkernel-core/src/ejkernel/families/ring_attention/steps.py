@@ -227,7 +227,7 @@ def _wider(side: int | None, cut: int) -> int | None:
 
 
 def _put(x: jax.Array, place: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
-    """x at a place of an axis of `length`, `fill` around it."""
+    """Returns an axis of `length` with x at an index, and `fill` around it."""
     if place == (0, length):
         return x
     padding = [(0, 0)] * x.ndim

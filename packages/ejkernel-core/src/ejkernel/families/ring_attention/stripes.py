@@ -33,12 +33,12 @@ def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
 
 
 def starts(source: Any, half: int, size: int) -> tuple[Any, Any]:
-    """Where the two halves of a device begin in the whole sequence."""
+    """Returns where the two halves of a device begin in the whole sequence."""
     return source * half, (2 * size - 1 - source) * half
 
 
 def _sends(size: int) -> tuple[Pairs, Pairs]:
-    """(from, to) of the even halves, and of the odd ones."""
+    """Returns (from, to) of the even halves, and of the odd ones."""
 
     def owner(half: int) -> int:
         return min(half, 2 * size - 1 - half)

@@ -122,7 +122,7 @@ def query_positions(record: SelectedAttention) -> jax.Array:
 
 
 def places(record: SelectedAttention) -> BlockPlaces:
-    """Where the blocks lie, for selecting them."""
+    """Returns the positions of the blocks, to select among them."""
     return BlockPlaces(
         starts=starts(record),
         size=record.block_size,
@@ -168,7 +168,7 @@ def window(record: SelectedAttention) -> TiledAttention | None:
 
 
 def as_tiled(record: SelectedAttention, **fields: Any) -> TiledAttention:
-    """Attention of the queries to the keys, or to what `fields` says instead."""
+    """Returns attention of the queries to the keys, or to what `fields` says instead."""
     shared: dict[str, Any] = {
         "query": record.query,
         "key": record.key,

@@ -69,7 +69,7 @@ class BlockMap:
 
     @property
     def xp(self) -> Any:
-        """The module that the tables are of: `numpy`, or `jax.numpy` where they are traced."""
+        """Returns the module of the tables' arrays: `numpy`, or `jax.numpy` if they are traced."""
         return np if isinstance(self.some, np.ndarray) and isinstance(self.every, np.ndarray) else jnp
 
     def by_keys(self) -> "BlockMap":

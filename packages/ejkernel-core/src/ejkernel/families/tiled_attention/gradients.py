@@ -11,7 +11,8 @@ from ejkernel.types.pullback import Pullback
 
 
 def less_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:
-    """Delta [B, H, T] less the cotangent of lse, whose derivative by the score s_ij is p_ij; as it is without one.
+    """Returns delta [B, H, T] minus the cotangent of lse, whose derivative by the score s_ij is p_ij; delta without
+    one.
 
     A row with nothing to attend has no gradient, whatever the cotangent of its lse holds.
     """

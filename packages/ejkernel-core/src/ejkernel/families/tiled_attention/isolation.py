@@ -41,7 +41,7 @@ def isolate_record(record: Any) -> Any:
 
 
 def marked_keys(key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
-    """Finite values [B, S, Hk, Dv], and keys [B, S, Hk, D] that are NaN where the values were not."""
+    """Returns finite values [B, S, Hk, Dv], and keys [B, S, Hk, D] that are NaN where the values were not."""
     marked = jnp.isfinite(value).all(axis=-1, keepdims=True)
     return {"key": jnp.where(marked, key, jnp.nan), "value": finite_or_zero(value)}
 
@@ -76,12 +76,12 @@ def isolate_pullback(pullback: Any) -> Any:
 
 
 def isolate_rows(cotangent: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Finite cotangents [B, T, H, Dv], and lse [B, H, T] that is NaN where they were not."""
+    """Returns finite cotangents [B, T, H, Dv], and lse [B, H, T] that is NaN where they were not."""
     return finite_or_zero(cotangent), jnp.where(finite_rows(cotangent), lse, jnp.nan)
 
 
 def finite_or_zero(x: jax.Array) -> jax.Array:
-    """x with 0 instead of NaN and infinities, and float32 numbers no larger than TF32 has."""
+    """Returns x with 0 instead of NaN and infinities, and float32 numbers no larger than TF32 has."""
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST) if x.dtype == jnp.float32 else x, 0)
 
 

@@ -10,7 +10,7 @@ KIBI = 1024
 
 
 def power_of_two(size: int) -> int:
-    """Head size as most kernels pad it: a power of two from 16 on."""
+    """Returns head size as most kernels pad it: a power of two from 16 on."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -40,7 +40,9 @@ def kind(record: TiledAttention, padded: Callable[[int], int] = power_of_two) ->
 
 
 def kind_of_large(record: TiledAttention) -> str | None:
-    """The kind of a call with as much work as a large GPU has room for; what is best for others depends on shapes."""
+    """Returns the kind of a call with as much work as a large GPU has room for; what is best for others depends on
+    shapes.
+    """
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     return None if b * h * t < 2**18 or min(t, s) < KIBI else kind(record)
 

@@ -89,7 +89,7 @@ class SoftmaxResiduals:
 
 
 def band(record: TiledAttention) -> Window:
-    """(left, right) such that causal and window together allow `-left <= k - q <= right`; None is unbounded.
+    """Returns (left, right) such that causal and window together allow `-left <= k - q <= right`; None is unbounded.
 
     A side of `FAR` or more is unbounded too: int32 positions plus such a side would wrap around.
     """
@@ -108,7 +108,7 @@ def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
 
 
 def dropout_numbers(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
-    """Dropout's numbers of rows [B, H, T] and of columns [1, S], uint32, of a record with a seed.
+    """Returns the dropout keys of rows [B, H, T] and of columns [1, S], uint32, of a record with a seed.
 
     They cost more than what a kernel makes of them, and are made once before it.
     """

@@ -58,7 +58,7 @@ def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
 
 
 def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array, jax.Array]:
-    """Scores before masking [B, H, T, S] and which of them are allowed, bool [B|1, H|1, T, S]."""
+    """Returns scores before masking [B, H, T, S] and which of them are allowed, bool [B|1, H|1, T, S]."""
     query = record.query.astype(accumulate)
     key = _repeat_heads(record.key, record.query.shape[2]).astype(accumulate)
     scores = jnp.einsum("bthd,bshd->bhts", query, key, precision=lax.Precision.HIGHEST) * record.softmax_scale
@@ -78,7 +78,7 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
 
 
 def _relative_bias(record: TiledAttention, table: jax.Array) -> jax.Array:
-    """The bias [1, H, T, S] of distances in the whole call, from a table [H, 2 R + 1]."""
+    """Returns the bias [1, H, T, S] of distances in the whole call, from a table [H, 2 R + 1]."""
     origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
     query = jnp.arange(record.query.shape[1], dtype=jnp.int32) + origin[2]
     key = jnp.arange(record.key.shape[1], dtype=jnp.int32) + origin[3]

@@ -11,14 +11,14 @@ from ejkernel.promotion import promoting
 
 
 def soft_capped(scores: jax.Array, cap: float) -> jax.Array:
-    """Scores within (-cap, cap); what an additive mask of -inf masks stays masked, and has gradient 0."""
+    """Returns scores within (-cap, cap); what an additive mask of -inf masks stays masked, and has gradient 0."""
     masked = scores == -jnp.inf
     return jnp.where(masked, -jnp.inf, cap * jnp.tanh(jnp.where(masked, 0, scores) / cap))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def coarse(dtype: Any, scores: jax.Array) -> jax.Array:
-    """Scores with the digits of a narrower dtype, in their own; derivative 1."""
+    """Returns scores with the digits of a narrower dtype, in their own; derivative 1."""
     return rounded(scores, dtype)
 
 

@@ -22,7 +22,7 @@ from ejkernel.families.tiled_attention.record import TiledAttention, band
 
 
 def tiles(length: int, block: int) -> int:
-    """Tiles that cover a length."""
+    """Returns tiles that cover a length."""
     return cdiv(length, block)
 
 
@@ -42,18 +42,18 @@ class Cut:
 
     @property
     def tiles(self) -> int:
-        """How many there are."""
+        """Returns the number of tiles."""
         return tiles(self.length, self.block)
 
     @property
     def low(self) -> np.ndarray:
-        """First index of every tile, int32 [tiles]."""
+        """Returns first index of every tile, int32 [tiles]."""
         starts = np.arange(self.tiles, dtype=np.int32) * self.block
         return np.minimum(starts, self.length - self.block) if self.moved_back else starts
 
     @property
     def high(self) -> np.ndarray:
-        """Last index of every tile, int32 [tiles]."""
+        """Returns last index of every tile, int32 [tiles]."""
         return np.minimum(self.low + self.block, self.length) - 1
 
     def rows(self, values: jax.Array) -> jax.Array:
@@ -150,7 +150,10 @@ def _banded(record: TiledAttention, q_cut: Cut, kv_cut: Cut, xp: Any) -> tuple[A
 
 
 def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Some and every pair of tiles with equal segment ids >= 0. Overlapping ranges may still have no pair."""
+    """Returns the tiles in which some pair, and in which every pair, has equal segment ids >= 0.
+
+    Ranges of ids that overlap need not have an id in common, so some tiles of the first kind have no such pair.
+    """
     (q_low, q_high), (k_low, k_high) = queries, keys
     q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
     some = (jnp.maximum(q_low, k_low) <= jnp.minimum(q_high, k_high)) & (jnp.minimum(q_high, k_high) >= 0)

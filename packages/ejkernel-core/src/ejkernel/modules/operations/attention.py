@@ -144,7 +144,7 @@ class AttentionArguments(ArgumentRecord, of=attention):
 
     @property
     def drops(self) -> bool:
-        """Whether weights are dropped."""
+        """Returns whether weights are dropped."""
         return self.dropout_prob > 0 and not self.deterministic
 
 
@@ -155,7 +155,7 @@ def validate(args: AttentionArguments) -> None:
 
 
 def _check_call(args: AttentionArguments) -> None:
-    """What the call of `flash_attention` cannot be made without."""
+    """Checks the arguments without which `flash_attention` cannot be called."""
     for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
         check_shape(name, getattr(args, name), axes, {})
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")

@@ -166,7 +166,7 @@ class FlashMLAArguments(ArgumentRecord, of=flash_mla):
 
     @property
     def drops(self) -> float:
-        """The probability of dropping a weight in this call."""
+        """Returns the probability of dropping a weight in this call."""
         return 0.0 if self.deterministic else self.dropout_prob
 
 

@@ -236,7 +236,7 @@ def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> 
 
 
 def _normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
-    """y [B, T, channels] over the root mean square of each group of channels."""
+    """Returns y [B, T, channels] over the root mean square of each group of channels."""
     groups = y.reshape(*y.shape[:2], -1, args.norm_group_size or y.shape[2])
     return (groups * lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + args.rmsnorm_eps)).reshape(y.shape)
 

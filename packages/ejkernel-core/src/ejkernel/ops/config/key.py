@@ -78,7 +78,7 @@ def _array(leaf: Any) -> str:
 
 @functools.cache
 def schema_hash(part: type) -> str:
-    """Eight hex digits that change when a configuration part's fields, types or defaults change."""
+    """Returns eight hex digits that change with the fields, types or defaults of a configuration type."""
     text = msgspec.json.encode(_undocumented(msgspec.json.schema(part)), order="sorted")
     return hashlib.sha256(text).hexdigest()[:8]
 

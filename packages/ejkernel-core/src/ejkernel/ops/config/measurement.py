@@ -30,7 +30,7 @@ class Measurement:
 
     @property
     def part(self) -> Any:
-        """The configuration part."""
+        """Returns the configuration part."""
         return self.cfg
 
 
@@ -54,7 +54,7 @@ class TuningResult:
 
     @property
     def winner(self) -> Measurement:
-        """What is to be used: the fastest, if it is ahead of the rule's by more than their spread; else the rule's.
+        """Returns the candidate to use: the fastest if it beats the rule's by more than their spread, else the rule's.
 
         Noise alone puts some candidate first. Where it cannot be told from the rule's time, the rule stays, so that two
         machines of a fleet do not disagree for nothing.
@@ -67,5 +67,5 @@ class TuningResult:
 
     @property
     def best(self) -> Measurement:
-        """The fastest candidate."""
+        """Returns the fastest candidate."""
         return self.measurements[0]

@@ -27,7 +27,7 @@ class ConfigCache:
 
     @property
     def generation(self) -> int:
-        """How often an answer in use has changed."""
+        """Returns how often a configuration that was in use has changed; it is part of the jit cache key."""
         return self._generation
 
     def get(self, key: ConfigKey) -> Any | None:

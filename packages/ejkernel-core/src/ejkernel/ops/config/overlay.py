@@ -63,7 +63,7 @@ def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
 
 
 def setting_mismatch(config: BaseOperationConfig, serves: Mapping[str, str]) -> str:
-    """Where a configuration was made for, if that is elsewhere; empty if it applies."""
+    """Returns the setting of a configuration that does not fit the call, such as its platform; empty if all fit."""
     for name, value in serves.items():
         setting = getattr(config, name)
         if setting not in ("auto", "any", value):

@@ -78,12 +78,12 @@ class PersistentCache:
 
     @property
     def predicted(self) -> "PersistentCache":
-        """The store next to this one that holds what was predicted and not measured."""
+        """Returns the store next to this one, which holds predictions instead of measurements."""
         return PersistentCache(path=self.path.with_suffix(PREDICTED))
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Returns the path of the file."""
         if self._path is None:
             return default_path()
         return self._path if self._path.suffix == ".json" else self._path / FILE_NAME

@@ -34,7 +34,7 @@ class AutotunePolicy:
 
     @property
     def tunes_on_miss(self) -> bool:
-        """Whether a miss leads to measuring."""
+        """Returns whether a call without a configuration is measured."""
         return self.allow_autotune and self.cache_miss_fallback == "autotune"
 
 

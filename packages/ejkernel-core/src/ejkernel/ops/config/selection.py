@@ -47,7 +47,7 @@ class Request:
         )
 
     def part_type(self) -> type:
-        """Type of the configuration part of this direction."""
+        """Returns type of the configuration part of this direction."""
         return self.implementation.config.kernel_type(self.direction)
 
     def kernel(self) -> Callable[[Any, Any], Any]:

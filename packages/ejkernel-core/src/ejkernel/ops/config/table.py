@@ -110,7 +110,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def table_name(device: str, op_name: str) -> str:
-    """Relative path of a shipped table: `NVIDIA_H200/flash_attention.json`."""
+    """Returns relative path of a shipped table: `NVIDIA_H200/flash_attention.json`."""
     return f"{device.replace(' ', '_').replace('/', '_')}/{op_name}.json"
 
 

@@ -99,7 +99,7 @@ class _Contender:
 
 
 def spread(times: Sequence[float]) -> float:
-    """Interquartile range; 0 for a single sample."""
+    """Returns interquartile range; 0 for a single sample."""
     if len(times) < MIN_SAMPLES:
         return 0.0
     first, _, third = statistics.quantiles(times, n=4, method="inclusive")

@@ -76,7 +76,7 @@ class Invocation:
 
     @property
     def call_key(self) -> str:
-        """Signature of the call: shapes, dtypes and structural arguments, platform, mesh and specs included."""
+        """Returns the signature of the call: shapes, dtypes and static arguments, platform, mesh and specs."""
         options = self.options()
         platform = options.get("platform") or getattr(options.get("cfg"), "platform", "auto")
         mesh, specs = options.get("mesh"), [options.get(name) for name in ("in_specs", "out_specs")]
@@ -119,19 +119,19 @@ class Kernel(Generic[Cfg, Out]):
 
     @property
     def is_custom(self) -> bool:
-        """Whether this is a kernel of the caller's own, without an operation."""
+        """Returns whether this is a kernel of the caller's own, without an operation."""
         return getattr(type(self), "op", None) is None
 
     @property
     def op_id(self) -> str:
-        """The operation's name, or that of a kernel of the caller's own."""
+        """Returns the name of the operation, or of the caller's own kernel."""
         if not self.is_custom:
             return self.op.name
         return self._custom_id or f"{type(self).__module__}.{type(self).__qualname__}"
 
     @property
     def version(self) -> str:
-        """Version of the operation's configurations."""
+        """Returns the version of the operation's configurations."""
         return "0" if self.is_custom else self.op.version
 
     def invocation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Invocation:

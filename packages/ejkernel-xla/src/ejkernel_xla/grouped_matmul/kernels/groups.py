@@ -41,7 +41,7 @@ class RowTile(NamedTuple):
         return None if record.lhs_scale is None else self.take(record.lhs_scale)
 
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
-        """x with the tile's valid rows replaced."""
+        """Returns x with the tile's valid rows replaced."""
         # Rows after the group's end belong to the next one: they keep what they hold.
         merged = jnp.where(self.valid, rows.astype(x.dtype), self.take(x))
         return lax.dynamic_update_slice_in_dim(x, merged, self.start, 0)

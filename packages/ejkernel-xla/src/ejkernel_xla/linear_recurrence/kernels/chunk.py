@@ -118,5 +118,5 @@ def _intra_chunk_read(chunk: ChunkTokens, write: jax.Array, values: list[DecaySp
 
 
 def precision(record: LinearRecurrence) -> lax.Precision | None:
-    """Precision of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
+    """Returns precision of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
     return product_precision(record.query.dtype, record.precision)

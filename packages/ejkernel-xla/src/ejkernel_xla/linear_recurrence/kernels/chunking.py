@@ -75,7 +75,7 @@ class Chunking:
 
     @property
     def all_full(self) -> bool:
-        """Whether no token of any chunk is masked."""
+        """Returns whether no token of any chunk is masked."""
         return self.bounds is None and self.roles is None and self.tokens % self.length == 0
 
 
@@ -109,12 +109,12 @@ def cut(x: jax.Array, chunking: Chunking, at: ChunkSlice) -> jax.Array:
 
 
 def paste(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
-    """x with a part added where `cut` took it."""
+    """Returns x with a part added where `cut` took it."""
     return add(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
 
 
 def replace(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
-    """x with a part where `cut` took it, for chunks that share no token."""
+    """Returns x with a part where `cut` took it, for chunks that share no token."""
     return put(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
 
 

@@ -56,7 +56,7 @@ def split(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
 def corners(
     left: jax.Array, right: jax.Array, levels: list[DecaySpans] | None, precision: lax.Precision | None = None
 ) -> list[jax.Array]:
-    """Scores of each later token i with each earlier token j: `sum_k left_ik weight_ijk right_jk`.
+    """Returns scores of each later token i with each earlier token j: `sum_k left_ik weight_ijk right_jk`.
 
     Args:
         left: [..., C, channels] of the later tokens.

@@ -48,7 +48,7 @@ class HeadGates:
         return weigh(multiply(expand(left, state.shape[0]), state, precision), self.since)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """<left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
+        """Returns <left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
         return masked(_shared_products(left, right, precision), self.between)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:

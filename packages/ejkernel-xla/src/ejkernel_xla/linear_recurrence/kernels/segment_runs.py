@@ -77,7 +77,7 @@ def _last_run(runs: jax.Array) -> jax.Array:
 
 
 def _by_state(record: LinearRecurrence, rows: jax.Array) -> jax.Array:
-    """Something about rows [B] for states [B * H, K, V]."""
+    """Returns an array of rows [B] repeated for every head, so that it broadcasts to states [B * H, K, V]."""
     return jnp.repeat(rows, head_count(record))[:, None, None]
 
 

@@ -16,7 +16,7 @@ from ejkernel_xla.linear_recurrence.kernels.products import (
 
 @with_gradients(2)
 def ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
-    """x with `(1 + matrix) x = wanted`.
+    """Returns the solution x of `(1 + matrix) x = rhs`.
 
     Args:
         matrix: [..., C, C], of which only what lies below the diagonal is read; C is a power of two.
@@ -71,7 +71,7 @@ def inverse(matrix: jax.Array, precision: Any) -> jax.Array:
 
 
 def _product(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """Matrix products of [..., n, n]; the smallest are unrolled, since a library call costs more than they do."""
+    """Returns matrix products of [..., n, n]; small ones are unrolled, because a library call costs more."""
     n = left.shape[-1]
     if n > 4:
         return jnp.matmul(left, right, precision=precision)

@@ -32,7 +32,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """How many blocks there are."""
+        """Returns how many blocks there are."""
         return cdiv(self.tokens, self.length)
 
     @property

@@ -42,7 +42,7 @@ class Direction:
 
     @classmethod
     def of(cls, record: RecurrentNetwork, layer: int, direction: int) -> "Direction":
-        """Direction 0 reads forwards, 1 backwards."""
+        """Returns one direction of a layer: 0 reads forwards, 1 backwards."""
         biases = (record.bias_ih, record.bias_hh)
         bias_ih, bias_hh = (None if x is None else x[layer, direction].astype(accumulator(record)) for x in biases)
         return cls(
@@ -56,11 +56,11 @@ class Direction:
         )
 
     def from_inputs(self, inputs: jax.Array) -> jax.Array:
-        """W_ih x + b_ih of every token, [T, B, G * H], from inputs [T, B, inputs]."""
+        """Returns W_ih x + b_ih of every token, [T, B, G * H], from inputs [T, B, inputs]."""
         return _plus(product(self.record, inputs, self.weight_ih.T), self.bias_ih)
 
     def from_state(self, hidden: jax.Array) -> jax.Array:
-        """W_hh h + b_hh, [..., G * H], from states [..., H]."""
+        """Returns W_hh h + b_hh, [..., G * H], from states [..., H]."""
         return _plus(product(self.record, hidden, self.weight_hh.T), self.bias_hh)
 
     def first_state(self) -> State:
@@ -87,7 +87,7 @@ def product(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.
 
 
 def precision(record: RecurrentNetwork) -> lax.Precision | None:
-    """Precision of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
+    """Returns precision of the matrix products: 16-bit inputs do not need float32's last digits, others do."""
     return product_precision(record.x.dtype)
 
 

@@ -39,11 +39,11 @@ class SelectedPlan:
 
     @property
     def steps(self) -> int:
-        """Steps of the outer loop."""
+        """Returns steps of the outer loop."""
         return self.batch * self.heads * self.tiles
 
     def step_at(self, step: Any) -> tuple[Any, Any, Any]:
-        """Batch row, KV head and first query of a step."""
+        """Returns batch row, KV head and first query of a step."""
         row, tile = step // self.tiles, step % self.tiles
         return row // self.heads, row % self.heads, tile * self.queries
 
@@ -112,7 +112,7 @@ def by_token(x: jax.Array, length: int) -> jax.Array:
 
 
 def fill(x: jax.Array, axis: int, length: int, value: Any) -> jax.Array:
-    """x with an axis extended to a length."""
+    """Returns x with an axis extended to a length."""
     missing = length - x.shape[axis]
     padding = [(0, missing if n == axis else 0) for n in range(x.ndim)]
     return jnp.pad(x, padding, constant_values=value) if missing else x
@@ -176,10 +176,10 @@ def take(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def put(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """x with rows replaced; those after its end go nowhere."""
+    """Returns x with rows replaced; those after its end go nowhere."""
     return x.at[rows].set(values, mode="drop", unique_indices=True)
 
 
 def add(x: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """x with values added to rows; those after its end go nowhere."""
+    """Returns x with values added to rows; those after its end go nowhere."""
     return x.at[rows].add(values, mode="drop", unique_indices=True)

@@ -53,7 +53,7 @@ def block_of(x: jax.Array, at: PlanStep, start: jax.Array, size: int) -> jax.Arr
 def score(
     record: SelectedAttention, operands: Operands, plan: SelectedPlan, at: PlanStep, start: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Scores [p, g, k] of some queries of a step and a block, -inf where not allowed; the queries and the keys."""
+    """Returns scores [p, g, k] of queries of a step and a block, -inf where not allowed; the queries; the keys."""
     key = block_of(operands.key, at, start, record.block_size)
     query = take(tile_of(operands.query, plan, at), rows)
     scores = dot("pgd,kd->pgk", query, key) * record.softmax_scale

@@ -58,7 +58,7 @@ class KeyTileLists:
 
 
 def _may_have_any(table: Any) -> bool:
-    """False where it is known at trace time that there is none, so that no loop is compiled for it."""
+    """Returns False if it is known at trace time that there is none, so that no loop is compiled for it."""
     return not isinstance(table, np.ndarray) or bool(table.any())
 
 

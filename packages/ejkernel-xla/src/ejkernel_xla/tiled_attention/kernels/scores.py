@@ -111,7 +111,7 @@ def dot(spec: str, a: jax.Array, b: jax.Array, record: TiledAttention) -> jax.Ar
 def score(
     record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array, query: jax.Array, key: jax.Array
 ) -> Scores:
-    """Scores of a query tile [b, h, g, t, d] and a key tile [b, h, s, d] before masking."""
+    """Returns scores of a query tile [b, h, g, t, d] and a key tile [b, h, s, d] before masking."""
     scores = dot("bhgtd,bhsd->bhgts", query, key, record)
     if not folds_scale(record):
         scores = scores * record.softmax_scale
@@ -168,7 +168,7 @@ def _relative_bias(table: jax.Array, record: TiledAttention, plan: TilePlan, at:
 
 
 def mask(scores: Scores, allowed: jax.Array | None) -> Scores:
-    """Scores with -inf where not allowed."""
+    """Returns scores with -inf where not allowed."""
     if allowed is None:
         return scores
     return Scores(jnp.where(allowed, scores.value, -jnp.inf), scores.slope, allowed)

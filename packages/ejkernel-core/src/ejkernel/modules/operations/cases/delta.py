@@ -23,7 +23,7 @@ SLOTS = 6
 
 
 def _decay_of_channels(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
-    """Beta, a decay of each key channel and a state."""
+    """Returns beta, a decay for each key channel, and a state."""
     beta, decay, state = jax.random.split(key, 3)
     fields = gates("beta", "initial_state")(state, sizes)
     return {
@@ -34,7 +34,7 @@ def _decay_of_channels(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.
 
 
 def segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
-    """Three segments a row with padding in front, between and after, and a state for the first."""
+    """Returns inputs with three segments per row, padding before, between and after them, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
     inputs = gates("beta", "decay", "initial_state", return_state=True)(key, sizes)
@@ -42,7 +42,7 @@ def segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
 
 
 def _shared_keys(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-    """Twice as many value heads as query and key heads."""
+    """Returns inputs with twice as many value heads as query and key heads."""
     query, keys, value = (normal(k, sizes.shape("key")) for k in jax.random.split(key, 3))
     inputs = gates("beta", "decay", "initial_state", return_state=True, softmax_scale=0.3)(key, sizes)
     return {**inputs, "query": query, "key": keys, "value": jnp.concatenate([value, value[::-1]], axis=2)}

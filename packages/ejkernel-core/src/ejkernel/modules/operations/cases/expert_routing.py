@@ -61,7 +61,7 @@ def _case(arguments: type, row: _Row) -> Case:
 
 
 def _tied(logits: jax.Array, step: float) -> jax.Array:
-    """Rounded logits, with zeros, infinities and NaNs of both signs in the first rows."""
+    """Returns rounded logits, with zeros, infinities and NaNs of both signs in the first rows."""
     rounded = jnp.round(logits / step) * step
     # One is left out, as if it were masked.
     rounded = rounded.at[0, 0].set(-jnp.inf)

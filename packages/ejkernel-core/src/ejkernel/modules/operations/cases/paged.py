@@ -54,7 +54,7 @@ _BAND: dict[str, Any] = {"causal": False, "sliding_window": (9, 3)}
 
 
 def nothing(key: jax.Array) -> dict[str, Any]:
-    """No further arguments."""
+    """Returns an empty dictionary: the case has no further arguments."""
     return {}
 
 
@@ -64,7 +64,7 @@ def per_head(key: jax.Array, name: str, sizes: PagedSizes) -> Arrays:
 
 
 def _sinks_lse(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Sinks, which are part of the lse that is returned."""
+    """Returns sinks, which are part of the lse that is returned."""
     return {**per_head(key, "softmax_aux", sizes), **LSE}
 
 

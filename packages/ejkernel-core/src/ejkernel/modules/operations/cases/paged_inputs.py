@@ -43,7 +43,7 @@ class PagedSizes:
 
     @property
     def tokens(self) -> int:
-        """Query rows."""
+        """Returns the number of query rows."""
         return self.rows or (len(self.lens) if self.q_lens is None else sum(self.q_lens))
 
     @property
@@ -81,7 +81,7 @@ def normal(key: jax.Array, dtype: Any, /, **shapes: tuple[int, ...]) -> Arrays:
 
 
 def caches(key: jax.Array, sizes: PagedSizes) -> Arrays:
-    """Key and value cache [P, S, Hk, D]; the slots that hold no token are NaN, so that reading one shows."""
+    """Returns key and value cache [P, S, Hk, D]; the slots that hold no token are NaN, so that reading one shows."""
     z, used = sizes, _used(sizes)
     stored = normal(key, z.dtype, key_cache=(z.pages, z.s, z.g, z.d), value_cache=(z.pages, z.s, z.g, z.v))
     return {name: jnp.where(used[:, :, None, None], x, jnp.nan) for name, x in stored.items()}

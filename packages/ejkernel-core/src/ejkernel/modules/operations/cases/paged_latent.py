@@ -15,7 +15,7 @@ from ejkernel.ops.model import Case
 
 
 def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Arguments; `sizes.v` is R and `sizes.d` Dr. The last sequence is not live, though it looks it."""
+    """Returns the arguments; `sizes.v` is R and `sizes.d` is Dr. The last sequence has a length but is not live."""
     z, pack = sizes, 4 // jnp.dtype(sizes.dtype).itemsize
     lanes = cdiv(z.v, 128) * 128 + cdiv(z.d, 128) * 128
     shapes = {

@@ -111,7 +111,9 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
 
 
 def quantized_like(stored: dict[str, Any], form: Format, key: jax.Array) -> dict[str, jax.Array]:
-    """Quantised normal weights: `w` and `scales` like those stored, and zeros or the tensor scale of their format."""
+    """Returns quantised normal weights: `w` and `scales` like those stored, and zeros or the tensor scale of their
+    format.
+    """
     scales = stored["scales"]
     *rows, groups = scales.shape
     weights = jax.random.normal(key, (*rows, groups * form.group_size), jnp.float32)

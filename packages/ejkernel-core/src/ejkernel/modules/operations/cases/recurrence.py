@@ -26,7 +26,7 @@ class RecurrenceSizes:
     dtype: Any = jnp.float32
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of an argument."""
+        """Returns the shape of an argument."""
         b, t, h, g, k, v = self.b, self.t, self.h, self.g, self.k, self.v
         return {
             "query": (b, t, h, k),

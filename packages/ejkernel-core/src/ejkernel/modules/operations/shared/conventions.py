@@ -27,7 +27,7 @@ def window_sentence(window: Window, causal: bool) -> str:
 
 
 def of_dense(tokens_axis: int = 1) -> Any:
-    """The sentences of an operation on dense queries and keys.
+    """Returns the sentences of an operation on dense queries and keys.
 
     Args:
         tokens_axis: Their axis of tokens.

@@ -79,7 +79,7 @@ def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
 
 
 def expand(latent: jax.Array, weights: jax.Array) -> jax.Array:
-    """Latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
+    """Returns latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
     wide = jnp.promote_types(latent.dtype, jnp.float32)
     product = jnp.einsum(
         "btr,rgn->btgn", latent, weights, precision=product_precision(latent.dtype), preferred_element_type=wide

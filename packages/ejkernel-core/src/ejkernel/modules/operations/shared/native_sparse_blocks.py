@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
     @property
     def of_token(self) -> jax.Array:
-        """[B|1, T] int32, the block of every token; -1 for padding."""
+        """Returns [B|1, T] int32, the block of every token; -1 for padding."""
         of_token = self.base + self.position // self.size
         return of_token if self.ids is None else jnp.where(self.ids >= 0, of_token, -1)
 
@@ -57,7 +57,7 @@ def find_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None)
 
 
 def block_means(blocks: Blocks, x: jax.Array) -> jax.Array:
-    """The mean of every block over the tokens it has: [B, T, Hk, n] -> [B, M, Hk, n] in the same dtype."""
+    """Returns the mean of every block over the tokens it has: [B, T, Hk, n] -> [B, M, Hk, n] in the same dtype."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if blocks.ids is not None:
         x = jnp.where((blocks.ids >= 0)[..., None, None], x, 0)

@@ -71,7 +71,7 @@ def as_newest(name: str, window: Any) -> tuple[int | None, int | None] | None:
 
 
 def as_mask_value(name: str, value: Any) -> float | None:
-    """The score of masked keys: any so low that they weigh nothing, which is what they weigh here.
+    """Returns the score of masked keys: any so low that they weigh nothing, which is what they weigh here.
 
     Raises:
         ValueError: Masked keys would be attended to.
@@ -246,7 +246,7 @@ def check_per_head(name: str, array: Any, sizes: dict[str, int]) -> None:
 
 
 def per_head(array: jax.Array | None, query: jax.Array) -> jax.Array | None:
-    """Such an array in the dtype that scores are accumulated in."""
+    """Returns an array of one value per head, in the dtype that scores are accumulated in."""
     return None if array is None else array.astype(jnp.promote_types(query.dtype, jnp.float32))
 
 

@@ -195,7 +195,7 @@ def per_channel(gate: jax.Array, heads: jax.Array) -> jax.Array:
 
 
 def l2_normalised(x: jax.Array) -> jax.Array:
-    """x over its length along the last axis, `x * rsqrt(sum x^2 + 1e-6)`, in its dtype."""
+    """Returns x over its length along the last axis, `x * rsqrt(sum x^2 + 1e-6)`, in its dtype."""
     return _normalised(wide(x)).astype(x.dtype)
 
 
@@ -221,7 +221,7 @@ _normalised.defvjp(promoting(lambda x: (x * _inverse_length(x), x)), _normalised
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """x in at least float32."""
+    """Returns x in at least float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
