@@ -1,4 +1,4 @@
-"""What all kernels in Mosaic TPU need of device, toolchain and dtypes."""
+"""The requirements that all Mosaic TPU kernels have of device, toolchain and dtypes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,12 +13,12 @@ DTYPES = frozenset({"bfloat16", "float32"})
 def tpu_requires(
     *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]] = lambda record: (), head_dims: range | None = None
 ) -> Requires:
-    """Returns TPUs; the CPU too where kernels are interpreted.
+    """Returns requirements that are met by TPUs, and by the CPU where kernels are interpreted.
 
     Args:
-        handles: Optional fields that the kernels honour.
-        extra: Sentences for what data cannot say.
-        head_dims: Head dimensions that the kernels have; None for families without.
+        handles: Optional fields that the kernels support.
+        extra: Yields reasons to refuse a record that data cannot express.
+        head_dims: Head dimensions that the kernels support; None for operations without heads.
     """
     return Requires(
         devices=devices(),

@@ -55,14 +55,15 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
     caches: dict[str, jax.Array] = dict(zip(("keys", "values"), stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
-    # lse is written as rows of lanes, whole ones.
+    # lse is written in whole rows of 128 lanes.
     lanes = cdiv(spec.rows, LANES) * LANES
     outputs = {
         "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), record.query.dtype),
         "lse": jax.ShapeDtypeStruct((work.items.size // len(FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
     }
     written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches.items()} if tokens else {}
-    # A cache that is written to is one array, which the kernel knows as its output.
+    # A cache that the kernel writes to is an input that shares memory with an output; the kernel uses only the output's
+    # ref.
     cache_inputs = {f"{name}_before" if written else name: x for name, x in caches.items()}
     constants = {name: resident(x) for name, x in _constants(record, spec).items()}
     results = launch(
@@ -70,7 +71,7 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
             name="paged_attention",
             kernel=functools.partial(kernel, spec=spec),
             refs=PagedRefs,
-            # A grid step a core; the loop over items is the kernel's.
+            # One grid step per core; the loop over work items is inside the kernel.
             grid=(spec.parts,),
             parallel=1,
             tables={"items": work.items, "spans": work.spans, "tables": work.tables},
@@ -85,7 +86,7 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
 
 
 def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
-    """Returns what stays in the kernel's memory all the time."""
+    """Returns the arrays that stay in VMEM during the whole kernel."""
     constants: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
         constants["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
@@ -98,7 +99,7 @@ def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
 def _scratch(
     record: PagedAttention, spec: PagedSpec, lanes: int, caches: dict[str, jax.Array], writes: bool
 ) -> dict[str, Any]:
-    """Returns what the kernel keeps."""
+    """Returns the kernel's scratch memory."""
     heads, cache = spec.kv_heads, spec.cache
     state = (heads, spec.rows, LANES)
     scratch: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The work list: one item for every tile of query rows of one sequence.
 
-XLA computes it on the device from lengths that may be traced. Its size is static: q tokens of n sequences have at most
-`q // tile + n` tiles that are not empty. The kernel reads it from scalar memory, as one array per field.
+XLA computes the list on the device from lengths that may be traced. Its size is static: q tokens of n sequences have at
+most `q // tile + n` tiles that are not empty. The kernel reads it from scalar memory, one array per field.
 """
 
 from typing import NamedTuple
@@ -24,13 +24,14 @@ class WorkList(NamedTuple):
     """The kernel's work list, and the index arrays that pack its queries and unpack its results.
 
     Attributes:
-        items: int32 [fields * W]. Of each item: its sequence; its first row of the packed queries; its tokens; the
-            position of the first; the first key that any of its rows attends, and one more than the last; the same of
-            pages and of blocks, of which there is one at least; whether a page between them is absent; and the
-            sequence's first token and number of tokens that are to be written, 0 but in its first item.
-        spans: int32 [parts + 1], the items of each part.
-        tables: int32 [N * entries + pages of a block], pages; -1 for absent ones.
-        tokens: int32 [Tp], the token at each index of the packed queries; T where there is none.
+        items: int32 [fields * W]. For each item: its sequence; its first row in the packed queries; its number of
+            tokens; the position of the first; the first key that any of its rows attends, and one more than the last;
+            the same range in pages and in blocks, with at least one block; whether a page in the range is missing; and
+            the first token and number of tokens of the sequence to write to the cache, 0 except in the sequence's first
+            item.
+        spans: int32 [parts + 1], the range of items of each core's part.
+        tables: int32 [N * entries + pages of a block], page numbers; -1 for missing pages.
+        tokens: int32 [Tp], the token at each index of the packed queries; T at padding.
         packed_index: int32 [T], the index of each token in the packed queries; 0 for padding tokens.
         in_sequence: bool [T], whether a token belongs to a sequence.
         item: int32 [T], the item of each token.
@@ -51,7 +52,7 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
     """Returns the work list of a record."""
     starts, lengths = paged_cache.query_ranges(record)
     first_item, total, sequence, skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
-    # Each sequence begins at a row that copies can begin at, so queries are packed with gaps.
+    # Each sequence begins at a row where a copy may begin, so packed queries have gaps.
     padded = cdiv(lengths, spec.token_align) * spec.token_align
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
     low, high = _key_range(record, spec, sequence, position, tokens)
@@ -67,20 +68,21 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
         "first_page": low // spec.cache.slots,
         "end_page": cdiv(high, spec.cache.slots),
         "first_block": low // spec.block_kv,
-        # One block at least: an item without keys has an output too, which its loop writes.
+        # At least one block: an item without keys has an output too, which is written after its loop.
         "end_block": jnp.maximum(cdiv(high, spec.block_kv), low // spec.block_kv + 1),
         "missing_pages": _has_missing_pages(tables, spec, sequence, low, high),
         "token": starts[sequence],
-        # Once a sequence: its first item writes the new tokens of all.
+        # The first item of each sequence writes all of the sequence's new tokens.
         "fresh": jnp.where(first, lengths[sequence], 0),
     }
     owner, _ = paged_cache.token_places(record)
     inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - starts[owner]
     return WorkList(
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in FIELDS]),
-        # A chunk of keys more than there are is what starting an item counts as.
+        # The fixed cost of an item is estimated as that of one more chunk of keys.
         spans=_spans(spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total),
-        # The kernel looks up several pages at once, beyond the last sequence's pages if they do not fill a block.
+        # The kernel looks up several pages at once, which may go beyond the last sequence's pages if they do not fill a
+        # block.
         tables=jnp.pad(tables.reshape(-1), (0, spec.pages), constant_values=-1),
         tokens=_packed(record, spec, base + padded, starts - base, base + lengths),
         packed_index=jnp.where(owner >= 0, base[owner] + inside, 0),
@@ -93,7 +95,7 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
 def _key_range(
     record: PagedAttention, spec: PagedSpec, sequence: jax.Array, position: jax.Array, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns first key and one more than the last key of tiles of `tokens` rows from `position` on."""
+    """Returns the first key, and one more than the last key, of tiles of `tokens` rows that begin at `position`."""
     low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
     high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.capacity(record))
     if spec.left is not None:
@@ -105,7 +107,7 @@ def _key_range(
 
 
 def _tables(record: PagedAttention) -> jax.Array:
-    """Returns the page tables, int32 [N, entries], with -1 for entries that are no page of the cache."""
+    """Returns the page tables, int32 [N, entries], with -1 for entries that are not pages of the cache."""
     if record.block_tables is None:
         return jnp.arange(record.kv_lens.shape[0], dtype=jnp.int32)[:, None]
     tables = record.block_tables.astype(jnp.int32)
@@ -115,19 +117,21 @@ def _tables(record: PagedAttention) -> jax.Array:
 def _has_missing_pages(
     tables: jax.Array, spec: PagedSpec, sequence: jax.Array, low: jax.Array, high: jax.Array
 ) -> jax.Array:
-    """Returns whether a page between two keys is absent."""
-    # Sums over the table, so that a range of pages takes two look-ups whatever its length.
+    """Returns whether a page between two keys is missing."""
+    # Cumulative sums over the table: any range of pages then takes two look-ups.
     absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
     first, end = low // spec.cache.slots, cdiv(high, spec.cache.slots)
     return (absent[sequence, end] - absent[sequence, jnp.minimum(first, end)]) > 0
 
 
 def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) -> jax.Array:
-    """The first item of each part of the list: always a sequence's first, chosen for parts of about equal cost."""
+    """Returns the first item of each core's part: always the first of a sequence, chosen so that parts cost about
+    the same.
+    """
     before = jnp.cumsum(cost) - cost
     entry = jnp.arange(cost.shape[0], dtype=jnp.int32)
     share = jnp.sum(cost) / spec.parts
-    # Parts begin with a sequence, since the tokens that its first item writes are read by the others.
+    # Parts begin with a sequence, since the tokens that its first item writes are read by its other items.
     begins = [
         jnp.min(jnp.where(first & (before >= part * share), entry, live), initial=live) for part in range(1, spec.parts)
     ]
@@ -135,10 +139,10 @@ def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) 
 
 
 def _packed(record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax.Array, filled: jax.Array) -> jax.Array:
-    """Returns the token at every index of the packed queries; T where there is none."""
+    """Returns the token at every index of the packed queries; T at padding."""
     total, sequences = record.query.shape[0], ends.shape[0]
     bound = sequences * spec.token_align if record.query_start is None else total + sequences * (spec.token_align - 1)
     index = jnp.arange(cdiv(bound, spec.token_align) * spec.token_align, dtype=jnp.int32)
-    # The bound on the size is static and lengths are not: indices after the last sequence have no token.
+    # The array's size is a static bound, lengths are not: indices after the last sequence have no token.
     sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sequences - 1)
     return jnp.where(index < filled[sequence], index + shift[sequence], total)

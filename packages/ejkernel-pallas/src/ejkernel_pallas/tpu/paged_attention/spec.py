@@ -1,8 +1,9 @@
-"""What a paged-attention kernel is compiled for: all about a record that is neither an array nor a traced number.
+"""The compile-time constants of a paged-attention kernel: everything about a record except arrays and traced
+numbers.
 
-A cache lies in memory in rows of numbers, as many rows a token as it has heads, or twice as many where keys and values
-are together. Numbers of less than 32 bits share words with those of the next rows, so a kernel that reads every so
-many-th row of words gets the rows of `packing` heads at once. `Cache` says where they are.
+A cache is stored in rows of elements. A token has as many rows as heads, or twice as many if keys and values are
+together. Elements of less than 32 bits share words with those of the next rows, so a strided load of word rows reads
+`packing` heads at once. `Cache` describes the layout.
 """
 
 import dataclasses
@@ -24,33 +25,35 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 TILE = 8
 """Sublanes: rows of 32-bit words in one tile of memory."""
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
-"""The most query rows of one product: where pairs are masked or tokens few, and elsewhere."""
+"""The largest numbers of query rows per product: where pairs are masked or tokens few, and elsewhere."""
 PART, CHUNK, KEYS = 256, 512, 1024
-"""Keys of one product of many rows; of one product of few rows; and of the products of a decode step together."""
+"""Numbers of keys: per product of many rows, per product of few rows, and of all products of a decode step together."""
 LATENT_PART, LATENT_STEP = 512, 4
-"""Keys of one product of latent rows, and products of a decode step. An accumulator of 512 columns is rescaled once for
-every product, so products of many rows want more keys than others; docs/lab/tpu_kernels.md has the estimates."""
+"""Keys per product of latent rows, and products per decode step. The accumulator of 512 columns is rescaled once per
+product, so products of many rows take more keys than elsewhere; docs/lab/tpu_kernels.md has the estimates.
+"""
 PREFETCH = 2
-"""Pipeline stages beyond the block that is computed: how many blocks' copies are in flight meanwhile."""
+"""Number of pipeline stages beyond the block being computed: how many blocks' copies are in flight at the same time."""
 AT_ONCE = 128
-"""The most copies that are started without a loop, whose code is as long as their number."""
+"""The largest number of copies that are started without a loop; the code grows with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Where keys and values are.
+    """The layout of keys and values in memory.
 
     Attributes:
-        layout: `paged_cache.LAYOUTS`' letters of the caches.
-        lanes: Whether a key and its value share a row of lanes, the value in the second half.
-        slots: S, of a page.
-        words: Rows of words of a token, in each cache; 1 where heads come first.
-        packing: Numbers in a word; 1 where heads come first, whose rows are those of tokens.
-        size: Numbers in a row.
-        groups: Parts of 128 lanes that a row is copied in.
-        latent: Whether a token has one row, whose first numbers are its value too. Rows of a word are tokens then.
-        transposed: Whether a page is kept as [D, S], with tokens along lanes; `along_lanes` says when.
-        rotary: Numbers of a key in a second cache, kept as [Dr, S], next to latent rows; 0 where there is none.
+        layout: The letters of the caches' layout in `paged_cache.LAYOUTS`.
+        lanes: Whether a key and its value share a row of lanes, with the value in the second half.
+        slots: S, slots per page.
+        words: Word rows per token in each cache; 1 in head-major layouts.
+        packing: Elements per word; 1 in head-major layouts, where the rows of a head are consecutive tokens.
+        size: Elements per row.
+        groups: Groups of 128 lanes that a row is copied in.
+        latent: Whether a token has a single row, whose first elements are also its value. A word then contains several
+            tokens.
+        transposed: Whether a page is stored as [D, S], with tokens along lanes; see `along_lanes`.
+        rotary: Elements per key in a second cache, stored as [Dr, S], beside latent rows; 0 without one.
     """
 
     layout: str
@@ -65,7 +68,7 @@ class Cache:
     rotary: int = 0
 
     def in_columns(self, second: bool) -> bool:
-        """Returns whether the first or the second cache is kept with tokens along lanes."""
+        """Returns whether the first or the second cache is stored with tokens along lanes."""
         return self.rotary > 0 if second else self.transposed
 
     @property
@@ -75,7 +78,7 @@ class Cache:
 
     @property
     def combined(self) -> bool:
-        """Returns whether one array has keys and values."""
+        """Returns whether one array contains keys and values."""
         return self.layout == paged_cache.COMBINED
 
     @property
@@ -85,25 +88,29 @@ class Cache:
 
     @property
     def heads_per_unit(self) -> int:
-        """Returns KV heads that one row of words holds, or one pair of such rows."""
+        """Returns the number of KV heads in one row of words, or in one pair of such rows."""
         if self.latent:
             return 1
         return max(1, self.packing // 2) if self.interleaved else self.packing
 
     @property
     def head_groups(self) -> int:
-        """Groups of a token's word rows that lie in one tile of memory each; 1 where a token is less than a tile."""
+        """Returns the number of groups of a token's word rows, one memory tile each; 1 if a token is less than a
+        tile.
+        """
         return self.words // TILE if self.words % TILE == 0 else 1
 
     @property
     def heads_per_group(self) -> int:
-        """Returns KV heads of one head group."""
+        """Returns the number of KV heads per head group."""
         units = self.words // 2 if self.interleaved and self.packing == 1 else self.words
         return units // self.head_groups * self.heads_per_unit
 
     @property
     def can_share_products(self) -> bool:
-        """Whether several heads can share a product: word rows must be a power of two and not alternate K and V."""
+        """Returns whether several heads can share a product: the number of word rows is a power of two, and K and V
+        do not alternate.
+        """
         words = self.words // self.head_groups
         alone = self.head_major or self.latent or (self.interleaved and self.packing == 1)
         return not alone and words & (words - 1) == 0
@@ -111,44 +118,45 @@ class Cache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedSpec:
-    """Constants of a kernel.
+    """The compile-time constants of a kernel.
 
     Attributes:
-        group_size: Query heads per KV head, each a row of the products; of `heads_per_product` KV heads together.
-        heads_per_product: KV heads whose keys share one product; a mask leaves each query the keys of its own head.
-            With few rows, loading the MXU costs more than multiplying, and heads that share words in memory need not
-            be extracted from them.
-        kv_heads: KV heads, in units of `heads_per_product`, with those that fill up the last word.
-        head_dim: D as the products have it.
-        value_dim: Dv as the products have it.
-        tokens: Query tokens a tile; a multiple of `token_align`, or 1 where sequences have one each.
-        token_align: Tokens of which every sequence has a multiple in the packed queries.
-        rows: Query rows a KV head a tile; a multiple of `row_align`.
-        row_align: Query rows of a copy.
-        small_rows: Query rows a KV head of the smallest product.
-        row_chunk: Query rows a product of a large tile where pairs are masked or tokens few; divides `rows`.
-        row_block: Query rows a product of a large tile elsewhere; divides `rows`.
-        part_kv: Keys a product of a large tile; divides `chunk_kv`.
-        block_kv: Keys that are copied at once.
-        chunk_kv: Keys a product of few rows; divides `block_kv`.
+        group_size: Query heads per KV head, each a row of the products; if heads share products, of `heads_per_product`
+            KV heads together.
+        heads_per_product: KV heads whose keys share one product; a mask leaves each query only the keys of its own
+            head. With few rows, loading the MXU costs more than multiplying, and heads that share words in memory then
+            need not be extracted from them.
+        kv_heads: KV heads in units of `heads_per_product`, including those that pad the last word.
+        head_dim: D in the products, padded.
+        value_dim: Dv in the products, padded.
+        tokens: Query tokens per tile: a multiple of `token_align`, or 1 if each sequence has one token.
+        token_align: Every sequence has a multiple of this number of tokens in the packed queries.
+        rows: Query rows per KV head and tile; a multiple of `row_align`.
+        row_align: Query rows per copy.
+        small_rows: Query rows per KV head in the smallest product.
+        row_chunk: Query rows per product of a large tile where pairs are masked or tokens few; divides `rows`.
+        row_block: Query rows per product of a large tile elsewhere; divides `rows`.
+        part_kv: Keys per product of a large tile; divides `chunk_kv`.
+        block_kv: Keys that are copied together.
+        chunk_kv: Keys per product of few rows; divides `block_kv`.
         chunks_per_step: Chunks whose products are computed together.
         lookahead: Products of few rows whose scores are computed before the softmax of the first of them.
-        masked_lookahead: The same where some keys are not attended.
-        keeps_limits: Whether scratch memory keeps the mask of each row's own head, where heads share products. There
-            are few mask registers, and a mask that lives as long as a block is spilled.
+        masked_lookahead: The same where some keys are masked.
+        keeps_limits: Whether the mask of each row's own head is kept in scratch memory, where heads share products.
+            There are few mask registers, and a mask that is live during a whole block would be spilled.
         copies_per_slice: Copies of the prefetched block that are started together while a block is computed.
-        entries: Pages of a sequence in the table.
-        cache: Where keys are.
-        operand: Dtype in which queries meet keys.
-        weights: Dtype in which weights meet values.
+        entries: Pages per sequence in the table.
+        cache: Layout of keys and values.
+        operand: Dtype of queries and keys in products.
+        weights: Dtype of weights and values in products.
         rounded: Whether keys and values are rounded to bfloat16 first.
-        precision: Of the matrix products.
+        precision: Precision of the matrix products.
         scale: Factor on the scores.
         soft_cap: Soft cap, or None.
         left: Band: `-left <= k - p`; None is open.
         right: Band: `k - p <= right`; None is open.
         value_scale: Factor on the output.
-        parts: Independent parts of the work, for the cores of a chip.
+        parts: Independent parts of the work list, for the cores of a chip.
     """
 
     group_size: int
@@ -186,21 +194,22 @@ class PagedSpec:
 
     @property
     def heads(self) -> int:
-        """Returns query heads, with those of KV heads that only fill up a word."""
+        """Returns the number of query heads, including those of KV heads that only pad a word."""
         return self.kv_heads * self.group_size
 
     @property
     def pages(self) -> int:
-        """Returns pages that are copied at once."""
+        """Returns the number of pages that are copied together."""
         return self.block_kv // self.cache.slots
 
     @property
     def copy_slices(self) -> int:
-        """How many slices the prefetched block's copies are started in while a block is computed; 0 if before it.
+        """Returns in how many slices the prefetched block's copies are started while a block is computed; 0 if
+        before it.
 
-        Slices need a block that is one step of products, of items that all have one token.
+        Slices are used if a block is one step of products and all items have one token.
         """
-        if self.cache.latent:  # its loads have no slices, between which copies could be started
+        if self.cache.latent:  # loads of latent rows have no slices between which copies could be started
             return 0
         copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
         once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache.head_groups == 1
@@ -208,14 +217,14 @@ class PagedSpec:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether a block that needs no mask is computed in one step; others are then computed in halves of it."""
+        """Returns whether a block that needs no mask is computed in one step; others are computed in two halves."""
         once = self.tokens == 1 and self.chunk_kv * self.chunks_per_step == self.block_kv
         return self.copy_slices > 0 or (self.cache.latent and once)
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedTiles:
-    """The tiles that a configuration asks for: query tokens, keys, and parts of the work list."""
+    """The tiles of a configuration: query tokens, keys, and parts of the work list."""
 
     queries: int
     keys: int
@@ -223,12 +232,14 @@ class PagedTiles:
 
 
 def shares_products(record: PagedAttention) -> bool:
-    """Returns whether keys of several heads share one product where every sequence has one query."""
+    """Returns whether keys of several heads share one product if every sequence has one query."""
     return make_cache(record).can_share_products and _operand(record).itemsize == 2
 
 
 def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
-    """The caches in the shapes in which callers keep them, so that nothing is copied: one, or keys and values."""
+    """Returns the caches in the shapes in which callers store them, so that nothing is copied: one array, or keys
+    and values.
+    """
     pages = record.key_pages
     if record.latent is not None:
         if record.kv_layout != paged_cache.LATENT:
@@ -237,7 +248,7 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
         pack = paged_cache.packing(pages.dtype)
         return (pages.reshape(pages.shape[0], -1, pack, pages.shape[-1]),)
     if record.kv_layout != paged_cache.COMBINED:
-        assert record.value_pages is not None  # as the layout says
+        assert record.value_pages is not None  # the layout has separate values
         return pages, record.value_pages
     count, slots, heads, _, size = pages.shape
     if record.new_keys is None:
@@ -247,17 +258,18 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
 
 
 def along_lanes(size: int) -> bool:
-    """Whether a dense latent cache [B, T, D] with rows of D = `size` is read as [B, D, T], which is how XLA keeps it.
+    """Returns whether a dense latent cache [B, T, D] with D = `size` is read as [B, D, T], which is how XLA stores
+    it.
 
-    By default XLA gives an array the order of axes that pads least. Rows of 576 numbers would be padded to 640 lanes;
-    columns of 576 are whole tiles of 8 sublanes. A kernel that wanted rows would have XLA copy the cache in every call.
+    By default XLA chooses the order of axes with the least padding. Rows of 576 elements would be padded to 640 lanes;
+    columns of 576 are whole tiles of 8 sublanes. If the kernel required rows, XLA would copy the cache in every call.
     """
     return cdiv(size, TILE) * TILE < cdiv(size, LANES) * LANES
 
 
 def _columns(record: PagedAttention, pages: jax.Array) -> jax.Array:
-    """Returns the pages of a dense cache, which follow each other, as [B, D, T]; XLA makes no copy of them."""
-    assert record.block_tables is not None  # as a dense cache has been cut into pages
+    """Returns the pages of a dense cache, which are consecutive, as [B, D, T], without a copy by XLA."""
+    assert record.block_tables is not None  # a dense cache has been cut into pages before
     rows = pages.reshape(record.block_tables.shape[0], -1, pages.shape[-1])
     return rows.swapaxes(1, 2)
 
@@ -269,13 +281,13 @@ def in_lanes(record: PagedAttention) -> bool:
 
 
 def token_rows(record: PagedAttention) -> int:
-    """Returns rows of a token in an array of keys, or of keys and values."""
+    """Returns the number of rows per token in an array of keys, or of keys and values."""
     heads = record.key_pages.shape[record.kv_layout.index("h")]
     return heads * 2 if record.kv_layout == paged_cache.COMBINED and not in_lanes(record) else heads
 
 
 def make_cache(record: PagedAttention) -> Cache:
-    """Returns where the keys of a record are; meaningful where `reasons` has none."""
+    """Returns the layout of a record's cache; the result is meaningful if `reasons` yields none."""
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
@@ -348,8 +360,8 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         block_kv=block,
         chunk_kv=chunk,
         chunks_per_step=chunks_per_step,
-        # Scores that are computed early hide the latency of the MXU, but each takes registers. Where copies take longer
-        # than products, or keys are few, a smaller lookahead costs nothing.
+        # Computing scores early hides the MXU's latency, but takes registers. Where copies take longer than products,
+        # or keys are few, a smaller lookahead costs nothing.
         lookahead=2 if heads_per_product > 1 and not fast else lookahead,
         masked_lookahead=min(lookahead, 4) if heads_per_product > 1 else lookahead,
         keeps_limits=heads_per_product > 1 and fast,
@@ -370,7 +382,7 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
 
 
 def _products(block: int, single: bool, heads_per_product: int, most: int) -> tuple[int, int]:
-    """Returns keys of a product, and how many products go together: at most `most`, which is what registers hold."""
+    """Returns keys per product, and products per step: at most `most`, the number that registers hold."""
     if heads_per_product == 1:
         return math.gcd(block, KEYS if single else CHUNK), 1
     chunk = math.gcd(block, KEYS // most)
@@ -378,13 +390,13 @@ def _products(block: int, single: bool, heads_per_product: int, most: int) -> tu
 
 
 def _block(slots: int, keys: int) -> int:
-    """Returns keys of whole pages and whole lanes, at least as many as asked for where that is possible."""
+    """Returns a number of keys that is whole pages and whole lanes, and at least the requested one where possible."""
     step = math.lcm(slots, LANES)
     return max(1, cdiv(keys, step)) * step
 
 
 def _weights(record: PagedAttention) -> Any:
-    """Returns the wider of queries and cache; caches of 8 bits are read in the query's."""
+    """Returns the wider dtype of queries and cache; 8-bit caches are converted to the query's dtype."""
     query, cache = record.query.dtype, record.key_pages.dtype
     return jnp.dtype(query if cache.itemsize == 1 else jnp.promote_types(query, cache))
 
@@ -394,6 +406,6 @@ def _operand(record: PagedAttention) -> Any:
 
 
 def _precision(record: PagedAttention) -> lax.Precision | None:
-    """Returns Mosaic's nearest precision: it has products in one pass of bfloat16 and in six."""
+    """Returns the nearest precision that Mosaic has: products in one bfloat16 pass or in six."""
     asked = product_precision(_weights(record))
     return lax.Precision.HIGHEST if asked == lax.Precision.HIGH else asked

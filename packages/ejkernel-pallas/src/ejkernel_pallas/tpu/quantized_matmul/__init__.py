@@ -1,4 +1,6 @@
-"""The quantised matmul in Mosaic TPU: packed weights are copied to VMEM as they lie, and become numbers in registers.
+"""Quantized matmul in Mosaic TPU: packed weights are copied to VMEM as stored, and dequantized in registers.
+
+The requirements of the kernels are data in this module, which imports nothing of Pallas.
 
 What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
 """
@@ -22,7 +24,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="quantized_matmul",

@@ -11,14 +11,15 @@ from ejkernel_pallas.tpu.quantized_matmul.kernels.transposed_matmul import multi
 
 
 def backward(pullback: Pullback, config: TpuQuantized) -> dict[str, jax.Array]:
-    """Returns the gradient of x: the cotangent times the transposed matrix, by the kernel of the other layout.
+    """Returns the gradient of x: the cotangent times the transposed matrix, computed by the kernel of the other
+    layout.
 
     Args:
-        pullback: Record, cotangent [M, N], and the names of the wanted fields.
+        pullback: Record, cotangent [M, N], and the names of the requested fields.
         config: Tiles.
 
     Returns:
-        [M, K] in x's dtype, if it is wanted.
+        [M, K] in x's dtype, if it is requested.
     """
     record: QuantizedMatmul = pullback.record
     kernel = multiply_rows if record.transpose else multiply_words

@@ -10,17 +10,17 @@ from ejkernel.planning.quantized_formats import WORD
 
 LANES = 128
 ROWS = 16
-"""Rows of x are padded to whole registers of bfloat16."""
+"""Rows of x are padded to a multiple of this: whole registers of bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuQuantized:
-    """The configuration of both kernels, whose tiles are tiles of the packed matrix in its memory layout.
+    """The configuration of both kernels; tiles are tiles of the packed matrix in its memory layout.
 
     Attributes:
-        block_m: Rows of x a tile, a multiple of 16.
-        block_r: Rows of packed weights a tile, a multiple of 128.
-        block_w: Words of packed weights a tile, a multiple of 128.
+        block_m: Rows of x per tile, a multiple of 16.
+        block_r: Rows of packed weights per tile, a multiple of 128.
+        block_w: Words of packed weights per tile, a multiple of 128.
     """
 
     block_m: int
@@ -29,21 +29,23 @@ class TpuQuantized:
 
 
 PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(TpuQuantized)}
-"""Public configuration field -> field of this."""
+"""Maps fields of the public configuration to fields of this one."""
 
 OVER_ROWS = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
-"""Rows and words a tile of the kernel that contracts rows of the packed matrix."""
+"""Rows and words per tile of the kernel that contracts rows of the packed matrix."""
 OVER_WORDS = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 256))
-"""The same of the kernel that contracts what the words hold."""
+"""Rows and words per tile of the kernel that contracts the codes along words."""
 MEMORY = 32 * 2**20
-"""Bytes of VMEM for blocks and sums: what every chip has, with room for the compiler."""
+"""Bytes of VMEM for blocks and sums: available on every chip, with room for the compiler."""
 
 MULTIPLICATIONS = 2**30
-"""The most that a tile may have: its products follow each other without a loop; libtpu takes minutes for more."""
+"""The largest number of multiplications per tile. Its products are unrolled, and libtpu takes minutes to compile
+more.
+"""
 
 
 def heuristic(record: QuantizedMatmul, device: Any, direction: Direction) -> TpuQuantized:
-    """Returns the tiles for a record on a device, by the static profile."""
+    """Returns the tiles for a record on a device, found with the static profile."""
     return candidates(record, device, direction)[0]
 
 
@@ -64,7 +66,7 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
 
 
 def _bytes(record: QuantizedMatmul, tiles: TpuQuantized, over_rows: bool) -> int:
-    """Returns bytes of the double-buffered blocks and of the sum."""
+    """Returns the bytes of the double-buffered blocks and of the sum."""
     m, r, w = tiles.block_m, tiles.block_r, tiles.block_w
     columns, item = w * (WORD // record.format.bits), record.x.dtype.itemsize
     packed = r * w * 4 + 2 * r * LANES * 4

@@ -1,4 +1,6 @@
-"""What a quantised-matmul kernel is compiled for: all about a product that is neither an array nor a traced number."""
+"""The compile-time constants of a quantized-matmul kernel: everything about a record except arrays and traced
+numbers.
+"""
 
 import dataclasses
 from typing import Any
@@ -19,20 +21,19 @@ from ejkernel_pallas.tpu.quantized_matmul.config import ROWS, TpuQuantized
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedSpec:
-    """Constants of a kernel.
+    """The compile-time constants of a kernel.
 
     Attributes:
-        rows: M, up to whole registers of the narrowest dtype.
+        rows: M, rounded up to whole registers of the narrowest dtype.
         packed_rows: Rows of the packed matrix.
-        words: Of such a row.
-        groups: Scales of such a row.
+        words: Words per row of the packed matrix.
+        groups: Scales per row of the packed matrix.
         format: Mode, bits and group size.
         blocks: Tiles.
-        operand: Dtype of what is multiplied.
-        output: Dtype of what is written: x's, or float32 where a tensor scale is still to come.
-        precision: Of the products.
-        piece: Rows of words, and words, of one product: as many as matrix units are wide. More numbers than that on
-            their way there would not fit registers.
+        operand: Dtype of the products' operands.
+        output: Dtype of the output: x's, or float32 if it is still to be multiplied by a tensor scale.
+        precision: Precision of the products.
+        piece: Rows of words, and words, per product: the width of the matrix unit. More values would not fit registers.
     """
 
     rows: int
@@ -48,17 +49,17 @@ class QuantizedSpec:
 
     @property
     def codes(self) -> int:
-        """Returns codes of a word."""
+        """Returns the number of codes per word."""
         return WORD // self.format.bits
 
     @property
     def group_words(self) -> int:
-        """Returns words whose codes share a scale."""
+        """Returns the number of words whose codes share a scale."""
         return self.format.group_size // self.codes
 
     @property
     def scale_tiles(self) -> int:
-        """Returns tiles of words whose scales lie in one block of 128."""
+        """Returns the number of tiles of words whose scales are in one block of 128."""
         return max(1, LANES * self.group_words // self.blocks.block_w)
 
 
@@ -66,7 +67,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     """Returns the constants of a record's kernels with given tiles.
 
     Raises:
-        ValueError: A block is none that a kernel can have.
+        ValueError: A block size is not valid for a kernel.
     """
     form = record.format
     most = LANES * form.group_size * form.bits // WORD
@@ -87,14 +88,14 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         blocks=config,
         operand=record.x.dtype,
         output=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
-        # Mosaic has products in one pass of bfloat16 and in six. One of bfloat16 operands is exact.
+        # Mosaic has products in one bfloat16 pass and in six. One pass is exact for bfloat16 operands.
         precision=lax.Precision.HIGHEST if wide and exact else asked if wide else None,
         piece=2 * LANES if is_wide(current_device().kind) else LANES,
     )
 
 
 def scale_bits(scales: jax.Array) -> jax.Array:
-    """Scales as what the kernels read: float16 as the integers of their bits, others as they are."""
+    """Returns scales in the dtype that the kernels read: float16 as integers of the same bits, others unchanged."""
     if scales.dtype == jnp.float16:
         return lax.bitcast_convert_type(scales, jnp.uint16)
     return scales

@@ -1,4 +1,4 @@
-"""One key block: the online softmax of an item's rows is updated with it, chunk by chunk.
+"""Attends to one key block: updates the online softmax of a work item's rows, chunk by chunk.
 
 block_kv keys in a buffer slot
 ├─ step: chunks_per_step chunks of chunk_kv keys, few rows of all heads (decode)   _attend_small
@@ -32,11 +32,15 @@ from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 HEADS = 4
-"""Heads whose products of many rows are interleaved: enough independent ones to fill the MXU's latency."""
+"""Number of heads whose products of many rows are interleaved: enough independent products to hide the MXU's
+latency.
+"""
 
 
 def by_size(small: Any, spec: PagedSpec, act: Callable[[int], None]) -> None:
-    """Calls `act` with the number of rows an item is computed with: the smallest product's, or a whole tile's."""
+    """Calls `act` with the number of rows to compute: the smallest product's if the item's rows fit it, else a whole
+    tile's.
+    """
     if spec.rows == spec.small_rows:
         act(spec.small_rows)
         return
@@ -53,8 +57,8 @@ def by_size(small: Any, spec: PagedSpec, act: Callable[[int], None]) -> None:
 def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_slot: Any, spec: PagedSpec) -> None:
     """Starts the copies of the block `prefetch`, if there is one, and attends to the chunks of `block`.
 
-    Where the whole block is attended and the next has its first page and no missing ones, copies are started between
-    vector instructions: each takes the scalar unit about four cycles, in which it has nothing else to do.
+    If the whole block is attended, and the next block's pages begin at its first slot and are all present, copies are
+    started between vector instructions. Each start takes about four cycles of the scalar unit, which is idle there.
     """
     at_once = jnp.bool_(False)
     if spec.whole_blocks:
@@ -64,7 +68,7 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
     between = at_once if spec.copy_slices else jnp.bool_(False)
     size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
     base, item = block.number * spec.block_kv, block.item
-    # Chunks that no row attends are skipped at both ends of a sequence.
+    # Chunks that no row attends, at either end of a sequence, are skipped.
     first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
     end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
 
@@ -91,14 +95,14 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
 
 
 def _chunks(block: Block, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
-    """Returns the `count` chunks that one step computes, from key `start` of the block on."""
+    """Returns the `count` chunks that one step computes, beginning at key `start` of the block."""
     item, base = block.item, block.number * spec.block_kv
     offsets = [pl.multiple_of(start + k * spec.chunk_kv, spec.chunk_kv) for k in range(count)]
     return [KeyChunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk_kv) for x in offsets]
 
 
 def _plain(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
-    """Returns whether all rows of an item attend all of the `size` keys from `key` on: such keys need no mask."""
+    """Returns whether all rows of an item attend all of the `size` keys from `key` on, so that no mask is needed."""
     last, end = item.position + item.tokens - 1, key + size
     low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
     high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)
@@ -106,9 +110,9 @@ def _plain(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
 
 
 def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tuple[Any, int], spec: PagedSpec) -> None:
-    """Attends to chunks, given as the first key and the number of them."""
+    """Attends to chunks; `chunks` is the first key and the number of chunks."""
     item, (start, count) = block.item, chunks
-    # Decided by chunk, with scalars: the mask costs more than the comparison.
+    # A scalar test per chunk decides whether to mask: the mask costs more than the test.
     plain = _plain(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
 
     def attend_few_rows(masked: bool) -> None:
@@ -135,7 +139,9 @@ def _attend_small(
     between: Iterator[Callable[[], None]],
     spec: PagedSpec,
 ) -> None:
-    """Attends with few rows of all heads (decode); runs one action of `between` after each slice that is loaded."""
+    """Attends with few rows of all heads (decode), and calls one function of `between` after each slice that it
+    loads.
+    """
     rows = Rows(buffer_slot, 0, spec.small_rows, block.item.position)
     if chunks[0].masked and spec.tokens == 1:
         store_key_mask(refs, block.item, chunks, spec)
@@ -165,12 +171,16 @@ def _nothing() -> None:
 
 
 def _one(loaded: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
-    """A loader of head n: several heads share words, so the first call loads all of them and the others reuse it."""
+    """Returns a loader of head n. Several heads share words, so the first call loads all of them and later calls
+    reuse them.
+    """
     return lambda: loaded()[n]
 
 
 def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, spec: PagedSpec) -> None:
-    """Attends with a tile's rows (prefill): copies each head's keys to contiguous scratch first, for many products."""
+    """Attends with a whole tile of rows (prefill). Copies each head's keys to contiguous scratch memory for its many
+    products.
+    """
     (chunk,) = _chunks(block, start, 1, True, spec)
     heads, item = spec.kv_heads // head_groups(spec), block.item
 
@@ -188,7 +198,7 @@ def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, s
         @pl.when((at.key < item.high) & (at.key + at.size > item.low))
         def _() -> None:
             each(head_groups(spec), head_group)
-            # A tile with few tokens would leave most rows of a large product without work.
+            # In a tile with few tokens a large product would be spent mostly on rows without a token.
             plain = _plain(item, at.key, at.size, spec) & (2 * item.tokens * spec.group_size > spec.row_block)
             for masked, condition in ((False, plain), (True, jnp.logical_not(plain))):
                 pl.when(condition)(partial(_heads, refs, item, buffer_slot, at._replace(masked=masked), spec))
@@ -197,7 +207,7 @@ def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, s
 
 
 def _heads(refs: PagedRefs, item: Item, buffer_slot: Any, at: KeyChunk, spec: PagedSpec) -> None:
-    """Attends to keys in scratch, with as many rows and heads at once as fill the MXU."""
+    """Attends to keys in scratch memory, with as many rows and heads at once as fill the MXU."""
     size, lookahead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
     count = divide(item.tokens * spec.group_size + size - 1, size)
     heads_per_step = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)

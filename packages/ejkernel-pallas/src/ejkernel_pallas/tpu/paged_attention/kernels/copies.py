@@ -1,11 +1,11 @@
-"""The kernel's DMA: pages and queries to VMEM, results to HBM, and new tokens into pages.
+"""The kernel's DMA: copies pages and queries to VMEM, results to HBM, and new tokens into pages.
 
     start_pages / sliced_starts ─► pages_arrived[slot] ─► wait_pages     HBM pages   ─► keys_buffer[slot]
     queries(wait=False) ─────────► query_arrived[slot] ─► (wait=True)    HBM rows    ─► query_buffer[slot]
     results(wait=False) ─────────► results_sent[slot] ──► (wait=True)    output_buffer[slot] ─► HBM rows
     start_writes ────────────────► tokens_written ──────► wait_writes    new tokens  ─► HBM pages
 
-One semaphore serves all copies to a slot. It counts bytes, so one wait for the whole slot is a wait for all of them.
+One semaphore counts the bytes of all copies to a slot, so one wait for the size of the slot waits for all of them.
 """
 
 import dataclasses
@@ -29,12 +29,16 @@ from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 TOGETHER = 8
-"""Pages whose copies start without a branch in between: branches cost the scalar unit more than a predicated copy."""
+"""Number of pages whose copies start without a branch in between: a branch costs the scalar unit more than a
+predicated copy.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One entry of the work list. A field is loaded from scalar memory where it is used, and keeps no register."""
+    """One entry of the work list. Fields are loaded from scalar memory at each use, so that they occupy no
+    registers.
+    """
 
     items: Any
     index: Any
@@ -44,36 +48,36 @@ class Item:
 
 
 class Block(NamedTuple):
-    """A block of an item's keys, by its number in the sequence, and the buffer that it is copied to."""
+    """A block of an item's keys: its number in the sequence, and the buffer slot that it is copied to."""
 
     item: Item
     number: Any
     slot: Any
 
     def pages(self, spec: PagedSpec) -> tuple[Any, Any]:
-        """Returns first page to copy, in the block, and one more than the last."""
+        """Returns the first page of the block to copy, and one more than the last."""
         start = self.number * spec.pages
         first = jnp.clip(self.item.first_page - start, 0, spec.pages)
         return first, jnp.clip(self.item.end_page - start, first, spec.pages)
 
     def full(self, spec: PagedSpec) -> Any:
-        """Returns whether all of its pages are copied."""
+        """Returns whether all pages of the block are copied."""
         first, end = self.pages(spec)
         return (end - first == spec.pages) & (self.item.missing_pages == 0)
 
     def entry(self, spec: PagedSpec) -> Any:
-        """Returns the index of its first page in the table."""
+        """Returns the index of the block's first page in the table."""
         return self.item.sequence * spec.entries + self.number * spec.pages
 
 
 class Cursor(NamedTuple):
-    """The next block to copy: an item, and the block's number in its sequence."""
+    """The next block to copy: its item, and its number in the sequence."""
 
     index: Any
     number: Any
 
     def after(self, items: Any, end: Any) -> "Cursor":
-        """Returns the block after it, of the same item or of the next; its item is `end` after the last block."""
+        """Returns the block that follows, of this item or of the next; its item is `end` after the last block."""
         item = Item(items, jnp.minimum(self.index, end - 1))
         more = self.number + 1 < item.end_block
         index = jnp.where(more, self.index, self.index + 1)
@@ -82,7 +86,7 @@ class Cursor(NamedTuple):
 
 
 def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
-    """Starts the copies of a block's pages, of which several have no branch between them."""
+    """Starts the copies of a block's pages, several at a time without a branch between them."""
     first, end = block.pages(spec)
     entry, per_step = block.entry(spec), math.gcd(spec.pages, TOGETHER)
 
@@ -99,9 +103,10 @@ def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
 def sliced_starts(
     refs: PagedRefs, block: Block, exists: Any, count: int, spec: PagedSpec
 ) -> Iterator[Callable[[], None]]:
-    """What starts the copies of a block's pages up to its last, if it is there, in pieces; none of them is absent.
+    """Returns functions that each start some of the copies of a block's pages, if the block exists; no page may be
+    missing.
 
-    Each copy has a condition of its own, which is no branch: the compiler can have them beside computations.
+    Each copy is predicated instead of branched around, so the compiler can schedule it next to computation.
     """
     entry = block.entry(spec)
     end = jnp.where(exists, block.pages(spec)[1], 0)
@@ -121,16 +126,17 @@ def _start(refs: PagedRefs, block: Block, page_id: Any, page: Any, spec: PagedSp
 
 
 def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: PagedSpec) -> None:
-    """Waits for a block's pages, and zeroes what no row attends in pages that hold some of the given keys.
+    """Waits for a block's pages. In pages that contain some of the keys `keys`, it zeroes the keys that no row
+    attends.
 
-    VMEM that no copy has written may hold NaN, and a weight of 0 times NaN is NaN.
+    VMEM that no copy has written may contain NaN, and a weight of 0 times NaN is NaN.
     """
     full = block.full(spec)
 
     @pl.when(full)
     def _() -> None:
         for each in refs.buffers:
-            # A copy of the buffer to itself is never started: it says how many bytes to wait for.
+            # This copy of the buffer to itself is never started; it only gives the number of bytes to wait for.
             buffer = each.at[block.slot]
             pltpu.make_async_copy(buffer, buffer, refs.pages_arrived.at[block.slot]).wait()
 
@@ -138,7 +144,7 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Paged
     def _() -> None:
         slots, (first, end) = spec.cache.slots, block.pages(spec)
         _wait_each(refs, block, spec)
-        # Pages that lie in the chunks to be computed and were not copied: before the first one, and after the last.
+        # Pages in the chunks to be computed that were not copied: before the first copied page, and after the last.
         low = jnp.minimum(divide(keys[0], slots), first)
         high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
 
@@ -156,7 +162,7 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Paged
 
 
 def _wait_each(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
-    """Waits for a block's pages one by one, and zeroes missing ones."""
+    """Waits for a block's pages one by one, and zeroes the missing ones."""
     entry, (first, end) = block.entry(spec), block.pages(spec)
 
     def wait(page: jax.Array, carry: jax.Array) -> jax.Array:
@@ -182,7 +188,7 @@ def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> Non
 
 
 def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, carry: Any) -> Any:
-    """Returns zeroes the keys that no row attends in the first page that is copied, and then in the last."""
+    """Zeroes the keys that no row attends, in the first page that is copied and in the last."""
     slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
     page = jnp.where(k == first, first, end - 1)
     start = block.number * spec.block_kv + page * slots
@@ -193,7 +199,7 @@ def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, car
             index = _page_index(block.slot, page, spec, bool(second))
             x = buffer[index]
             key = _slot_in_page(x.shape, spec) + start
-            # Through float32: not all chips have a select for narrower types.
+            # The select is done in float32: some chips have none for narrower types.
             x = jnp.where((key >= item.low) & (key < item.high), x.astype(jnp.float32), 0.0)
             buffer[index] = x.astype(buffer.dtype)
 
@@ -201,15 +207,15 @@ def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, car
 
 
 def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
-    """Returns the slot of every number of a page in a buffer, int32."""
-    slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # of transposed pages [D, slots], too
+    """Returns the slot of every element of a page in a buffer, int32."""
+    slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # also holds for transposed pages [D, slots]
     if spec.cache.latent and not spec.cache.head_major:  # [groups, slots / packing, packing, 128]
         return slot * spec.cache.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
     return slot
 
 
 def _page_index(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[Any, ...]:
-    """Returns the index of a page in the buffer of the first or of the second cache."""
+    """Returns the index of a page in the buffer of the first or second cache."""
     slots = spec.cache.slots
     if spec.cache.in_columns(second):
         return slot, 0, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
@@ -219,12 +225,12 @@ def _page_index(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[An
 
 
 def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: PagedSpec) -> list[Any]:
-    """Returns the copies of a page of the caches to its slice of a buffer."""
+    """Returns the copies of one page of each cache to its place in a buffer."""
     cache, copies = spec.cache, []
     for second, (source, target) in enumerate(refs.caches):
         index = _page_index(slot, page, spec, bool(second))
         if cache.in_columns(bool(second)):
-            # Pages of a sequence are adjacent in lanes: id = sequence * entries + page.
+            # A sequence's pages are adjacent along lanes: id = sequence * entries + page.
             sequence = divide(page_id, spec.entries)
             start = pl.multiple_of((page_id - sequence * spec.entries) * cache.slots, cache.slots)
             pairs = [(source.at[sequence, :, pl.ds(start, cache.slots)], target.at[index])]
@@ -242,7 +248,9 @@ def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: Page
 
 
 def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, copy: Any) -> None:
-    """Calls `copy` with row slices of the tile and of the array: one of a whole tile, else `row_align` rows each."""
+    """Calls `copy` with slices of rows of the tile and of the array: once with a whole tile, else with `row_align`
+    rows each.
+    """
     whole = item.tokens == spec.tokens
     start = pl.multiple_of(item.row, spec.row_align)
 
@@ -288,7 +296,9 @@ def results(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bo
 
 
 def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
-    """Starts the copies of an item's new tokens into the cache: by page where tokens fill one, else token by token."""
+    """Starts the copies of an item's new tokens into the cache: whole pages where tokens fill one, else single
+    tokens.
+    """
     slots = spec.cache.slots
     count, token, position = item.fresh, item.token, item.position
 
@@ -320,13 +330,13 @@ def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
 
     zero = jnp.int32(0)
     _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
-    # What was started, so that `wait_writes` waits for as many copies of each size.
+    # The numbers of copies that were started, so that `wait_writes` waits for the same number of each size.
     refs.write_counts[0] = pages
     refs.write_counts[1] = single_tokens
 
 
 def wait_writes(refs: PagedRefs, spec: PagedSpec) -> None:
-    """Waits for the token copies that were started last."""
+    """Waits for the token copies that `start_writes` started last."""
 
     def wait(copies: list[Any]) -> Any:
         def one(k: jax.Array, carry: jax.Array) -> jax.Array:

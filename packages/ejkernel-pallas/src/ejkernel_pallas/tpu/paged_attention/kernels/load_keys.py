@@ -1,4 +1,4 @@
-"""Loads of keys and values of a head, from the pages that were copied.
+"""Loads a head's keys and values from the pages that were copied to VMEM.
 
     buffer in VMEM, 16 bits, 2 KV heads: one 32-bit word row holds two rows          what a product reads
 
@@ -6,9 +6,9 @@
               word row: [ K head 1 | V head 1 ]               │ word rows of a head  │ K head 0, token 1
     token 1   word row: [ K head 0 | V head 0 ]               ┘ ─► extract 16 bits ─►└ ...
 
-A head's rows lie as far apart as a token has rows, and elements of less than 32 bits share words with other rows. So
-the kernel loads words with a stride and extracts its elements. Where heads share products (`heads_per_product`) nothing
-is extracted by head: `order` tells which loaded row belongs to which head.
+The rows of one head are as far apart as a token has rows, and elements of less than 32 bits share words with other
+rows. So the kernel loads words with a stride, and extracts the head's elements. Where heads share products
+(`heads_per_product`), nothing is extracted per head: `order` gives the head of each loaded row.
 """
 
 from collections.abc import Callable
@@ -26,20 +26,22 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedSpec
 
 SLICE = 128
-"""Word rows that are loaded before the first of them is split, where heads share a product: what registers hold."""
+"""Number of word rows that are loaded before the first of them is unpacked, where heads share a product: as many as
+registers hold.
+"""
 
 
 class KeyChunk(NamedTuple):
-    """Keys of one product.
+    """The keys of one product.
 
     Attributes:
-        slot: The buffer that they are in.
-        start: The first, in the buffer.
+        slot: The buffer slot that they are in.
+        start: The first key, as an index in the buffer.
         key: Position of the first key in the sequence.
-        low: First position that any row attends.
-        high: One more than the last.
-        masked: Whether some key may not be attended by all.
-        size: How many keys.
+        low: The first position that any row attends.
+        high: One more than the last position that any row attends.
+        masked: Whether some row may not attend some key.
+        size: The number of keys.
     """
 
     slot: Any
@@ -52,7 +54,9 @@ class KeyChunk(NamedTuple):
 
 
 def order(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.Array | None]:
-    """The key and the head at an index of what `load` returns; the head is None where a product has a single one."""
+    """Returns the key and the head of each index of what `load` returns; the head is None if a product has a single
+    head.
+    """
     cache = spec.cache
     if spec.heads_per_product == 1:
         return index, None
@@ -65,7 +69,7 @@ def order(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.
 
 
 def head_groups(spec: PagedSpec) -> int:
-    """Returns the number of head groups, which a loop goes through."""
+    """Returns the number of head groups that the kernel loops over."""
     heads = spec.kv_heads
     if spec.cache.head_major:
         return heads // TILE if heads % TILE == 0 else 1
@@ -81,16 +85,17 @@ def load(
     values: bool,
     between: Callable[[], None] = lambda: None,
 ) -> list[jax.Array]:
-    """Loads keys [n, D] or values [n, Dv] of the KV heads of a head group, one by one or sharing one product.
+    """Loads keys [n, D] or values [n, Dv] of the KV heads of a head group.
 
-    Those of a transposed cache are [D, n] and [Dv, n].
+    Keys and values of a transposed cache are [D, n] and [Dv, n].
 
     Args:
-        buffers: Of keys and values, or of both.
-        head_group: Which group of heads; may be traced.
-        at: The chunk.
+        buffers: The buffers of keys and of values, or one buffer of both.
+        head_group: Index of the group of heads; may be traced.
+        at: The chunk of keys.
         spec: The kernel's constants.
-        values: Which of the two. They are used at different times; loading both would hold registers in between.
+        values: Whether to load values instead of keys. The two are used at different times, and would occupy registers
+            in between if loaded together.
         between: Called after every slice of words of heads that share a product.
 
     Returns:
@@ -119,13 +124,15 @@ def load(
 
 
 def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.Array:
-    """Loads the rotary part [Dr, n] of keys that have it in a cache of its own."""
+    """Loads the rotary part [Dr, n] of keys, from a second cache."""
     columns = buffers[1][at.slot, 0, :, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
     return _widened(_rounded(columns, spec), spec.operand)
 
 
 def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
-    """The first `size` numbers of latent rows: words of one lane hold following tokens, so nothing is extracted."""
+    """Returns the first `size` elements of latent rows. A lane's word contains consecutive tokens, so nothing is
+    extracted.
+    """
     pack, pieces = spec.cache.packing, list[jax.Array]()
     for group in range(cdiv(size, LANES)):
         flat = _as_words(buffer.at[at.slot, group], spec)
@@ -137,10 +144,11 @@ def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.A
 def _all_rows(
     buffer: Any, head_group: Any, at: KeyChunk, spec: PagedSpec, values: bool, between: Callable[[], None]
 ) -> list[jax.Array]:
-    """Returns rows of all words of a head group: keys or values extracted where both share words, else as they lie.
+    """Returns the rows of all words of a head group: keys or values extracted if the two share words, else as they
+    are stored.
 
-    Each slice of words is split before the next is loaded. The scheduler mostly keeps this order; without it, the words
-    of a whole chunk would be live at once and spill.
+    Each slice of words is unpacked before the next is loaded. The compiler's scheduler mostly keeps this order;
+    otherwise the words of a whole chunk would be live at once and spill.
     """
     cache = spec.cache
     subwords = range(values, cache.packing, 2) if cache.interleaved else range(1)
@@ -162,7 +170,7 @@ def _all_rows(
 
 
 def _span(flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec) -> jax.Array:
-    """Loads `count` words [count, lanes] of a head group, from the chunk's word `first` on."""
+    """Loads `count` words [count, lanes] of a head group, beginning with the chunk's word `first`."""
     words, head_groups = spec.cache.words, spec.cache.head_groups
     if head_groups == 1:
         start = pl.multiple_of(at.start * words, at.size * words) + first
@@ -173,7 +181,7 @@ def _span(flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec
 
 
 def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool) -> list[jax.Array]:
-    """Returns rows of each head of a unit, for the keys of one chunk."""
+    """Returns the rows of each head of a unit, for the keys of one chunk."""
     cache, word = spec.cache, unit
     subwords = range(cache.packing)
     if cache.interleaved:
@@ -184,7 +192,7 @@ def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec
 
 
 def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
-    """Returns rows, put together from their lane groups."""
+    """Returns rows, concatenated from their groups of 128 lanes."""
     return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
 
 
@@ -193,7 +201,9 @@ def _as_words(buffer: Any, spec: PagedSpec) -> Any:
 
 
 def _words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
-    """Returns words [n, lanes] of consecutive keys. A strided load must start at a row that is known when compiling."""
+    """Returns the words [n, lanes] of consecutive keys. A strided load must start at a row that is known at compile
+    time.
+    """
     words, chunk = spec.cache.words, at.size
     flat = _as_words(buffer, spec)
     flat = flat.reshape(spec.block_kv * words, flat.shape[-1])
@@ -206,7 +216,9 @@ def _words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpe
 
 
 def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) -> jax.Array:
-    """Rows [n, lanes] of the elements at index `which` of words [n, lanes]: a shift, then a pack of two registers."""
+    """Returns rows [n, lanes] of the elements at index `which` of words [n, lanes], by a shift and a pack of two
+    registers.
+    """
     if spec.cache.packing == 1:
         return words
     bits = 32 // spec.cache.packing
@@ -215,12 +227,14 @@ def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) 
 
 
 def _widened(x: jax.Array, dtype: Any) -> jax.Array:
-    """Converts to `dtype`; 8-bit elements through float32, a conversion that every chip has."""
+    """Converts to `dtype`; 8-bit elements are converted via float32, which every chip supports."""
     return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
 def _rounded(x: jax.Array, spec: PagedSpec) -> jax.Array:
-    """float32 rounded to bfloat16's precision, ties to even; in integers, so that no compiler drops the conversion."""
+    """Rounds float32 to bfloat16's precision, ties to even, in integer arithmetic so that no compiler removes the
+    conversion.
+    """
     if not spec.rounded:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)

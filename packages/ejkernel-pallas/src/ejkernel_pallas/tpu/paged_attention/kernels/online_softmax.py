@@ -1,12 +1,13 @@
-"""The online softmax of a work item's rows: its state, its update with a chunk of keys, and its epilogue.
+"""Online softmax of a work item's rows: its state, the update with a chunk of keys, and the epilogue.
 
-    parts 0, 1, 2, ...: rows of one head and one chunk of keys each; `lookahead` = 2
+    parts 0, 1, 2, ...: the rows of one head and one chunk of keys each; `lookahead` = 2
 
     MXU      s0   s1   s2   pv0  s3   pv1  s4   pv2          s = q k^T, pv = weights v
     VPU, EUP           p0        p1        p2                p = exp2(s - row_max), alpha, row_sum
     scratch  scores[n % 2] ─► weights[n % 2] ─► acc
 
-Scores run ahead of the softmax, so that the MXU always has a product while the vector units work on an older part.
+Scores are computed ahead of the softmax, so that the MXU always has a product while the vector units work on an older
+part.
 """
 
 import functools
@@ -30,20 +31,22 @@ from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSp
 from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
 
 NO_TOKEN = 2**30
-"""A token index beyond every tile: the first token for a key that no token attends."""
+"""Larger than any token index of a tile: stands for the first token that attends a key if no token does."""
 BUFFERS = 2
-"""Double buffering of the scratch memory of parts: a write need not wait for the reads of the part before."""
+"""Scratch memory of parts is double buffered, so that a write need not wait for the reads of the part before."""
 SLICE = 64
-"""Rows of a large product that are rescaled and stored together: as many as registers hold of the accumulator."""
+"""Number of rows of a large product that are rescaled and stored together: as many as registers hold of the
+accumulator.
+"""
 
 
 class Rows(NamedTuple):
-    """Query rows of one product.
+    """The query rows of one product.
 
     Attributes:
-        slot: The buffer that the queries are in.
-        start: The first row, in the tile.
-        size: How many rows.
+        slot: The buffer slot that the queries are in.
+        start: The first row, as an index in the tile.
+        size: The number of rows.
         position: Position of the tile's first token in its sequence.
     """
 
@@ -54,18 +57,19 @@ class Rows(NamedTuple):
 
     @property
     def span(self) -> Any:
-        """Returns the rows, in the tile."""
+        """Returns the rows as a slice of the tile."""
         return pl.ds(self.start, self.size)
 
 
 Mask = Callable[[list[jax.Array]], list[jax.Array]]
-"""Masks scores, one lane group [rows, 128] after another: -inf where a pair does not attend."""
+"""Masks scores, given as groups of 128 lanes [rows, 128]: sets them to -inf where a pair does not attend."""
 
 
 class HeadChunk(NamedTuple):
-    """One product of rows with keys: the rows, loaders of keys [n, D] and values [n, Dv], and the mask of scores.
+    """One product of rows with keys: the rows, functions that load keys [n, D] and values [n, Dv], and the mask of
+    the scores.
 
-    `rotary` loads the rest of the keys, [Dr, n], where a cache of its own has it.
+    `rotary` loads the rotary part of the keys, [Dr, n], if a cache of its own contains it.
     """
 
     head: Any
@@ -77,21 +81,23 @@ class HeadChunk(NamedTuple):
 
 
 def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
-    """Writes the state of a head's first rows before any key. A sink is a key without a value: it starts the state."""
+    """Initialises the softmax state of a head's first `count` rows. A sink is a key without a value, and starts the
+    state.
+    """
     rows = (head, pl.ds(0, count), slice(None))
     if refs.sinks is not None:
         refs.row_max[rows] = refs.sinks[rows]
-        # The sink's weight is 1; a row's sum is the sum over lanes.
+        # The sink's weight is 1; `row_sum` holds one partial sum per lane.
         refs.row_sum[rows] = jnp.full((count, LANES), 1.0 / LANES, jnp.float32)
     else:
         refs.row_max[rows] = jnp.full((count, LANES), -jnp.inf, jnp.float32)
         refs.row_sum[rows] = jnp.zeros((count, LANES), jnp.float32)
-    # Not left as it is: NaN in it would outlive a rescale by 0.
+    # The accumulator must be zeroed: NaN in it would remain after a rescale by 0.
     refs.acc[rows] = jnp.zeros((count, refs.acc.shape[2]), jnp.float32)
 
 
 def store_key_mask(refs: PagedRefs, item: Item, chunks: list[KeyChunk], spec: PagedSpec) -> None:
-    """Stores the additive mask of chunks, for an item that has one token: -inf where a key is masked."""
+    """Stores the additive mask of chunks for an item that has one token: -inf for masked keys."""
 
     def one(n: Any) -> None:
         at = chunks[0]._replace(key=chunks[0].key + n * spec.chunk_kv)
@@ -102,30 +108,30 @@ def store_key_mask(refs: PagedRefs, item: Item, chunks: list[KeyChunk], spec: Pa
 
 
 def _attended_keys(refs: PagedRefs, item: Item, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
-    """Returns which keys of a chunk any row attends, bool [1, n], and which they are."""
+    """Returns which keys of a chunk any row attends, bool [1, n], and their positions."""
     offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec)
     inside = (offset >= at.low - at.key) & (offset < at.high - at.key)
     return inside & (_missing_pages(refs, item, at, offset, spec) == 0), offset
 
 
 def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: PagedSpec) -> Mask | None:
-    """Returns the mask of the n-th chunk's scores; None where all pairs attend.
+    """Returns the mask of the n-th chunk's scores, or None if all pairs attend.
 
-    It is computed again for every head: mask registers are too few to keep it from one head to the next.
+    The mask is recomputed for every head: there are too few mask registers to keep it between heads.
     """
     lanes = range(0, at.size * spec.heads_per_product, LANES)
     if not at.masked and spec.heads_per_product == 1:
         return None
     by_first_head: dict[int, Any] = {}
     if spec.heads_per_product > 1:
-        for start in lanes:  # lane groups that come from the same part of words have the same order of heads
+        for start in lanes:  # lane groups from the same part of words have the same order of heads
             by_first_head.setdefault(_first_head(start, at, spec), _head_mask(rows, start, at, spec))
     if spec.keeps_limits:
         by_first_head = {n_mask: _limit(refs, n_mask, mask, n) for n_mask, mask in enumerate(by_first_head.values())}
     head_masks = [by_first_head[_first_head(start, at, spec)] if by_first_head else None for start in lanes]
     if not at.masked:
         return lambda scores: list(map(_mask_scores, head_masks, scores))
-    if spec.tokens == 1:  # the keys from `low` to `high` are then exactly the row's
+    if spec.tokens == 1:  # the keys from `low` to `high` are then exactly those that the row attends
         masked = [refs.key_mask.at[n : n + 1, lane : lane + LANES] for lane in lanes]
         return lambda scores: [
             _mask_scores(head_mask, x) + y[...] for head_mask, x, y in zip(head_masks, scores, masked, strict=True)
@@ -139,14 +145,18 @@ def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: P
 
 
 def _mask_scores(mask: Any, scores: jax.Array) -> jax.Array:
-    """Scores under a mask: -inf where it is False, clipped where it is a limit in memory, unchanged without one."""
+    """Returns masked scores: -inf where a boolean mask is False, the minimum with a mask of limits, unchanged
+    without a mask.
+    """
     if mask is None:
         return scores
     return jnp.where(mask, scores, -jnp.inf) if isinstance(mask, jax.Array) else jnp.minimum(scores, mask[...])
 
 
 def _limit(refs: PagedRefs, index: int, mask: jax.Array, n: int) -> Any:
-    """The memory of a mask as upper limits of scores. All chunks have the same mask; the first one writes it."""
+    """Returns the memory of a mask as upper limits of scores. All chunks have the same mask, which the first one
+    writes.
+    """
     limit = refs.score_limits.at[index]
     if n == 0:
         limit[...] = jnp.where(mask, jnp.inf, -jnp.inf)
@@ -160,16 +170,16 @@ def _first_head(start: int, at: KeyChunk, spec: PagedSpec) -> int:
 
 
 def _head_mask(rows: Rows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
-    """Returns which keys belong to the head that a row's query reads."""
+    """Returns which keys belong to the KV head that a row's query reads."""
     shape = (rows.size, LANES)
     _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
     row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group_size // spec.heads_per_product
-    assert head is not None  # as there are several
+    assert head is not None  # there are several heads here
     return divide(row, group) == head
 
 
 def _missing_pages(refs: PagedRefs, item: Item, at: KeyChunk, offset: jax.Array, spec: PagedSpec) -> jax.Array:
-    """Returns which keys of a chunk lie in pages that the table does not have, int32."""
+    """Returns which keys of a chunk are in pages that are missing from the table, int32."""
     slots, first = spec.cache.slots, divide(at.key, spec.cache.slots)
 
     def page(k: jax.Array, missing: jax.Array) -> jax.Array:
@@ -183,7 +193,7 @@ def _missing_pages(refs: PagedRefs, item: Item, at: KeyChunk, offset: jax.Array,
 
 
 def _allowed(refs: PagedRefs, rows: Rows, first: jax.Array, last: jax.Array, spec: PagedSpec) -> jax.Array:
-    """Which pairs of a lane group attend, from the first and the last token of the tile that attend each key."""
+    """Returns which pairs of a lane group attend, from the first and last token of the tile that attend each key."""
     shape = (rows.size, LANES)
     token = refs.row_tokens[rows.span, :]
     mask = token >= jnp.broadcast_to(first, shape)
@@ -191,11 +201,11 @@ def _allowed(refs: PagedRefs, rows: Rows, first: jax.Array, last: jax.Array, spe
 
 
 def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spec: PagedSpec) -> None:
-    """Updates the softmax of rows with keys, part after part; scores are computed `lookahead` parts ahead.
+    """Updates the softmax of rows with keys, part by part; scores are computed `lookahead` parts ahead.
 
-    Scores, weights and alpha go through scratch memory: register pressure would spill them otherwise. A row's sum is
-    the sum over the lanes of `row_sum`. Decode reduces the lanes right after the last product, which hides the latency
-    of that reduction; the epilogue then has less to do.
+    Scores, weights and alpha are kept in scratch memory, because register pressure would spill them otherwise. The sum
+    of a row is the sum of the lanes of `row_sum`. Decode reduces the lanes right after the last product, where the
+    reduction's latency is hidden and the epilogue is left with less work.
     """
     for n in range(len(chunks) + lookahead):
         if n < len(chunks):
@@ -205,22 +215,22 @@ def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spe
     last = chunks[-(spec.kv_heads // head_groups(spec)) :] if spec.tokens == 1 else ()
     for chunk in last:  # the last chunk of each head
         rows = (chunk.head, chunk.rows.span, slice(None))
-        # Spread over the lanes again, so that the next block adds to it in the same form.
+        # The sum is spread over the lanes again, so that the next block adds to partial sums as before.
         row_sum = jnp.sum(refs.row_sum[rows], axis=1, keepdims=True) * (1.0 / LANES)
         refs.row_sum[rows] = jnp.broadcast_to(row_sum, (chunk.rows.size, LANES))
 
 
 def staged(rows: int, keys: int, dtype: Any) -> Staged:
-    """Returns scratch memory of parts; `dtype` is that of weights."""
+    """Returns the scratch memory of parts; `dtype` is that of weights."""
     shapes = ((keys, jnp.float32), (keys, dtype), (LANES, jnp.float32))
     return Staged(*(score_chunk.double_buffer((rows, width), dtype) for width, dtype in shapes))
 
 
 def _staged(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
-    """Returns the scratch memory for parts of this many rows."""
+    """Returns the scratch memory for parts of `rows` rows."""
     if rows == spec.small_rows:
         return refs.small
-    assert refs.large is not None  # as there are larger products
+    assert refs.large is not None  # there are larger products here
     return refs.large
 
 
@@ -246,15 +256,16 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     scores, weights = (_slot(pair, n, shape) for pair in (buffers.scores, buffers.weights))
     alpha = _slot(buffers.alpha, n, (chunk.rows.size, LANES))
     before = refs.row_max[rows]
-    # Across lane groups on the VPU first, so that the slow XLU has one reduction across lanes left.
+    # The maximum is taken across lane groups on the VPU first, so that the slow XLU has one reduction across lanes
+    # left.
     highest = functools.reduce(jnp.maximum, lane_groups(scores[...]))
     shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
     if chunk.mask is not None:
-        # Rows that have seen nothing yet: exp2(-inf - 0) = 0, not NaN.
+        # In rows without any key so far exp2(-inf - 0) = 0, not NaN.
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     refs.row_max[rows] = row_max
     alpha[...] = jnp.exp2(before - shift)
-    # Scores are loaded a second time, as their store was: kept in registers across the reduction, they would spill.
+    # Scores are loaded again instead of kept in registers across the reduction, where they would spill.
     weights_f32 = jnp.exp2(scores[...] - widen(shift, shape[1]))
     refs.row_sum[rows] = alpha[...] * refs.row_sum[rows] + functools.reduce(jnp.add, lane_groups(weights_f32))
     weights[...] = weights_f32.astype(spec.weights)
@@ -262,14 +273,14 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
 
 
 def _accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step: jax.Array) -> None:
-    """Rescales the accumulator of a part's rows, and adds to it.
+    """Rescales the accumulator of a part's rows, and adds the part's product to it.
 
-    The accumulator of a large product is stored at an opaque offset. The compiler then cannot prove that the next
-    slice's load is independent, and keeps it behind this store; otherwise it rescales some forty registers long before
-    there is something to add, and spills them.
+    The accumulator of a large product is stored at an offset that the compiler does not know. It then cannot prove that
+    the next slice's load is independent, and keeps the load after this store. Otherwise it would rescale about forty
+    registers long before there is something to add, and spill them.
     """
     count = chunk.rows.size
-    # The first part of the work list begins at item 0.
+    # `spans[0]`, the first item of the first core's work, is always 0, which the compiler does not know.
     size, same = (count, 0) if count <= SMALL_PRODUCT_ROWS else (SLICE, refs.spans[0])
     for start in range(0, count, size):
         end = min(start + size, count)
@@ -279,13 +290,13 @@ def _accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step: jax.Array) 
 
 
 def write_results(refs: PagedRefs, head: Any, rows: Rows, spec: PagedSpec) -> None:
-    """The epilogue: writes output and lse of rows into the buffers that are copied to HBM."""
+    """Writes output and lse of rows (the epilogue) into the buffers that are copied to HBM."""
     row_max = refs.row_max[head, rows.span, :]
     row_sum = refs.row_sum[head, rows.span, :]
     same = spec.tokens == 1
     row_sum = row_sum * LANES if same else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_max.shape)
-    # The key of the maximum has a weight of 1, so a row with keys has a sum of at least 1. A row without keys has
-    # row_sum = acc = 0 and row_max = -inf: its output becomes 0 and its lse -inf without a branch.
+    # The key of the maximum has weight 1, so a row with keys has a sum of at least 1. A row without keys has row_sum =
+    # acc = 0 and row_max = -inf: its output becomes 0 and its lse -inf without a branch.
     row_sum = jnp.maximum(row_sum, 1.0)
     lse = (row_max + jnp.log2(row_sum)) * (1.0 / LOG2E)
     factor = spec.value_scale / row_sum
@@ -297,17 +308,17 @@ def write_results(refs: PagedRefs, head: Any, rows: Rows, spec: PagedSpec) -> No
 
 
 def _as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> None:
-    """Writes [n, 128], the same in every lane, as n lanes of a row, from a lane that is a multiple of 128 on."""
+    """Writes [n, 128], the same in every lane, as n lanes of a row, beginning at a lane that is a multiple of 128."""
     start = start if isinstance(start, int) else pl.multiple_of(start, LANES)
     ref[(*index, slice(None), pl.ds(start, LANES))] = lane_row(x)
 
 
 def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
-    """Returns scores in powers of two, before masking."""
+    """Returns scores as powers of two, before masking."""
     query = refs.query_buffer[chunk.rows.slot, chunk.head, chunk.rows.span, :]
     if chunk.rotary is None:
         s = _product(query, chunk.keys(), (1, 0 if spec.cache.transposed else 1), spec.operand, spec)
-    else:  # latent rows and rotary columns: two products, as the two cannot be one operand
+    else:  # latent rows and rotary columns take two products, since they cannot be one operand
         s = _product(query[:, : spec.cache.size], chunk.keys(), (1, 1), spec.operand, spec)
         s += _product(query[:, spec.cache.size :], chunk.rotary(), (1, 0), spec.operand, spec)
     if spec.soft_cap is None:
@@ -316,5 +327,7 @@ def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:
-    """Returns product of two matrices over one axis of each, in float32; of 16 bits it is exact in one pass."""
+    """Returns the product of two matrices over one axis of each, in float32; for 16-bit operands it is exact in one
+    pass.
+    """
     return product(a, b, contract, spec.precision if jnp.dtype(dtype).itemsize == 4 else lax.Precision.DEFAULT)

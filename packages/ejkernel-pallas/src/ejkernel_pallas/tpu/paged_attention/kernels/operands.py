@@ -1,4 +1,4 @@
-"""Queries as the kernel has them, and its results as callers have them."""
+"""Converts queries to the kernel's layout, and its results back to the callers'."""
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,11 @@ from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec, stored
 
 
 def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
-    """Queries as [Hk, rows, D], a token's query heads of a KV head one after another, sequences at whole copies."""
+    """Returns the queries as [Hk, rows, D]: a token's query heads of one KV head are adjacent, and every sequence
+    begins at a row where a copy may begin.
+    """
     query = as_computed(record.query, record).at[work.tokens].get(mode="fill", fill_value=0)
-    if record.latent is not None:  # the rotary part goes to where rows of the cache have it
+    if record.latent is not None:  # the rotary part is moved to where cache rows have it
         size, start = record.latent
         query = jnp.concatenate(
             (jnp.pad(query[..., :size], ((0, 0), (0, 0), (0, start - size))), query[..., size:]), axis=-1
@@ -25,25 +27,26 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
 
 
 def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, output: jax.Array) -> jax.Array:
-    """Returns [T, H, Dv] of [Hk, rows, Dv]."""
+    """Converts [Hk, rows, Dv] to [T, H, Dv]."""
     heads, size = record.query.shape[1], paged_cache.value_size(record)
     first = 0 if record.latent else spec.value_dim - size
     tokens = output[:, :, first : first + size].reshape(spec.kv_heads, -1, spec.group_size, size)
-    # Before heads are put next to each other: XLA takes three times as long to compile it the other way round.
+    # Tokens are taken before heads are put next to each other: in the other order XLA takes three times as long to
+    # compile.
     places = jnp.where(work.in_sequence, work.packed_index, tokens.shape[1])
     tokens = jnp.take(tokens, places, axis=1, mode="fill", fill_value=0)
     return tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)[:, :heads]
 
 
 def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax.Array) -> jax.Array:
-    """Returns [T, H] of [items, Hk, 1, rows of a tile]."""
+    """Converts [items, Hk, 1, rows of a tile] to [T, H]."""
     tiles = lse[:, :, 0, : spec.tokens * spec.group_size].reshape(-1, spec.kv_heads, spec.tokens, spec.group_size)
     tokens = tiles.swapaxes(1, 2).reshape(-1, spec.tokens, spec.heads)[work.item, work.offset]
     return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
 
 
 def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
-    """Returns sinks [H] as powers of two by the rows of a tile, [Hk, rows, 128]."""
+    """Returns sinks [H] as powers of two for each row of a tile, [Hk, rows, 128]."""
     padded = jnp.pad(sinks.astype(jnp.float32) * LOG2E, (0, spec.heads - sinks.shape[0]))
     rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, cdiv(spec.rows, spec.group_size)))[
         :, : spec.rows
@@ -52,12 +55,14 @@ def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
 
 
 def pack_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:
-    """Returns new tokens as slots of the caches, one array each; 0 in the heads and lanes that only pad them."""
+    """Returns new tokens in the layout of the caches' slots, one array per cache; heads and lanes that are padding
+    are 0.
+    """
     keys, values = record.new_keys, record.new_values
     if keys is None or values is None:
         return ()
     if record.kv_layout != paged_cache.COMBINED:
-        assert record.value_pages is not None  # as the layout says
+        assert record.value_pages is not None  # the layout has separate values
         return keys.astype(record.key_pages.dtype), values.astype(record.value_pages.dtype)
     pages = record.key_pages
     rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)

@@ -1,4 +1,4 @@
-"""The paged kernel: a loop over work items, and in it a loop over the key blocks of each (Kwon et al. 2023).
+"""Paged attention kernel: a loop over work items, each with a loop over its key blocks (Kwon et al. 2023).
 
     computed              copies in flight (DMA)                                  buffers in VMEM
     -----------------     ------------------------------------------------------  ------------------------------
@@ -7,8 +7,8 @@
                           output and lse of item i-1                              output_buffer[2], lse_buffer[2]
                           new tokens of item i+2, into their pages                none: from HBM to HBM
 
-The kernel is persistent: one grid step per core, whose pipeline never drains between items or sequences. Page numbers
-come from the table in scalar memory; pages that no row attends are not copied.
+The kernel is persistent: it has one grid step per core, and its pipeline does not drain between items or sequences. It
+reads page numbers from the table in scalar memory; pages that no row attends are not copied.
 
 Hazard: new tokens must be in their pages before a copy of those pages starts. The prefetch distance is PREFETCH blocks,
 so the first block that may copy pages of item i+2 is the last one of item i: the kernel waits for the tokens there.
@@ -31,18 +31,20 @@ from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec
 
 
 def kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
-    """Computes one part of the work list: prologue, main loop over items, and the last results' copies."""
+    """Computes one core's part of the work list: a prologue, the main loop over items, and the copies of the last
+    results.
+    """
     part = pl.program_id(0)
     first, end = refs.spans[part], refs.spans[part + 1]
 
     @pl.when(first < end)
     def _() -> None:
         item = Item(refs.items, first)
-        # The first items' pages are copied right below, so their new tokens are written before that, without overlap.
+        # The first items' pages are copied right after this, so their new tokens are written first, without overlap.
         if refs.write_counts is not None:
             loop(first, jnp.minimum(first + PREFETCH, end), partial(_write, refs, spec), jnp.int32(0))
 
-        # Prologue: fill all stages of the pipeline but the one that the first iteration of the main loop fills.
+        # Prologue: fill all pipeline stages but the one that the first iteration of the main loop fills.
         def prefetch(slot: Any, cursor: Cursor) -> Cursor:
             block = _block_at(refs, cursor, slot, end)
             pl.when(cursor.index < end)(lambda: copies.start_pages(refs, block, spec))
@@ -52,7 +54,7 @@ def kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
         cursor = loop(jnp.int32(0), PREFETCH, prefetch, Cursor(first, item.first_block))
         loop(first, end, lambda k, state: _item(refs, k, first, end, state, spec), (jnp.int32(0), cursor))
 
-        # Output buffers alternate, so at the end two items' copies may still be in flight.
+        # Output buffers alternate between two slots, so the copies of two items may still be in flight at the end.
         def drain(k: jax.Array, carry: jax.Array) -> jax.Array:
             copies.results(refs, Item(refs.items, k), (k - first) % 2, spec, wait=True)
             return carry
@@ -61,7 +63,7 @@ def kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
 
 
 def _write(refs: PagedRefs, spec: PagedSpec, index: Any, carry: Any) -> Any:
-    """Writes an item's new tokens."""
+    """Writes an item's new tokens, and waits for the writes."""
     copies.start_writes(refs, Item(refs.items, index), spec)
     copies.wait_writes(refs, spec)
     return carry
@@ -81,7 +83,8 @@ def _item(
     def _() -> None:
         copies.queries(refs, Item(refs.items, index + 1), 1 - buffer_slot, spec, wait=False)
 
-    # Item `index + PREFETCH` is the last whose first block may be copied while this item is computed (see the hazard).
+    # Item `index + PREFETCH` is the last whose first block may be copied while this item is computed (see the hazard
+    # above).
     writes = (index + PREFETCH < end) if refs.write_counts is not None else None
     if writes is not None:
         pl.when(writes)(lambda: copies.start_writes(refs, Item(refs.items, index + PREFETCH), spec))
@@ -89,7 +92,7 @@ def _item(
     by_size(small, spec, lambda count: each(spec.kv_heads, lambda head: init_softmax(refs, head, count)))
     copies.queries(refs, item, buffer_slot, spec, wait=True)
 
-    # The output buffer of this parity is free once the copies of the item before the last have left it.
+    # This item's output buffer is free once the results of the item two before have been copied out of it.
     @pl.when(index - first >= 2)
     def _() -> None:
         copies.results(refs, Item(refs.items, index - 2), buffer_slot, spec, wait=True)

@@ -1,4 +1,4 @@
-"""The refs of the paged-attention kernel: arrays in HBM, what VMEM keeps, and scratch memory, each with its shape."""
+"""The refs of the paged-attention kernel, each with its shape: arrays in HBM, arrays in VMEM, and scratch memory."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 
 
 class Staged(NamedTuple):
-    """Scratch memory for products that registers would not hold: of each two arrays, which alternate.
+    """Scratch memory for products that do not fit registers: two arrays of each kind, used alternately.
 
     Attributes:
         scores: float32 [rows, keys].
@@ -22,34 +22,37 @@ class Staged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedRefs:
-    """Refs of the kernel; a field that is None is not needed.
+    """Refs of the kernel; fields that are not needed are None.
 
     Attributes:
-        items: The list of work, int32, in scalar memory.
-        spans: First item of every part, likewise.
-        tables: Page tables, likewise.
+        items: The work list, int32, in scalar memory.
+        spans: The first item of every core's part, int32, in scalar memory.
+        tables: Page tables, int32, in scalar memory.
         query: [Hk, rows, D], in HBM.
-        keys: Pages of keys, or of keys and values, in HBM; `values`, of values, or of the rotary part of latent keys.
-        keys_before: The input whose memory `keys` is, where it is written to; not read. Likewise `values_before`.
-        new_keys: New tokens, in HBM; likewise `new_values`.
+        keys: Pages of keys, or of keys and values, in HBM. `values` has pages of values, or the rotary part of latent
+            keys.
+        keys_before: The input that shares memory with `keys` if new tokens are written; not read. Same for
+            `values_before`.
+        new_keys: New tokens, in HBM; same for `new_values`.
         output: [Hk, rows, Dv], in HBM.
         lse: [items, Hk, 1, rows of a tile], in HBM.
         sinks: [Hk, rows of a tile, 128], as powers of two.
         row_tokens: int32 [rows of a tile, 128]: the token of each row, in the tile.
-        query_buffer: Scratch, [2, Hk, rows of a tile, D]; likewise `output_buffer` and `lse_buffer`.
+        query_buffer: Scratch, [2, Hk, rows of a tile, D]; same for `output_buffer` and `lse_buffer`.
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
-        row_sum: Scratch, likewise; a partial sum in every lane.
+        row_sum: Scratch, [Hk, rows of a tile, 128]; a partial sum in every lane.
         acc: Scratch, [Hk, rows of a tile, Dv].
-        small: Scratch of products of few rows.
-        large: Scratch of products of many rows.
-        score_limits: Scratch, float32: upper limits of scores, -inf where a key is not the row's own head's.
+        small: Scratch memory of products of few rows.
+        large: Scratch memory of products of many rows.
+        score_limits: Scratch, float32: upper limits of scores, -inf where a key belongs to another head than the row.
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
-        keys_buffer: Scratch, blocks of keys; `values_buffer`, of values.
-        head_keys: Scratch, [Hk, part, D]; likewise `head_values`.
+        keys_buffer: Scratch, blocks of keys; `values_buffer` has blocks of values.
+        head_keys: Scratch, [Hk, part, D]; same for `head_values`.
         query_arrived: DMA semaphores, one per query buffer.
-        results_sent: DMA semaphores, one an output buffer.
+        results_sent: DMA semaphores, one per output buffer.
         pages_arrived: DMA semaphores, one per block buffer.
-        write_counts: int32 [2] in scalar memory: pages, and single tokens, whose copies to the cache were started.
+        write_counts: int32 [2] in scalar memory: the numbers of pages and of single tokens whose copies to the cache
+            started.
         tokens_written: DMA semaphore.
     """
 
@@ -89,7 +92,7 @@ class PagedRefs:
 
     @property
     def caches(self) -> tuple[tuple[Ref, Ref], ...]:
-        """Returns pages of each cache, and the buffer of its blocks."""
+        """Returns the pages of each cache, and the buffer of its blocks."""
         pairs = ((self.keys, self.keys_buffer), (self.values, self.values_buffer))
         return tuple(pair for pair in pairs if pair[0] is not None)
 
@@ -100,6 +103,6 @@ class PagedRefs:
 
     @property
     def written(self) -> tuple[tuple[Ref, Ref], ...]:
-        """Returns new tokens, and the pages that they are written to."""
+        """Returns the new tokens, and the pages that they are written to."""
         pairs = ((self.new_keys, self.keys), (self.new_values, self.values))
         return tuple(pair for pair in pairs if pair[1] is not None)

@@ -1,10 +1,10 @@
-"""From codes to numbers, in registers.
+"""Dequantization in registers.
 
-    word j of a row:   | code 8j+7 | ... | code 8j+1 | code 8j |       4 bits a code
+    word j of a row:   | code 8j+7 | ... | code 8j+1 | code 8j |       4 bits per code
 
-Code n of all words of a tile is a tile of its own, one shift away from the words: no number ever changes its lane. The
-scales of a row are few; a gather in each register gives every word's lane the scale of its group, once for all codes of
-the word. So does a gather from a table of 16 numbers for codes that are places in one.
+Code n of all words of a tile forms a tile of its own, one shift away from the words: no element moves between lanes. A
+row has few scales; a gather in each register gives every word's lane the scale of its group, once for all codes of the
+word. Codes that are indices in a table of 16 values are looked up with a gather, too.
 """
 
 from typing import Any, NamedTuple
@@ -19,21 +19,21 @@ from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
 class Factors(NamedTuple):
-    """Scales of a tile's rows, and zeros of affine codes: float32, every group's or every word's."""
+    """Scales of a tile's rows, and zeros of affine codes: float32, one per group or one per word."""
 
     scales: jax.Array
     zeros: jax.Array | None
 
 
 def code_table(form: Format) -> jax.Array | None:
-    """Returns the numbers of codes that are places in a table, float32 [1, 128]."""
+    """Returns the table of values for codes that are indices in one, float32 [1, 128]."""
     return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if form.mode == "nf4" else None
 
 
 def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
-    """Returns float32 of the bits of a float with few, in int32.
+    """Decodes floats of few bits, given as int32, to float32.
 
-    A subnormal is what its mantissa adds to the smallest power of two: float32 subnormals do not exist on a TPU.
+    A subnormal is computed as its mantissa times the smallest power of two, because TPUs have no float32 subnormals.
     """
     bias, sign = 2 ** (exponent - 1) - 1, 1 << (exponent + mantissa)
     moved = (bits & (sign - 1)) << (23 - mantissa)
@@ -44,21 +44,21 @@ def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
 
 
 def scale_values(stored: jax.Array, form: Format) -> jax.Array:
-    """Scales, or zeros, as float32."""
+    """Returns scales, or zeros, as float32."""
     if jnp.issubdtype(stored.dtype, jnp.floating):
         return stored.astype(jnp.float32)
     bits = stored.astype(jnp.int32)
     if form.integers or form.mode == "fp8":
         return small_float(bits, 5, 10)
     if form.exponents:
-        # e8m0: the byte is the exponent field of a float32, and 255 is NaN. 2 ** -127 becomes 0, as every number below
-        # the smallest normal does on a TPU.
+        # e8m0: the byte is the exponent field of a float32, and 255 is NaN. 2 ** -127 becomes 0, since TPUs flush
+        # subnormals to zero.
         return lax.bitcast_convert_type(jnp.where(bits == 255, 0x7FC00000, bits << 23), jnp.float32)
     return small_float(bits, 4, 3)
 
 
 def spread(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
-    """Returns numbers of groups [rows, 128], for each of 128 words: word `first` of the tile is the first of them."""
+    """Returns the values of groups [rows, 128] for each of 128 words, beginning at word `first` of the tile."""
     word = first + lax.broadcasted_iota(jnp.int32, groups.shape, 1)
     group = lax.shift_right_logical(word, jnp.int32(spec.group_words.bit_length() - 1)) & (LANES - 1)
     return jnp.take_along_axis(groups, group, axis=1, mode="promise_in_bounds")
@@ -67,22 +67,22 @@ def spread(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
 def code_values(
     words: jax.Array, n: int, factors: Factors, codebook: jax.Array | None, spec: QuantizedSpec
 ) -> jax.Array:
-    """Returns code n of every word as a number, in the dtype of products.
+    """Returns code n of every word, dequantized, in the dtype of products.
 
     Args:
         words: int32 [rows, 128].
-        n: Which code.
-        factors: Of every word.
-        codebook: The table, [rows, 128], of codes that are places in one.
+        n: Index of the code in its word.
+        factors: Scales and zeros of every word.
+        codebook: The table, [rows, 128], for codes that are indices in one.
         spec: The kernel's constants.
     """
     bits = spec.format.bits
-    # A logical shift leaves the last code without bits above it, so only the others need a mask.
+    # A logical shift leaves no bits above the last code, so only the others need a mask.
     code = lax.shift_right_logical(words, jnp.int32(n * bits)) if n else words
     if n + 1 < spec.codes:
         code = code & ((1 << bits) - 1)
     if factors.zeros is not None:
-        # In float32 and rounded once, after the scale: as the reference dequantises.
+        # Computed in float32 and rounded once, after the scale, as the reference dequantizes.
         value = code.astype(jnp.float32) - factors.zeros
     elif spec.format.center is not None:
         value = (code - spec.format.center).astype(jnp.float32)

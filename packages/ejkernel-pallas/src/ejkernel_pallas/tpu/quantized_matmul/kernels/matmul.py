@@ -1,4 +1,4 @@
-"""x times the packed matrix: the kernel that contracts the packed matrix's rows.
+"""Computes x times the packed matrix: this kernel contracts the packed matrix's rows.
 
 acc[n] [block_m, block_w] += x [block_m, block_r] · values_n        out[:, codes j + n] = acc[n][:, j]
 """
@@ -45,16 +45,17 @@ def multiply_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) ->
 
 
 def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
-    """One tile of the packed matrix, whose rows are contracted."""
+    """Processes one tile of the packed matrix, whose rows are contracted."""
     k, tile = pl.program_id(2), pl.program_id(1)
     left = spec.packed_rows - k * spec.blocks.block_r
     zero_sums(refs, k)
-    # Pieces, not the tile: what a product takes is unpacked just before it, and stays in registers.
+    # The tile is processed in pieces: each is unpacked just before its product, and stays in registers.
     for row in range(0, spec.blocks.block_r, spec.piece):
         size = min(spec.piece, spec.blocks.block_r - row)
         x, factors = refs.x[:, row : row + size], group_factors(refs, row, size, spec)
         if spec.packed_rows % spec.blocks.block_r:
-            # Both operands: past the end of either, memory may hold NaN, which 0 in the other does not stop.
+            # Both operands are zeroed: memory past the end of either may contain NaN, which a 0 in the other does not
+            # cancel.
             x, factors = zero_outside(x, 0, left - row, 1), zero_factors_from(factors, left - row, 0)
         for sub in subtiles(spec, row, size):
             unpack = unpacker(refs, factors, sub, tile, spec)

@@ -1,4 +1,5 @@
-"""What both kernels do with a tile of the packed matrix [R, C], whose rows are W words of several codes each.
+"""Shared by both kernels: processing a tile of the packed matrix [R, C], whose rows are W words of several codes
+each.
 
     HBM packed [R, W] ── double buffer ──► VMEM words [block_r, block_w]
                                              │ shift, mask, zero, scale: code n of all words, in registers
@@ -6,9 +7,9 @@
     over rows    acc[n] [block_m, block_w] += x [block_m, block_r] · numbers_n       out[:, codes j + n] = acc[n][:, j]
     over words   acc    [block_m, block_r] += x_n [block_m, block_w] · numbers_n^T   x_n[:, j] = x[:, codes j + n]
 
-The grid is (tiles of x's rows, tiles of columns, tiles of contracted elements). A tile of words becomes numbers once
-for each tile of x's rows. Every product takes few rows of words, so that their numbers stay in registers on the way to
-the matrix unit. A group is never as long as a product of one code: its scale goes to the numbers, not to the sums.
+The grid is (tiles of x's rows, tiles of columns, tiles of contracted elements). A tile of words is dequantized once for
+each tile of x's rows. Every product takes few rows of words, so that the dequantized values stay in registers until the
+matrix unit reads them. A group is never as long as a product of one code, so scales are applied to values, not to sums.
 """
 
 import dataclasses
@@ -39,16 +40,16 @@ from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec, scale_bits
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedRefs:
-    """Refs of both kernels; a field that is None is not needed.
+    """Refs of both kernels; fields that are not needed are None.
 
     Attributes:
-        x: [block_m, block_r], or over words [codes, block_m, block_w].
+        x: [block_m, block_r]; when contracting over words, [codes, block_m, block_w].
         words: int32 [block_r, block_w].
-        scales: As they are stored, [block_r, 128].
-        zeros: Likewise, of affine codes.
-        table: float32 [1, 128], of codes that are places in one.
-        output: [codes, block_m, block_w], or over words [block_m, block_r].
-        acc: Scratch, float32, as the output.
+        scales: As stored, [block_r, 128].
+        zeros: Zeros of affine codes, as stored, [block_r, 128].
+        table: float32 [1, 128], for codes that are indices in a table.
+        output: [codes, block_m, block_w]; when contracting over words, [block_m, block_r].
+        acc: Scratch, float32, with the shape of the output.
     """
 
     x: Ref
@@ -71,7 +72,7 @@ def run_kernel(
     packed: Callable[..., tuple[Any, Any]],
     steps: int,
 ) -> jax.Array:
-    """Runs one of the kernels; `packed` gives the tile of the packed matrix of a grid step."""
+    """Runs one of the kernels; `packed` maps a grid step to its tile of the packed matrix."""
     block = (spec.blocks.block_r, spec.blocks.block_w)
 
     def scale_index(*step: Any) -> tuple[Any, Any]:
@@ -93,7 +94,7 @@ def run_kernel(
             kernel=functools.partial(kernel, spec=spec, steps=steps),
             refs=QuantizedRefs,
             grid=(cdiv(spec.rows, spec.blocks.block_m), cdiv(output.array.shape[-1], shape[-1]), steps),
-            # Rows and columns; contracted tiles follow each other, as they add to one accumulator.
+            # Rows and columns are parallel; contracted tiles are sequential, as they add to one accumulator.
             parallel=2,
             tables={},
             inputs=inputs,
@@ -106,7 +107,7 @@ def run_kernel(
 
 
 class SubTile(NamedTuple):
-    """Some rows and words of a tile: those of one product."""
+    """The rows and words of a tile that one product takes."""
 
     row: int
     rows: int
@@ -115,7 +116,7 @@ class SubTile(NamedTuple):
 
 
 def subtiles(spec: QuantizedSpec, row: int, rows: int) -> list[SubTile]:
-    """Returns the subtiles of a tile that have the given rows."""
+    """Returns the subtiles of a tile in the given rows."""
     width, size = spec.blocks.block_w, spec.piece
     return [SubTile(row, rows, word, min(size, width - word)) for word in range(0, width, size)]
 
@@ -137,14 +138,14 @@ def write_sums(refs: QuantizedRefs, last: Any) -> None:
 
 
 def group_factors(refs: QuantizedRefs, row: int, size: int, spec: QuantizedSpec) -> Factors:
-    """Scales and zeros of some rows' groups, of which a block has 128."""
+    """Returns scales and zeros of the groups of some rows; a block has 128 groups."""
     rows = slice(row, row + size)
     zeros = None if refs.zeros is None else scale_values(refs.zeros[rows, :], spec.format)
     return Factors(scale_values(refs.scales[rows, :], spec.format), zeros)
 
 
 def zero_factors_from(factors: Factors, first: Any, axis: int) -> Factors:
-    """Returns factors with 0 from an index on: memory beyond an array may hold anything, NaN too."""
+    """Returns factors with 0 from index `first` on: memory beyond an array may contain anything, NaN included."""
     zeros = None if factors.zeros is None else zero_outside(factors.zeros, 0, first, axis)
     return Factors(zero_outside(factors.scales, 0, first, axis), zeros)
 
@@ -152,7 +153,9 @@ def zero_factors_from(factors: Factors, first: Any, axis: int) -> Factors:
 def unpacker(
     refs: QuantizedRefs, factors: Factors, sub: SubTile, tile: Any, spec: QuantizedSpec
 ) -> Callable[[int], jax.Array]:
-    """From n to the numbers of code n of a subtile's words; its factors are spread once, for all codes of a word."""
+    """Returns a function from n to the values of code n of a subtile's words; its factors are spread once for all
+    codes of a word.
+    """
     # A block of 128 groups serves `scale_tiles` tiles of words, a power of two.
     first = (tile & (spec.scale_tiles - 1)) * spec.blocks.block_w + sub.word
     codebook = None if refs.table is None else jnp.broadcast_to(refs.table[...], (sub.rows, LANES))

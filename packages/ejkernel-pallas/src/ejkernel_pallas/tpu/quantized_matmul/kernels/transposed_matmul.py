@@ -1,4 +1,4 @@
-"""x times the transposed packed matrix: the kernel that contracts what the words hold.
+"""Computes x times the transposed packed matrix: this kernel contracts the codes along words.
 
 acc [block_m, block_r] += x_n [block_m, block_w] · values_n^T        x_n[:, j] = x[:, codes j + n]
 """
@@ -29,7 +29,7 @@ def multiply_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -
     """Returns x [M, C] times the transposed packed matrix, [M, R] in `spec.output`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
     output = jax.ShapeDtypeStruct((spec.rows, spec.packed_rows), spec.output)
-    # x is rearranged once by XLA, so that code n of neighbouring words meets neighbouring columns: no number moves
+    # XLA rearranges x once, so that code n of neighbouring words is multiplied with neighbouring columns: nothing moves
     # between lanes in the kernel.
     by_code = jnp.moveaxis(x.reshape(spec.rows, spec.words, spec.codes), 2, 0)
     return run_kernel(
@@ -45,7 +45,7 @@ def multiply_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -
 
 
 def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
-    """One tile of the packed matrix, of which what the words hold is contracted."""
+    """Processes one tile of the packed matrix, contracting the codes along its words."""
     k, ragged = pl.program_id(2), spec.words % spec.blocks.block_w != 0
     left = spec.words - k * spec.blocks.block_w
     zero_sums(refs, k)
@@ -56,7 +56,7 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
             factors = zero_factors_from(factors, spec.groups - divide(k, spec.scale_tiles) * LANES, 1)
         for sub in subtiles(spec, row, size):
             unpack = unpacker(refs, factors, sub, k, spec)
-            # The codes of a word add up in registers before they go to VMEM.
+            # The products of a word's codes are summed in registers before they are added to VMEM.
             total = jnp.zeros((spec.blocks.block_m, size), jnp.float32)
             for n in range(spec.codes):
                 x = refs.x[n, :, sub.word : sub.word + sub.words]
