@@ -1,7 +1,7 @@
-"""Predicting how fast a TPU kernel is, without a TPU.
+"""Predicts the run time of TPU kernels without a TPU.
 
 libtpu compiles ahead of time on any machine, and writes the VLIW bundles that a TPU would run. The profile reads them,
-runs their scalar code, issues them in order with the latencies of the chip's units, and puts copies through one HBM
+executes their scalar code, issues them in order with the latencies of the chip's units, and models copies as one HBM
 queue: see the page "TPU kernels without a TPU".
 """
 

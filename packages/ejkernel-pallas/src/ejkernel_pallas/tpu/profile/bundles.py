@@ -1,18 +1,18 @@
-"""Reading what libtpu writes about a kernel: its final VLIW bundles, their use of slots, and its allocations."""
+"""Reads what libtpu writes about a kernel: its final VLIW bundles, their use of slots, and its allocations."""
 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-# A register in an operand: its name, without the physical register it was given.
+# A register in an operand: its name, without the physical register that it was assigned.
 REGISTER = re.compile(r"%([a-z]*\d+)(?:_[a-z]+\d+)?")
 
 _RECORD = re.compile(r"^[ \t]*(0x[0-9a-f]+|0)[ \t]+(?:(LB|LH|LE|PB|PF|CT)[ \t]*)?:[ \t]*((?:>[ \t]*)*)\{", re.M)
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
 _REGION = re.compile(r"(?:Start/End empty|Start) region (\d+)")
-# Comments such as /*hbm=*/ name the operand that follows; all others explain.
+# Comments such as /*hbm=*/ name the operand that follows; all others are remarks.
 _PLAIN_COMMENT = re.compile(r"/\*(?!\w+=\*/).*?\*/", re.S)
-# What a copy between any two memories says in a comment: which they are.
+# A copy between any two memories names the two in a comment.
 _MEMORIES = re.compile(r"(dma\.general [^;]*?)/\* (\w+)-to-(\w+) \*/")
 _NAMED = re.compile(r"/\*(\w+)=\*/")
 _ASSIGNMENT = re.compile(r"\s*%(\w+)\s*=\s*(.*)$", re.S)
@@ -30,7 +30,9 @@ _ALLOCATION = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Predicate:
-    """When an instruction takes effect, and the operand that its result is otherwise, if that is said."""
+    """The condition under which an instruction takes effect, and the operand that is its result otherwise, if one is
+    given.
+    """
 
     negated: bool
     register: str
@@ -42,12 +44,12 @@ class Instruction:
     """One slot of a bundle.
 
     Attributes:
-        result: Register that it defines, without the physical one; None for none.
-        opcode: Such as `vmatmul.mubr.bf16.gmra.mxu0`.
-        predicate: When it takes effect; None for always.
-        operands: As they are written.
-        named: Those with a name.
-        region: Where a branch goes; None for other instructions.
+        result: The register that it defines, without the physical one; None if it defines none.
+        opcode: The opcode, such as `vmatmul.mubr.bf16.gmra.mxu0`.
+        predicate: The condition under which it takes effect; None for always.
+        operands: The operands, as written.
+        named: Operands that have a name.
+        region: The target of a branch; None for other instructions.
     """
 
     result: str | None
@@ -60,12 +62,12 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """What is issued at once.
+    """Instructions that are issued in the same cycle.
 
     Attributes:
-        depth: Loops around it.
-        regions: Regions that start here; branches name them.
-        instructions: Its slots that are in use.
+        depth: The number of loops around it.
+        regions: The regions that start here; branches refer to them.
+        instructions: The instructions in its slots.
     """
 
     depth: int
@@ -75,12 +77,12 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True)
 class Utilisation:
-    """Slots in use, bundle by bundle.
+    """Slots in use, per bundle.
 
     Attributes:
         slots: Names of the kinds of slots.
-        capacity: How many of each a bundle has.
-        used: For every bundle, how many of each it uses.
+        capacity: How many slots of each kind a bundle has.
+        used: For every bundle, how many slots of each kind it uses.
     """
 
     slots: tuple[str, ...] = ()
@@ -88,14 +90,14 @@ class Utilisation:
     used: tuple[tuple[int, ...], ...] = ()
 
     def total(self, slot: str, weights: Mapping[int, int]) -> int:
-        """How often a kind of slot is used, where bundle `k` is issued `weights[k]` times."""
+        """Returns how often a kind of slot is used if bundle `k` is issued `weights[k]` times."""
         if slot not in self.slots:
             return 0
         column = self.slots.index(slot)
         return sum(weight * self.used[k][column] for k, weight in weights.items() if k < len(self.used))
 
     def shares(self, weights: Mapping[int, int]) -> dict[str, float]:
-        """Returns share of each kind of slot that is in use."""
+        """Returns the share of each kind of slot that is in use."""
         bundles = sum(weights.values())
         pairs = zip(self.slots, self.capacity, strict=True)
         return {slot: self.total(slot, weights) / max(1, bundles * capacity) for slot, capacity in pairs}
@@ -103,7 +105,7 @@ class Utilisation:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """A buffer of a kernel: name, memory space, bytes, and what it is for."""
+    """A buffer of a kernel: name, memory space, size in bytes, and what it is for."""
 
     name: str
     space: str
@@ -119,7 +121,7 @@ def parse_bundles(text: str) -> tuple[Bundle, ...]:
 
 
 def parse_utilisation(text: str) -> Utilisation:
-    """Reads `*-final_hlo-static-per-bundle-utilization.txt`; empty text is no utilisation."""
+    """Reads `*-final_hlo-static-per-bundle-utilization.txt`; empty text gives an empty utilisation."""
     lines = text.splitlines()
     if not lines:
         return Utilisation()
@@ -158,7 +160,7 @@ def _instruction(text: str) -> Instruction | None:
 
 
 def _call_operand(target: str, rest: str) -> Instruction:
-    """Returns an operand of the kernel: the memory space it lies in, and its number."""
+    """Returns an instruction that stands for an operand of the kernel: the memory space it is in, and its number."""
     number = re.search(r"index: (\d+)", rest)
     space = rest.split("[")[0].split(".")[-1].strip()
     return Instruction(target.split("_")[0], _CALL_OPERAND, None, (space, number[1] if number else "0"), {})
@@ -173,7 +175,7 @@ def _predicate(text: str) -> tuple[str, Predicate | None]:
 
 
 def _store_operands(text: str) -> str:
-    """Puts a comma between the address and the value of a scalar store, which are written without."""
+    """Puts a comma between the address and the value of a scalar store, which are written without one."""
     for pattern in _STORE:
         if match := pattern.match(text):
             return f"{match[1]},{match[2]}"

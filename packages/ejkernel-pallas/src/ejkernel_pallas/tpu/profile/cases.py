@@ -1,4 +1,4 @@
-"""What is profiled: functions that a worker process can find by name, and their arguments."""
+"""The cases to profile: functions that a worker process can import by name, and their arguments."""
 
 import dataclasses
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 
 _USER_MODULE = "_ejkernel_profiled"
 ONE: Mapping[str, int] = {"x": 1}
-"""The mesh of a single device."""
+"""The axes of the mesh of a single device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class Workload:
 
     Attributes:
         function: A JAX function.
-        args: Its arguments, pytrees included. Leaves are `jax.ShapeDtypeStruct`s, or arrays where their values decide
+        args: Its arguments, which may be pytrees. Leaves are `jax.ShapeDtypeStruct`s, or arrays if their values decide
             what the kernel does: lengths, page tables, group sizes and masks that it prefetches.
-        flops: Its useful operations, for MFU; None where unknown.
-        bytes: What has to be read from HBM and written to it, whatever the kernel; None where unknown.
-        axes: Axes of the mesh of devices, and their sizes; one device unless given. The function finds the mesh by
-            `jax.sharding.get_abstract_mesh()`; the device with the least indices is simulated.
-        specs: How each argument is spread over them, `PartitionSpec`s; every device has all of it unless given.
+        flops: The number of useful operations, for MFU; None if unknown.
+        bytes: The bytes that any kernel has to read from and write to HBM; None if unknown.
+        axes: Axes of the device mesh, and their sizes; one device by default. The function gets the mesh with
+            `jax.sharding.get_abstract_mesh()`; the device with the smallest indices is simulated.
+        specs: `PartitionSpec`s of the arguments; by default they are replicated.
     """
 
     function: Callable[..., Any]
@@ -39,16 +39,16 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a worker process builds, compiles and profiles.
+    """A case that a worker process builds, compiles and profiles.
 
     Attributes:
-        label: What it is called.
+        label: The name of the case in reports.
         build: `"module:function"` or `"file.py:function"` of a function that returns a `Workload`.
-        kwargs: Its arguments; they are pickled.
-        vmem_operands: Lets XLA keep operands in VMEM between kernels, as it does by default. Without, every kernel
-            reads its operands from HBM, and estimates of kernels can be compared.
-        compiler_options: Of XLA, beyond that.
-        seconds: How long a kernel may be simulated.
+        kwargs: Keyword arguments of that function; they are pickled.
+        vmem_operands: Lets XLA keep operands in VMEM between kernels, as it does by default. Otherwise every kernel
+            reads its operands from HBM, so that estimates of kernels can be compared.
+        compiler_options: Further compiler options of XLA.
+        seconds: The limit on the time for simulating a kernel.
     """
 
     label: str
@@ -59,19 +59,19 @@ class Case:
     seconds: float = 120.0
 
     def workload(self) -> Workload:
-        """Builds it."""
+        """Builds the workload."""
         return find_function(self.build)(**self.kwargs)
 
     def options(self) -> dict[str, Any]:
-        """Returns compiler options."""
+        """Returns the compiler options."""
         return {**({} if self.vmem_operands else {"xla_msa_enable": False}), **self.compiler_options}
 
 
 def find_function(path: str) -> Callable[..., Any]:
-    """Returns imports `"module:function"` or `"file.py:function"`.
+    """Imports `"module:function"` or `"file.py:function"`.
 
     Raises:
-        ValueError: There is no such thing.
+        ValueError: There is no such module, file or function.
     """
     module, _, name = path.rpartition(":")
     if not module or not name:
@@ -86,10 +86,10 @@ def find_function(path: str) -> Callable[..., Any]:
 
 
 def function_path(function: Callable[..., Any]) -> str:
-    """Returns where another process finds a function.
+    """Returns the path by which another process can import a function.
 
     Raises:
-        ValueError: It finds it nowhere, because it is local to another function.
+        ValueError: Another process cannot import it, because it is local to another function.
     """
     name = getattr(function, "__qualname__", "<")
     module = inspect.getmodule(function)
@@ -101,7 +101,7 @@ def function_path(function: Callable[..., Any]) -> str:
 
 
 def plain(function: str, args: Sequence[Any], flops: float | None, static: Mapping[str, Any]) -> Workload:
-    """Builds the workload of a function that is named, with arguments that are given; `static` are its keywords."""
+    """Builds the workload of a function given by its path; `static` are keyword arguments."""
     found = find_function(function)
     return Workload(function=lambda *arrays: found(*arrays, **static), args=args, flops=flops)
 

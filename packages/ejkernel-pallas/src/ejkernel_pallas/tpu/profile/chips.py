@@ -1,4 +1,4 @@
-"""What the estimate knows of each TPU, in addition to its public figures: the latencies of its units."""
+"""Parameters of the TPUs for estimates, in addition to their public figures: the latencies of their units."""
 
 import dataclasses
 
@@ -7,25 +7,25 @@ from ejkernel.ops.chips import TPUS, Tpu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latencies:
-    """Cycles that units of a core take.
+    """Latencies in cycles of the units of a core.
 
-    They were read off the critical paths of libtpu's own static profile, and adjusted until computed cycles agreed with
-    it: 10% root mean square over sixteen kernels.
+    They were derived from the critical paths of libtpu's own static profile, and adjusted until the computed cycles
+    agreed with it: to 10% root mean square over sixteen kernels.
 
     Attributes:
-        branch_delay: Bundles after a branch that are still executed.
-        matmul: Until the matrix unit takes the next product; of formats up to 16 bits.
-        matmul_f32: The same, of float32.
+        branch_delay: Delay slots: bundles after a branch that are still executed.
+        matmul: From one product to the next in the matrix unit, for formats up to 16 bits.
+        matmul_f32: The same for float32.
         matmul_result: From a product to its result.
-        push: Until a weight register takes the next push.
-        push_transposed: The same, where the push transposes.
-        xlu: Until the cross-lane unit takes the next reduction or transposition.
+        push: From one push into a weight register to the next.
+        push_transposed: The same for a push that transposes.
+        xlu: From one reduction or transposition in the cross-lane unit to the next.
         reduction: From a cross-lane reduction to its result.
         rotation: From a rotation or permutation to its result.
         transposition: From the end of a transposition to its results.
         transcendental: From a transcendental function to its result.
         dma_read: From the last byte of a copy out of HBM to its semaphore.
-        dma_write: The same, into HBM.
+        dma_write: The same for copies into HBM.
     """
 
     branch_delay: int
@@ -45,11 +45,11 @@ class Latencies:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip(Tpu):
-    """A kind of TPU with what estimates need in addition; one of its cores is simulated.
+    """A TPU with what estimates need in addition to its public figures; one of its cores is simulated.
 
     Attributes:
-        topology: One that libtpu makes executables for, of eight devices.
-        latencies: Of a core.
+        topology: A topology of eight devices that libtpu compiles for.
+        latencies: The latencies of a core.
     """
 
     topology: str
@@ -82,10 +82,10 @@ CHIPS = {
 
 
 def chip(name: str) -> Chip:
-    """Looks a chip up.
+    """Returns the chip of a name.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: There is no chip of that name.
     """
     if name not in CHIPS:
         raise ValueError(f"target: got {name!r}, wants one of {', '.join(CHIPS)}")

@@ -1,4 +1,4 @@
-"""`ejkernel profile`, which this package adds to the command line of the core."""
+"""The command `ejkernel profile`, which this package adds to ejkernel-core's command line."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compiling for a TPU that is not there, and finding what libtpu writes about each kernel."""
+"""Compiles for a TPU that is not attached, and finds what libtpu writes about each kernel."""
 
 import contextlib
 import dataclasses
@@ -54,7 +54,7 @@ def profile_case(chip: Chip, case: Case, dumps: Path) -> Report:
 
 @contextlib.contextmanager
 def compiling_for(chip: Chip, axes: Mapping[str, int] = ONE) -> Generator[NamedSharding]:
-    """Inside, calls of operations are dispatched for the chip, and the sharding puts arrays on every device."""
+    """Dispatches operations for the chip inside the context, and yields a sharding that puts arrays on every device."""
     mesh = _mesh(chip, tuple(axes.items()))
     device = DeviceInfo(platform="tpu", vendor="google", kind=chip.kind)
     with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -88,7 +88,7 @@ def _compile(chip: Chip, case: Case, workload: Workload) -> Compiled:
 
 
 def _specs(workload: Workload) -> list[PartitionSpec]:
-    """How each leaf of the arguments is spread."""
+    """Returns the partition spec of each leaf of the arguments."""
     specs = [PartitionSpec()] * len(workload.args) if workload.specs is None else workload.specs
     pairs = zip(specs, workload.args, strict=True)
     return [spec for spec, arg in pairs for _ in jax.tree.leaves(arg)]
@@ -104,7 +104,7 @@ def _kernels(chip: Chip, case: Case, compiled: Compiled, dumps: Path) -> Generat
 
 
 def _call_of(name: str, calls: Sequence[PallasCall]) -> PallasCall | None:
-    """Returns the call that a kernel came from: the first of its name, or else the first."""
+    """Returns the call that a kernel came from: the first of the same name, or else the first of all."""
     base = name.partition(".")[0]
     return next((call for call in calls if call.name == base), calls[0] if calls else None)
 
@@ -130,7 +130,9 @@ def _kernel(chip: Chip, case: Case, name: str, call: PallasCall | None, dumps: P
 
 
 def _dump(dumps: Path, name: str, kind: str) -> str:
-    """The text of a dump of a kernel, whose file is named `<time>-<kernel>-<pass>-<kind>`; empty if there is none."""
+    """Returns the text of a kernel's dump, whose file is named `<time>-<kernel>-<pass>-<kind>`; empty if there is
+    none.
+    """
     wanted = re.compile(rf"\d+-{re.escape(name)}-\d+-{re.escape(kind)}")
     found = next((path for path in sorted(dumps.iterdir()) if wanted.fullmatch(path.name)), None)
     return found.read_text(errors="replace") if found else ""

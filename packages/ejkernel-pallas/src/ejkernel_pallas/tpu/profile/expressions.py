@@ -1,4 +1,4 @@
-"""The scalar unit's instructions as Python expressions over registers `R`, memory `M` and machine `S`."""
+"""Translates the scalar unit's instructions to Python expressions over registers `R`, memory `M` and machine `S`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,7 +10,8 @@ _NUMBER = re.compile(r"-?(0x[0-9a-f]+|\d+)")
 _UNSIGNED = "&0xffffffff"
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
-# By how the opcode starts; {0} is the first operand. Longer names before those that they start with.
+# Templates by the start of the opcode; {0} is the first operand. A longer prefix comes before those that it begins
+# with.
 _BY_PREFIX = {
     "smov": "{0}",
     "pmov": "{0}",
@@ -42,22 +43,24 @@ _BY_NAME = {
 
 
 class Names:
-    """Numbers for what a kernel names: registers, and the addresses of its allocations."""
+    """Assigns numbers to what a kernel names: registers, and the addresses of its allocations."""
 
     def __init__(self) -> None:
         self.registers: dict[str, int] = {}
         self.allocations: dict[str, int] = {}
 
     def register(self, name: str) -> str:
-        """Returns a register."""
+        """Returns the expression of a register."""
         return f"R[{self.registers.setdefault(name, len(self.registers))}]"
 
     def address(self, allocation: str) -> int:
-        """Returns where an allocation starts."""
+        """Returns the address where an allocation starts."""
         return POINTER * self.allocations.setdefault(allocation, len(self.allocations) + 1)
 
     def operand(self, text: str) -> str:
-        """Returns a register, a sum in brackets, an allocation, a literal; 0 for what has no value here."""
+        """Returns the expression of a register, a sum in brackets, an allocation or a literal; 0 if it has no value
+        here.
+        """
         text = text.strip()
         if text.startswith("%"):
             match = REGISTER.match(text)
@@ -74,9 +77,9 @@ class Names:
 
 
 def expression(instruction: Instruction, names: Names, cycle: int) -> str:
-    """Returns what an instruction computes or does, `cycle` cycles after its block has begun.
+    """Returns the expression of an instruction, `cycle` cycles after its block has begun.
 
-    Instructions of which the scalar code does not depend on more than that they exist are 0.
+    It is 0 if the scalar code only depends on the instruction's existence.
     """
     opcode = instruction.opcode
     if opcode in _SPECIAL:
@@ -110,7 +113,7 @@ def _comparison(opcode: str, operands: list[str]) -> str:
 
 
 def _kernel_operand(instruction: Instruction, names: Names, cycle: int) -> str:
-    """Returns the address of an operand; the value itself, where the operand is a scalar and lies in no memory."""
+    """Returns the address of an operand, or its value if the operand is a scalar and not in memory."""
     space, number = instruction.operands[0], int(instruction.operands[1])
     return f"S.scalar_operand({number})" if space.startswith("<no") else str(operand_address(number))
 
@@ -121,7 +124,9 @@ def _wait(instruction: Instruction, names: Names, cycle: int) -> str:
 
 
 def _start_copy(instruction: Instruction, names: Names, cycle: int) -> str:
-    """Returns a copy; addresses matter where it fills SMEM, because the scalar code may read what arrives."""
+    """Returns the expression of a copy. It contains the addresses if it fills SMEM, since scalar code may read the
+    result.
+    """
     kind, named = instruction.opcode.removeprefix("dma."), instruction.named
     if kind == "general":
         fields = ("size_in_granules", "src_syncflagno", "dst_syncflagno", "overrides")

@@ -1,4 +1,4 @@
-"""The control flow of a kernel: basic blocks, branches and loops over its bundles."""
+"""Finds the control flow of a kernel: basic blocks, branches and loops over its bundles."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ class Branch:
     """A branch.
 
     Attributes:
-        instruction: Its instruction.
-        target: The bundle that it goes to; None where the region is not there.
-        delay: Bundles after it that are still executed.
+        instruction: The branch instruction.
+        target: The bundle that it jumps to; None if the region does not exist.
+        delay: Delay slots: bundles after the branch that are still executed.
     """
 
     instruction: Instruction
@@ -23,15 +23,15 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Bundles `start` to `end`, exclusive, of which only the first is jumped to.
+    """A basic block: bundles `start` to `end`, exclusive; only the first is a jump target.
 
     The delay slots of a branch may run into the next block; they belong to both.
 
     Attributes:
-        start: First bundle, which names the block.
-        end: After the last bundle.
-        branch: Bundle of the branch that ends it; None where it falls through.
-        following: Bundle that comes next where the branch is not taken.
+        start: The first bundle, which identifies the block.
+        end: The bundle after the last.
+        branch: The bundle with the branch that ends it; None if it falls through.
+        following: The next bundle if the branch is not taken.
     """
 
     start: int
@@ -42,14 +42,14 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Blocks by their first bundle, and branches by the bundle they are in."""
+    """Blocks by their first bundle, and branches by their bundle."""
 
     blocks: Mapping[int, Block]
     branches: Mapping[int, Branch]
 
 
 def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
-    """Splits bundles into blocks, where up to `delay` bundles after a branch are still executed."""
+    """Splits bundles into blocks, given that up to `delay` bundles after a branch are still executed."""
     regions: dict[int, int] = {}
     for k, bundle in enumerate(bundles):
         for region in bundle.regions:
@@ -70,7 +70,9 @@ def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
 
 
 def _delay_slots(bundles: Sequence[Bundle], branch: int, most: int) -> int:
-    """Returns bundles after a branch that are still executed; v7x has fewer where the next region starts earlier."""
+    """Returns the number of bundles after a branch that are still executed; v7x has fewer if the next region starts
+    earlier.
+    """
     after = bundles[branch + 1 : branch + 1 + most]
     return next((count for count, bundle in enumerate(after) if bundle.regions), most)
 
@@ -95,7 +97,7 @@ class LoopSpan:
 
 
 def find_loops(bundles: Sequence[Bundle], flow: Flow) -> tuple[LoopSpan, ...]:
-    """Returns the loops, outer before inner: branches that go back."""
+    """Returns the loops (backward branches), outer before inner."""
     found = [
         LoopSpan(branch.target, min(k + branch.delay, len(bundles) - 1), max(bundles[branch.target].depth, 1))
         for k, branch in flow.branches.items()

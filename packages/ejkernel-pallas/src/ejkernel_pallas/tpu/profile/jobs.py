@@ -1,4 +1,4 @@
-"""Starting workers, and collecting what they find."""
+"""Starts worker processes, and collects their reports."""
 
 import contextlib
 import dataclasses
@@ -26,13 +26,13 @@ NEEDS_LIBTPU = "profiles need libtpu's compiler: pip install 'ejkernel-pallas[ao
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a worker is given.
+    """The input of a worker process.
 
     Attributes:
         target: Name of the chip.
-        cases: What to profile.
-        first: Number of the first case, where earlier workers have done others.
-        folder: Where everything is written.
+        cases: The cases to profile.
+        first: Number of the first case, if earlier workers have processed others.
+        folder: Folder for all files.
     """
 
     target: str
@@ -42,15 +42,15 @@ class Job:
 
     @property
     def dumps(self) -> Path:
-        """Returns where libtpu writes."""
+        """Returns the folder that libtpu writes to."""
         return self.folder / "libtpu"
 
     def result(self, number: int) -> Path:
-        """Returns the report of a case."""
+        """Returns the path of the report of a case."""
         return self.folder / f"{number}.report"
 
     def keep_dumps(self, number: int) -> None:
-        """Moves what libtpu has written of a case out of the way of the next."""
+        """Moves what libtpu has written for a case to a folder of its own, before the next case."""
         kept = self.folder / f"{number}.dumps"
         kept.mkdir(exist_ok=True)
         for path in self.dumps.iterdir():
@@ -64,17 +64,17 @@ def profile(
     flops: float | None = None,
     **static: Any,
 ) -> Report:
-    """Predicts how fast a function's TPU kernels are, without a TPU.
+    """Predicts the run time of a function's TPU kernels without a TPU.
 
     Args:
-        function: A JAX function of a module, or where to find it: `"module:function"` or `"file.py:function"`.
-        *args: Its arguments, pytrees included; see `Workload.args`.
+        function: A JAX function of a module, or its path: `"module:function"` or `"file.py:function"`.
+        *args: Its arguments, which may be pytrees; see `Workload.args`.
         target: `"v5e"`, `"v5p"`, `"v6e"` or `"v7x"`.
-        flops: Its useful operations, for MFU.
-        **static: Keyword arguments that are no arrays.
+        flops: The number of useful operations, for MFU.
+        **static: Keyword arguments that are not arrays.
 
     Returns:
-        The report; what went wrong, if anything, is its `error`.
+        The report; if profiling failed, its `error` says why.
 
     Raises:
         ValueError: There is no such chip, or a worker cannot import the function.
@@ -94,17 +94,17 @@ def profile_many(
     timeout: float = 900.0,
     progress: Callable[[Report], None] | None = None,
 ) -> list[Report]:
-    """Returns profiles cases one after another, in one worker process as long as the compiler does not abort it.
+    """Profiles cases one after another, in one worker process unless the compiler aborts it.
 
     Args:
-        cases: What to profile.
+        cases: The cases to profile.
         target: `"v5e"`, `"v5p"`, `"v6e"` or `"v7x"`.
-        keep: Folder to leave everything in that libtpu writes; a temporary one if not given.
+        keep: Folder in which to keep everything that libtpu writes; a temporary one by default.
         timeout: Seconds after which a worker is stopped.
-        progress: Called with each report in order, as soon as it is there.
+        progress: Called with each report, in order, as soon as it is available.
 
     Returns:
-        A report for every case, in their order; what went wrong with one is its `error`.
+        A report for every case, in order; if profiling a case failed, its `error` says why.
 
     Raises:
         ValueError: There is no such chip.
@@ -125,8 +125,8 @@ def profile_many(
 
 
 def _work(job: Job, timeout: float) -> Generator[Report]:
-    """Runs a worker; its reports as they come, the last of which says what it died of if it did."""
-    shutil.rmtree(job.dumps, ignore_errors=True)  # what a worker left that did not live to move it away
+    """Runs a worker and yields its reports as they arrive; if the worker died, a last report says why."""
+    shutil.rmtree(job.dumps, ignore_errors=True)  # left by a worker that died before it could move it
     job.dumps.mkdir()
     path = job.folder / f"{job.first}.job"
     path.write_bytes(pickle.dumps(job))
@@ -147,12 +147,14 @@ def _work(job: Job, timeout: float) -> Generator[Report]:
                     found += 1
         finally:
             worker.kill()
-    if found < len(job.cases):  # the worker died of the case after the last that it reported
+    if found < len(job.cases):  # the worker died in the case after the last one that it reported
         yield Report(label=job.cases[found].label, target=job.target, error=_last_words(job.folder))
 
 
 def _environment(job: Job) -> Mapping[str, str]:
-    """The worker's environment: modules are found where this process finds them, and libtpu looks for no TPU."""
+    """Returns the worker's environment: the same module search path as this process, and no TPU for libtpu to look
+    for.
+    """
     flags = (f"--xla_jf_dump_to={job.dumps}", "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final")
     return {
         **os.environ,

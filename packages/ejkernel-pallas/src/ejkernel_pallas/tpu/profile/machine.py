@@ -1,4 +1,4 @@
-"""What a kernel's scalar code acts on: scalar memory, semaphores, and copies that share one HBM queue."""
+"""The state that a kernel's scalar code acts on: scalar memory, semaphores, and copies that share one HBM queue."""
 
 import collections
 import dataclasses
@@ -7,50 +7,50 @@ from collections.abc import Mapping, Sequence
 from ejkernel_pallas.tpu.profile.chips import Chip
 from ejkernel_pallas.tpu.profile.report import FROM_ICI, TO_ICI
 
-GRANULE = 32  # bytes that copies are counted in
-POINTER = 1 << 40  # addresses are multiples of it plus an offset, so that they are told from numbers
+GRANULE = 32  # bytes per granule, the unit in which copies are counted
+POINTER = 1 << 40  # an address is a multiple of this plus an offset, so that addresses and integers can be told apart
 _FIRST_OPERAND = 1 << 20
-_LOCAL_LATENCY = 100  # cycles, of copies between memories of a core; assumed, like their bandwidth
-_LOCAL_BANDWIDTH = 256.0  # bytes a cycle
-_REMOTE = 1 << 14  # in the word that says which device a copy goes to: that it is another
-_FLAGS = (1 << 13) - 1  # the number of a semaphore; above it there is whose it is
+_LOCAL_LATENCY = 100  # cycles, of copies between memories of a core; assumed, as is their bandwidth
+_LOCAL_BANDWIDTH = 256.0  # bytes per cycle
+_REMOTE = 1 << 14  # set in the word that identifies a copy's target device if that is another device
+_FLAGS = (1 << 13) - 1  # mask of the semaphore's number; the bits above it identify its device
 
 
 def operand_address(number: int) -> int:
-    """Returns where an operand of the kernel starts."""
+    """Returns the address where an operand of the kernel starts."""
     return POINTER * (_FIRST_OPERAND + number)
 
 
 def wrap(value: int) -> int:
-    """Returns a number as 32 bits with a sign; addresses stay as they are."""
+    """Returns an integer wrapped to 32 bits with a sign; addresses stay unchanged."""
     if -0x80000000 <= value < 0x80000000 or value >= POINTER:
         return value
     return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
 
 
 def multiply(first: int, second: int) -> int:
-    """Returns the lower 32 bits of a product of numbers, with a sign; they are not mistaken for an address."""
+    """Returns the lower 32 bits of a product, with a sign, so that the result is not mistaken for an address."""
     return wrap(first * second & 0xFFFFFFFF)
 
 
 def multiply_high(first: int, second: int) -> int:
-    """Returns the upper 32 bits of a product of numbers without a sign, which divisions by constants are made of."""
+    """Returns the upper 32 bits of an unsigned product, which divisions by constants use."""
     return wrap((first & 0xFFFFFFFF) * (second & 0xFFFFFFFF) >> 32)
 
 
 def shift_left(value: int, count: int) -> int:
-    """Shifts a number; addresses stay as they are, because their unit is of no matter here."""
+    """Shifts an integer left; addresses stay unchanged, since their unit does not matter here."""
     return value if value >= POINTER else wrap(value << (count & 31))
 
 
 def shift_right(value: int, count: int) -> int:
-    """Shifts a number without its sign; addresses stay as they are."""
+    """Shifts an integer right, unsigned; addresses stay unchanged."""
     return value if value >= POINTER else (value & 0xFFFFFFFF) >> (count & 31)
 
 
 @dataclasses.dataclass
 class _Arrival:
-    """A copy whose semaphore has not been waited for: when it is there, and granules not yet claimed."""
+    """A copy whose semaphore has not been waited for: the cycle when it arrives, and granules not yet waited for."""
 
     cycle: float
     granules: int
@@ -62,10 +62,10 @@ class Machine:
     Attributes:
         t: Cycles since the kernel began.
         memory: Words of scalar memory by address.
-        copied: Bytes by the kind of copy, such as `hbm_to_vmem`.
-        copies: Copies by their kind.
+        copied: Bytes by kind of copy, such as `hbm_to_vmem`.
+        copies: Number of copies by kind.
         waited: Cycles spent waiting for copies.
-        unknown: Reads of scalar memory that was not written, by the allocation or operand.
+        unknown: Number of reads of unwritten scalar memory, by allocation or operand.
     """
 
     def __init__(self, chip: Chip, operands: Mapping[int, Sequence[int]]) -> None:
@@ -86,7 +86,7 @@ class Machine:
             self._write(operand_address(number), words)
 
     def load(self, address: int) -> int:
-        """Reads a word; 0, and a note, where its value is not known."""
+        """Reads a word. If its value is not known, it returns 0 and counts the read in `unknown`."""
         value = self.memory.get(address)
         if value is None:
             self.unknown[address // POINTER] += 1
@@ -98,7 +98,7 @@ class Machine:
         return self.load(operand_address(number))
 
     def start(self, cycle: float, kind: str, granules: int, semaphore: int, source: int, target: int) -> None:
-        """Starts a copy: those with HBM go one after another, at its bandwidth."""
+        """Starts a copy. Copies from and to HBM are executed one after another, at its bandwidth."""
         size = granules * GRANULE
         self._count(kind, size)
         if "hbm" in kind:
@@ -113,10 +113,10 @@ class Machine:
             self._write(target, self._operands.get(source // POINTER - _FIRST_OPERAND, ()))
 
     def start_general(self, cycle: float, kind: str, granules: int, source: int, target: int, overrides: int) -> None:
-        """Starts a copy between any two memories, maybe of two devices, with a semaphore at either end.
+        """Starts a copy between any two memories, possibly of two devices, with a semaphore at either end.
 
-        Neighbours are taken to be in step: when a copy to one has left, that from the other has come. Both use HBM
-        besides, which is counted, and holds up no other copy.
+        Neighbours are assumed to run in step: when a copy to one has left, the copy from the other has arrived. The HBM
+        traffic of both is counted, but does not delay other copies.
         """
         if not overrides & _REMOTE:
             self.start(cycle, kind, granules, target, 0, 0)
@@ -135,7 +135,7 @@ class Machine:
         self.copies[kind] += 1
 
     def wait(self, cycle: float, semaphore: int, granules: int) -> float:
-        """Waits until copies have brought so many granules; returns for how many cycles."""
+        """Waits until copies have brought `granules` granules; returns the number of cycles waited."""
         arrivals, done = self._arrivals[semaphore], cycle
         while granules > 0 and arrivals:
             first = arrivals[0]
@@ -153,7 +153,7 @@ class Machine:
             self.memory[address + offset] = word
 
     def unknown_reads(self, allocations: Mapping[str, int]) -> dict[str, int]:
-        """How often words that were not written were read, by name."""
+        """Returns how often unwritten words were read, by name."""
         names = {number: name for name, number in allocations.items()}
         return {
             names.get(place, f"operand {place - _FIRST_OPERAND}" if place >= _FIRST_OPERAND else str(place)): count

@@ -1,4 +1,4 @@
-"""The workload of a call of an operation, as the dispatch makes it on a TPU."""
+"""The workload of a call of an operation, dispatched as on a TPU."""
 
 import dataclasses
 from typing import Any
@@ -12,16 +12,16 @@ from ejkernel_pallas.tpu.profile.cases import Case, Workload
 
 
 def operation_case(label: str, op: str, record: Any, platform: str | None, gradient: bool, flops: float | None) -> Case:
-    """Returns what a worker needs for a call of an operation.
+    """Returns the case of a call of an operation for a worker process.
 
     Args:
-        label: What the case is called.
+        label: The name of the case.
         op: Name of the operation.
-        record: Its argument record, with data. Of floating arrays the shapes are kept; others may decide what the
-            kernel does, so their values are.
-        platform: Toolchain that the call insists on.
-        gradient: Also computes the gradients of all floating arrays.
-        flops: Useful operations of the call.
+        record: Its argument record, with data. Floating arrays are replaced by their shapes; the values of others may
+            decide what the kernel does, and are kept.
+        platform: Toolchain that the call requires.
+        gradient: Whether to compute the gradients of all floating arrays, too.
+        flops: Number of useful operations of the call.
     """
     kept = jax.tree.map(_kept, record)
     kwargs = {"op": op, "record": kept, "platform": platform, "gradient": gradient, "flops": flops}
@@ -29,7 +29,7 @@ def operation_case(label: str, op: str, record: Any, platform: str | None, gradi
 
 
 def workload(op: str, record: Any, platform: str | None, gradient: bool, flops: float | None) -> Workload:
-    """Builds it."""
+    """Builds the workload."""
     declared = registry().op(op)
     parameters = declared.signature.parameters.values()
     unnamed = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]

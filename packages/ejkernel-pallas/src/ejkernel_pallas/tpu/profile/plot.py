@@ -1,4 +1,4 @@
-"""Drawing the use of slots over a kernel's schedule; the one module that imports matplotlib."""
+"""Plots the use of slots over a kernel's schedule; the only module that imports matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ _ROW_HEIGHT = 0.28
 
 
 def draw(reports: Sequence[Report], path: Path) -> None:
-    """Draws a panel for every kernel: kinds of slots downwards, the bundles that were issued in the schedule's order
-    to the right, each as wide as it was issued often.
+    """Draws a panel for every kernel: kinds of slots downwards, and the issued bundles to the right, in the order of
+    the schedule, each as wide as the number of times that it was issued.
 
     Args:
         reports: Those without an error are drawn.
@@ -24,7 +24,7 @@ def draw(reports: Sequence[Report], path: Path) -> None:
     """
     panels = [(report, kernel) for report in reports for kernel in report.kernels]
     heights = [1.2 + _ROW_HEIGHT * len(kernel.utilisation.slots) for _, kernel in panels]
-    # Without pyplot: it keeps figures alive, and looks for a display.
+    # Without pyplot, which keeps figures alive and looks for a display.
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False)
     image: Any = None
@@ -36,7 +36,9 @@ def draw(reports: Sequence[Report], path: Path) -> None:
 
 
 def issued(kernel: KernelReport, columns: int = _COLUMNS) -> np.ndarray[Any, Any]:
-    """Share of slots in use, [kinds of slots, columns]: every column is as many issued bundles as the others."""
+    """Returns the share of slots in use, [kinds of slots, columns]; every column stands for the same number of
+    issued bundles.
+    """
     used = np.asarray(kernel.utilisation.used, np.float64) / np.asarray(kernel.utilisation.capacity)
     counts = np.array([kernel.simulation.issues.get(k, 0) for k in range(len(used))], np.float64)
     ends = np.concatenate([[0.0], np.cumsum(counts)])

@@ -1,7 +1,7 @@
-"""The scalar code of a kernel, as one Python function for each basic block.
+"""Translates the scalar code of a kernel to one Python function per basic block.
 
-What decides where a kernel goes, what it copies and what it waits for is scalar: the grid loop, `pl.when`, `fori_loop`
-and tables of scalar prefetch. Instructions that none of these depends on are left out.
+The code that decides where a kernel branches, what it copies and what it waits for is scalar: the grid loop, `pl.when`,
+`fori_loop` and tables of scalar prefetch. Instructions that none of these depends on are left out.
 """
 
 import collections
@@ -24,7 +24,7 @@ _COPY_ADDRESSES = ("src", "hbm", "vmem", "smem")
 
 
 class _Slice:
-    """The instructions that control flow and copies depend on."""
+    """Collects the instructions that control flow and copies depend on."""
 
     def __init__(self, bundles: Sequence[Bundle]) -> None:
         self.kept: set[Instruction] = set()
@@ -66,17 +66,17 @@ class _Slice:
         while self._pending:
             for instruction in self._definitions[self._pending.pop()]:
                 self._keep(instruction, instruction.operands)
-                if instruction.opcode == "sld":  # it may read what any store has written
+                if instruction.opcode == "sld":  # the load may read what any store has written
                     for store in self._stores:
                         self._keep(store, store.operands)
 
 
 class ScalarCode:
-    """A kernel's scalar code, ready to run.
+    """A kernel's scalar code, translated to Python functions.
 
     Attributes:
-        names: Registers and allocations by number.
-        functions: First bundle of a block -> `(registers, machine, memory) -> first bundle of the next block`.
+        names: The numbers of registers and allocations.
+        functions: Maps the first bundle of a block to `(registers, machine, memory) -> first bundle of the next block`.
     """
 
     def __init__(self, bundles: Sequence[Bundle], flow: Flow, times: Mapping[int, BlockTime]) -> None:
@@ -86,11 +86,13 @@ class ScalarCode:
         self._merged = self._merge_sources()
         source = "\n".join(self._block(block, times[start]) for start, block in flow.blocks.items())
         scope: dict[str, Any] = {f.__name__: f for f in (wrap, multiply, multiply_high, shift_left, shift_right)}
-        exec(source, scope)  # made here, of parsed operands; a function is a hundred times faster than interpreting
+        # the source is generated from parsed operands; a compiled function is a hundred times faster than an
+        # interpreter
+        exec(source, scope)
         self.functions: dict[int, BlockFunction] = {start: scope[f"b{start}"] for start in flow.blocks}
 
     def _merge_sources(self) -> Mapping[str, list[str]]:
-        """Returns register -> the merges that it is an input of. They are assigned where the register is."""
+        """Maps each register to the merges that have it as an input. They are assigned where the register is."""
         found = collections.defaultdict[str, list[str]](list)
         for bundle in self._bundles:
             for merge in bundle.instructions:
@@ -123,7 +125,7 @@ class ScalarCode:
         yield from self._inputs(result)
 
     def _inputs(self, result: str) -> Iterable[str]:
-        """Hands a register that has its value to the merges that it is an input of, such as those of an inner loop."""
+        """Assigns a register's value to the merges that have it as an input, such as those of an inner loop."""
         register = self.names.register(result)
         return [f"{self.names.register(f'phi_{merge}')}={register}" for merge in self._merged.get(result, ())]
 

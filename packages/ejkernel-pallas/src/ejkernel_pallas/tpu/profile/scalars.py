@@ -1,4 +1,4 @@
-"""The values of scalar operands: evaluated on the CPU, and laid out as they are in scalar memory."""
+"""Evaluates scalar operands on the CPU, and lays them out as in scalar memory."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ Thunk = Callable[[], Any]
 
 
 class _UnknownError(Exception):
-    """A value that depends on an argument of which only the shape is known."""
+    """The value depends on an argument of which only the shape is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class PallasCall:
     """A `pallas_call` of a program.
 
     Attributes:
-        name: Of its kernel.
-        grid: Innermost last; a bound that is not static is text.
-        scalars: Values of its operands for scalar prefetch, and of its dynamic bounds; None where unknown.
+        name: The name of its kernel.
+        grid: The grid, innermost axis last; a bound that is not static is text.
+        scalars: Values of its operands for scalar prefetch, and of its dynamic bounds; None if unknown.
     """
 
     name: str
@@ -44,7 +44,7 @@ def pallas_calls(function: Callable[..., Any], args: Sequence[Any], values: Sequ
     Args:
         function: The program.
         args: Its arguments, with `jax.ShapeDtypeStruct` leaves.
-        values: For every leaf its value, or None where only the shape is known.
+        values: For every leaf its value, or None if only the shape is known.
     """
     walk = _Walk()
     leaves = [_unknown if value is None else functools.partial(_constant, value) for value in values]
@@ -53,7 +53,7 @@ def pallas_calls(function: Callable[..., Any], args: Sequence[Any], values: Sequ
 
 
 class _Walk:
-    """Goes through a program; what it computes is evaluated when a `pallas_call` needs it, and only then."""
+    """Walks the equations of a program; an intermediate value is evaluated only if a `pallas_call` needs it."""
 
     def __init__(self) -> None:
         self.calls: list[PallasCall] = []
@@ -102,13 +102,13 @@ def _pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
 
 
 def _collective(params: Any) -> bool:
-    """Returns whether an equation needs what other devices have: it names axes of the mesh."""
+    """Returns whether an equation needs values of other devices, i.e. names axes of the mesh."""
     axes = params.get("axis_name", params.get("axes", ()))
     return any(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
 def _first(thunk: Thunk, shape: tuple[int, ...]) -> Any:
-    """Returns the first device's part of an array."""
+    """Returns the first device's shard of an array."""
     return np.asarray(thunk())[tuple(slice(size) for size in shape)]
 
 
@@ -129,7 +129,9 @@ def _evaluate(equation: Any, inputs: Sequence[Thunk]) -> Sequence[Any]:
 
 
 def _once(thunk: Thunk) -> Thunk:
-    """Returns remembers the value, and also that there is none: programs use what they compute more than once."""
+    """Caches the value of a thunk, and also that it is unknown, because programs use intermediate values more than
+    once.
+    """
 
     @functools.cache
     def outcome() -> tuple[Any, bool]:
@@ -160,15 +162,15 @@ def _unknown() -> Any:
 
 
 def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a jaxpr and its constants; those of an open one are its variables, and it has none."""
+    """Returns a jaxpr and its constants; an open jaxpr has none, and its constant variables are inputs."""
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 
 
 def pack_words(values: Any) -> list[int]:
     """Returns the 32-bit words of an integer array in their memory layout in scalar memory.
 
-    Vectors are packed; arrays of more dimensions lie in tiles of 128 columns and up to 8 rows, in which numbers of less
-    than 32 bits of neighbouring rows share a word.
+    Vectors are packed. Arrays of more dimensions are stored in tiles of 128 columns and up to 8 rows, in which elements
+    of less than 32 bits of neighbouring rows share a word.
     """
     array = np.asarray(values)
     if array.dtype == np.bool_:

@@ -1,4 +1,4 @@
-"""How long a basic block takes: bundles are issued in order, and wait for busy units and for results."""
+"""Computes the time of a basic block: bundles are issued in order, and wait for busy units and for results."""
 
 import collections
 import dataclasses
@@ -19,12 +19,12 @@ _SLOT = re.compile(r"mrb\[(\d+)\]")
 
 
 class Kind(enum.Enum):
-    """What an instruction does, as far as time is concerned."""
+    """What an instruction does, as far as its time depends on it."""
 
     MATMUL = enum.auto()
     PUSH = enum.auto()
-    WEIGHTS = enum.auto()  # other work on the weight registers: it waits for them, and delays no other
-    POP_QUEUE = enum.auto()  # results of the matrix unit come out in order ...
+    WEIGHTS = enum.auto()  # other instructions on the weight registers, which wait for them and delay nothing else
+    POP_QUEUE = enum.auto()  # results of the matrix unit are read in order ...
     POP_BUFFER = enum.auto()  # ... or, on newer chips, by their number
     POP_TRANSPOSED = enum.auto()
     POP = enum.auto()
@@ -37,17 +37,17 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an opcode says.
+    """Properties of an opcode.
 
     Attributes:
-        kind: What it does.
-        unit: Which of the matrix or cross-lane units.
-        slot: Number of the result, where results have numbers; else None.
-        results: Result registers for each pushed register, before the correction for the chip.
-        narrow: Of formats up to 16 bits.
-        latches: Takes in the weights that have been pushed.
-        waits: Waits for the cross-lane unit.
-        ends: Is the last instruction of a transposition.
+        kind: The kind of instruction.
+        unit: Index of the matrix or cross-lane unit.
+        slot: Number of the result, if results are numbered; else None.
+        results: Result registers per pushed register, before the correction for the chip.
+        narrow: Whether its format has up to 16 bits.
+        latches: Whether it loads the weights that have been pushed.
+        waits: Whether it waits for the cross-lane unit.
+        ends: Whether it is the last instruction of a transposition.
     """
 
     kind: Kind
@@ -62,7 +62,7 @@ class Work:
 
 @functools.cache
 def work(opcode: str) -> Work:
-    """Returns classifies an opcode."""
+    """Returns the properties of an opcode."""
     kind = _matrix_kind(opcode) or _pop_kind(opcode) or _vector_kind(opcode)
     on_xlu = kind in (Kind.REDUCE, Kind.TRANSPOSE, Kind.ROTATE, Kind.POP_TRANSPOSED)
     unit = re.search(r"xlu(\d)" if on_xlu else r"mxu(\d)", opcode)
@@ -80,7 +80,7 @@ def work(opcode: str) -> Work:
 
 
 def _matrix_kind(opcode: str) -> Kind | None:
-    if opcode.startswith("vmatprep"):  # stages alone: the product or push after it pays
+    if opcode.startswith("vmatprep"):  # it only stages data: the following product or push accounts for the time
         return Kind.OTHER
     if opcode.startswith("vmatmul"):
         return Kind.MATMUL
@@ -111,10 +111,10 @@ def _vector_kind(opcode: str) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Ratios:
-    """Results that come out of a unit for each register that went in: a property of chip and dtype, read off a kernel.
+    """Result registers per input register of a unit, a property of chip and dtype that is counted in a kernel.
 
-    Attributes:
-        matmul: Registers popped from the queues of the matrix units, for each one expected.
+    matmul: Registers popped from the queues of the matrix units, per expected register.
+        transposition: Registers popped from the cross-lane units, per pushed register.
         transposition: Registers popped from the cross-lane units, for each one pushed.
     """
 
@@ -123,7 +123,7 @@ class Ratios:
 
     @classmethod
     def of(cls, bundles: Sequence[Bundle]) -> "Ratios":
-        """Counts over a whole kernel."""
+        """Counts the ratios over a whole kernel."""
         found = [work(i.opcode) for bundle in bundles for i in bundle.instructions]
         counts = collections.Counter(w.kind for w in found)
         expected = sum(w.results for w in found if w.kind is Kind.MATMUL)
@@ -135,7 +135,7 @@ class Ratios:
         )
 
     def results(self, of: Work) -> int:
-        """Registers that a product leaves in its queue."""
+        """Returns the number of registers that a product puts into its queue."""
         return max(1, round(of.results * self.matmul))
 
 
@@ -155,7 +155,9 @@ class Scoreboard:
         self._earlier = self._results_of_earlier_blocks(bundles)
 
     def _results_of_earlier_blocks(self, bundles: Iterable[Bundle]) -> collections.Counter[int]:
-        """Pops for which the block has no product: they find what an earlier block left, long ready."""
+        """Returns the pops for which the block has no product: they read results of an earlier block, which are
+        ready.
+        """
         balance = collections.Counter[int]()
         for bundle in bundles:
             for instruction in bundle.instructions:
@@ -167,7 +169,7 @@ class Scoreboard:
         return +balance
 
     def issue(self, cycle: int, bundle: Bundle) -> int:
-        """Issues a bundle at `cycle` or as soon after it as it can be; returns when."""
+        """Issues a bundle at `cycle` or as soon after it as possible; returns the cycle."""
         timed = [(i, of) for i in bundle.instructions if (of := work(i.opcode)).kind is not Kind.OTHER]
         for instruction, of in timed:
             cycle = max(cycle, self._earliest(instruction, of))
@@ -176,7 +178,7 @@ class Scoreboard:
         return cycle
 
     def _earliest(self, instruction: Instruction, of: Work) -> int:
-        """Returns when an instruction can be issued, as far as it alone is concerned; takes what it pops."""
+        """Returns the earliest cycle for an instruction by itself, and removes the results that it pops."""
         if of.kind is Kind.MATMUL:
             return max(self._matrix_free[of.unit], self._push_free[of.unit] if of.latches else 0)
         if of.kind in (Kind.PUSH, Kind.WEIGHTS):
@@ -199,7 +201,7 @@ class Scoreboard:
         return self._queue[unit].popleft() if self._queue[unit] else 0
 
     def _occupy(self, cycle: int, instruction: Instruction, of: Work) -> None:
-        """Notes until when an instruction keeps its unit, and when its result is there."""
+        """Records until when an instruction occupies its unit, and when its result is ready."""
         latencies = self._latencies
         if of.kind is Kind.MATMUL:
             self._multiply(cycle, of)
@@ -228,7 +230,7 @@ class Scoreboard:
             self._buffer[of.unit, of.slot + register] = ready
 
     def _transpose(self, cycle: int, of: Work) -> None:
-        """The whole tile comes out at the end, a register a pop."""
+        """Records that the whole tile is ready at the end, one register per pop."""
         self._cross_lane_free[of.unit] = cycle + self._latencies.xlu
         self._transposing[of.unit] += 1
         if of.ends:
@@ -246,7 +248,7 @@ class BlockTime:
 
 
 def time_block(block: Block, bundles: Sequence[Bundle], latencies: Latencies, ratios: Ratios) -> BlockTime:
-    """Issues the bundles of a block on units that are idle at its start."""
+    """Issues the bundles of a block on units that are idle at its start, and returns their times."""
     mine = bundles[block.start : block.end]
     scoreboard = Scoreboard(latencies, ratios, mine)
     cycle, issued = -1, list[int]()

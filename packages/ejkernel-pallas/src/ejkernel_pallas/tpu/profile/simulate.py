@@ -1,4 +1,4 @@
-"""Running a kernel's schedule: how often each bundle is issued, what is copied, and how long it takes."""
+"""Simulates a kernel's schedule: how often each bundle is issued, what is copied, and how long it takes."""
 
 import collections
 import time
@@ -19,16 +19,16 @@ from ejkernel_pallas.tpu.profile.report import FILL, SPILL, Loop, Simulation
 from ejkernel_pallas.tpu.profile.scalar_code import ScalarCode
 from ejkernel_pallas.tpu.profile.scheduler import BlockTime, Kind, Ratios, time_block, work
 
-_CHECK_EVERY = 1 << 14  # blocks between looks at the clock
-# Words that are 0 on the core and device that are simulated, the first, and where nothing is read in earnest.
+_CHECK_EVERY = 1 << 14  # blocks between checks of the time limit
+# Words that are 0: identifiers of the simulated core and device, which are the first, and the null operand.
 _ZEROS = ("core index", "chip ID", "partition id location", "replica id location", "null")
 
 
 class Schedule:
-    """A kernel as libtpu has scheduled it.
+    """A kernel as scheduled by libtpu.
 
     Args:
-        chip: What it was compiled for.
+        chip: The chip that it was compiled for.
         bundles: Text of its final bundles.
         utilisation: Text of their use of slots; empty if there is none.
         allocations: Text of its allocations; empty if there is none.
@@ -48,15 +48,15 @@ class Schedule:
 
     @property
     def vmem_bytes(self) -> int:
-        """Returns bytes of all allocations in VMEM."""
+        """Returns the bytes of all allocations in VMEM."""
         return sum(allocation.size for allocation in self.allocations if allocation.space == "vmem")
 
     def run(self, operands: Mapping[int, Sequence[int]], seconds: float = 120.0) -> Simulation:
-        """Runs it on one core.
+        """Simulates the schedule on one core.
 
         Args:
-            operands: Words of the operands whose values are known, by number, as `pack_words` makes them.
-            seconds: When to give up.
+            operands: Words of the operands whose values are known, by operand number, as returned by `pack_words`.
+            seconds: The time limit.
         """
         code = ScalarCode(self.bundles, self.flow, self.times)
         machine = Machine(self.chip, operands)
@@ -82,7 +82,7 @@ class Schedule:
         )
 
     def _execute(self, code: ScalarCode, machine: Machine, seconds: float) -> tuple[Mapping[int, int], bool]:
-        """How often each block runs, and whether the end was reached."""
+        """Returns how often each block runs, and whether the end was reached."""
         blocks = collections.Counter[int]()
         functions, memory, end = code.functions, machine.memory, len(self.bundles)
         registers = [0] * len(code.names.registers)
@@ -105,7 +105,7 @@ class Schedule:
         return cycles / self.chip.mxus
 
     def loops(self, blocks: Mapping[int, int]) -> tuple[Loop, ...]:
-        """Returns its loops, outer before inner, where blocks were entered so often."""
+        """Returns its loops, outer before inner; `blocks` has the number of times that each block was entered."""
         found = find_loops(self.bundles, self.flow)
         return tuple(
             Loop(

@@ -1,4 +1,4 @@
-"""Printing reports."""
+"""Prints reports."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from ejkernel.cli.tables import print_plain, print_table
 from ejkernel_pallas.tpu.profile.report import KernelReport, Loop, Report
 
 MIB = 1 << 20
-_SPILL_SLOTS = ("VLOAD:FILL", "VSTORE:SPILL")  # they are a part of the loads and stores
+_SPILL_SLOTS = ("VLOAD:FILL", "VSTORE:SPILL")  # these are already counted as loads and stores
 
 
 def print_report(out: Console, report: Report) -> None:
-    """Prints everything that a report says."""
+    """Prints a whole report."""
     title = f"{report.label}, on {report.target}"
     if report.error is not None:
         print_plain(out, f"{title}: {report.error}\n", "red")
@@ -28,7 +28,7 @@ def print_report(out: Console, report: Report) -> None:
 
 
 def headline(report: Report) -> str:
-    """Returns the prediction in a line."""
+    """Returns the prediction as one line."""
     parts = [f"{microseconds(report.seconds)} µs predicted"]
     if report.flops and report.mfu and report.roofline_seconds:
         parts.append(f"{report.flops / report.seconds / 1e12:.4g} TFLOP/s")
@@ -38,7 +38,7 @@ def headline(report: Report) -> str:
 
 
 def facts(kernel: KernelReport) -> list[tuple[str, str]]:
-    """Returns what there is to say about a kernel, beside its loops and slots."""
+    """Returns the facts about a kernel, except its loops and slots."""
     simulation, seconds = kernel.simulation, kernel.seconds
     waited = simulation.waited_cycles / max(1.0, simulation.cycles)
     by_kind = (f"{kind} {size / 1e6:.4g} MB in {simulation.copies[kind]}" for kind, size in simulation.copied.items())
@@ -69,7 +69,7 @@ def _link(kernel: KernelReport) -> Iterable[tuple[str, str]]:
 
 
 def bound(kernel: KernelReport) -> str:
-    """Returns what a kernel spends most of its time on."""
+    """Returns what limits the speed of a kernel."""
     if kernel.memory_seconds > 0.9 * kernel.seconds:
         return "HBM"
     if kernel.link_seconds > 0.9 * kernel.seconds:
@@ -107,11 +107,11 @@ def _shares(loop: Loop, slots: Sequence[str]) -> tuple[str | int, ...]:
 
 
 def percent(share: float) -> str:
-    """Returns a share."""
+    """Returns a share as a percentage."""
     return f"{100 * share:.0f}%"
 
 
 def microseconds(seconds: float) -> str:
-    """Returns seconds as microseconds, with three significant digits or the whole ones."""
+    """Returns a time in microseconds, with three significant digits, or all integer digits."""
     value = seconds * 1e6
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

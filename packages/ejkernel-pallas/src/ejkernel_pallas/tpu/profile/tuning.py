@@ -1,4 +1,4 @@
-"""Tuning without a TPU: candidates of an implementation by the predicted time of their kernels."""
+"""Tunes without a TPU: orders the candidates of an implementation by the predicted time of their kernels."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.profile.report import Report
 
 
 def targets() -> Mapping[str, Target]:
-    """Returns the chips, as what `ejkernel tune --target` can name."""
+    """Returns the chips as targets of `ejkernel tune --target`."""
     return {name: _target(name) for name in CHIPS}
 
 
@@ -47,14 +47,15 @@ class ProfileTuner:
     show_progress: bool = False
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
-        """Predicts every candidate of an implementation for one direction of a call, or for both passes of a pair.
+        """Predicts the time of every candidate of an implementation, for one direction of a call or for both passes
+        of a pair.
 
         Args:
-            request: What is tuned; its device is the chip.
-            argument: Record or `Pullback`: shapes, and values where they decide what the kernels do.
+            request: The tuning request; its device is the chip.
+            argument: Record or `Pullback`: shapes, and values if these decide what the kernels do.
 
         Raises:
-            TunerError: No candidate has a prediction, and then the message gives each one's error.
+            TunerError: No candidate has a prediction; the message gives each candidate's error.
         """
         implementation, direction = request.implementation, request.direction
         path = implementation.backward if direction == "backward" else implementation.forward
@@ -88,7 +89,9 @@ class ProfileTuner:
 
 
 def workload(path: str, argument: Any, part: Any, then: str | None = None) -> Workload:
-    """One direction of an implementation with a configuration; both where `then` names the backward function too."""
+    """Builds one direction of an implementation with a configuration, or both if `then` names the backward function,
+    too.
+    """
     kernel = load_object(path)
     if then is not None:
         kernel = functools.partial(both_passes, kernel, load_object(then))
@@ -101,7 +104,7 @@ def _measurement(part: Any, report: Report) -> Measurement:
 
 
 def _doubt(report: Report) -> str | None:
-    """Returns why a profile is no prediction."""
+    """Returns why a profile cannot be used as a prediction; None if it can."""
     if not report.kernels:
         return "it has no TPU kernels, and only these can be predicted"
     unknown = sorted({name for kernel in report.kernels for name in kernel.simulation.unknown})

@@ -1,7 +1,7 @@
-"""The child process that holds libtpu: `python -m ejkernel_pallas.tpu.profile.worker JOB`.
+"""The worker process that loads libtpu: `python -m ejkernel_pallas.tpu.profile.worker JOB`.
 
-libtpu reads its flags once a process, so a process of its own is the only way to have them; and where the compiler
-aborts, it takes no more than this process along.
+libtpu reads its flags once per process, so setting them requires a process of its own; and if the compiler aborts, only
+this process ends.
 """
 
 import os
@@ -16,12 +16,12 @@ from ejkernel_pallas.tpu.profile.report import Report
 
 
 def main(path: Path) -> None:
-    """Profiles the cases of a job, and writes each report as soon as it is there."""
+    """Profiles the cases of a job, and writes each report as soon as it is available."""
     job: Job = pickle.loads(path.read_bytes())
     for number, case in enumerate(job.cases, start=job.first):
         try:
             report = profile_case(chip(job.target), case, job.dumps)
-        except Exception as error:  # noqa: BLE001 - a case may fail in any way, and must not take others along
+        except Exception as error:  # noqa: BLE001 - a case may fail in any way, and must not end the other cases
             report = Report(label=case.label, target=job.target, error=f"{type(error).__name__}: {error}")
         job.keep_dumps(number)
         temporary = job.result(number).with_suffix(".tmp")

@@ -1,4 +1,4 @@
-"""Ring attention in Mosaic TPU: the tiles of tiled attention, over one device's keys after the other."""
+"""Ring attention in Mosaic TPU: the tiles of tiled attention, applied to the keys of one device after another."""
 
 from ejkernel.families.ring_attention import FAMILY
 from ejkernel.families.tiled_attention import MASKS, SOFTMAX

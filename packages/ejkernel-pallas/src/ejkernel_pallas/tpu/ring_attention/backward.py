@@ -9,10 +9,10 @@ from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward
 
 
 def backward(pullback: Pullback, config: TpuBackward) -> dict[str, jax.Array]:
-    """Returns gradients of the wanted fields of one device's record.
+    """Returns gradients of the requested fields of one device's record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the names of the wanted fields.
+        pullback: Record, residuals, output and its cotangent, and the names of the requested fields.
         config: As for tiled attention.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Tile sizes: those of tiled attention, cut so that no tile lies in both halves of a part."""
+"""Tile sizes: those of tiled attention, reduced so that no tile is in both halves of a shard."""
 
 import dataclasses
 from typing import Any
@@ -12,10 +12,10 @@ from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
 
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> TpuForward | TpuBackward:
-    """Returns tile sizes for a record on a device, by the static profile of tiled attention.
+    """Returns tile sizes for a record on a device, found with the static profile of tiled attention.
 
-    A kernel that copies by itself has tiles of both backward passes in memory: large ones are for heads of up to 128.
-    Where dq has large tiles, dkv has them on every chip: smaller ones spill on v7x, and take longer.
+    A kernel with remote copies has tiles of both backward passes in memory, so large ones are used for heads of up to
+    128. Where dq has large tiles, dkv has them on every chip: smaller ones spill on v7x, and take longer.
     """
     tiles = tiled_config.heuristic(tiled(record), device, direction, widest=LANES)
     return dataclasses.replace(tiles, dkv=tiles.dq) if isinstance(tiles, TpuBackward) else tiles
@@ -29,13 +29,13 @@ def candidates(
 
 
 def fitted(record: RingAttention, blocks: Blocks) -> Blocks:
-    """Returns the blocks, no larger than half of a part where that can be cut into whole tiles."""
+    """Returns the blocks, no larger than half of a shard where that can be divided into whole tiles."""
     pieces = 2 if record.causal else 1
     queries, keys = record.query.shape[1] // pieces, record.key.shape[1] // pieces
     return blocks._replace(queries=_dividing(queries, blocks.queries), keys=_dividing(keys, blocks.keys))
 
 
 def _dividing(length: int, block: int) -> int:
-    """Returns the largest tile up to a block that divides a length; the block itself where none does."""
+    """Returns the largest tile size up to `block` that divides a length, or `block` itself if none does."""
     sizes = range(LANES, min(block, length) + 1, LANES)
     return max((size for size in sizes if length % size == 0), default=block)

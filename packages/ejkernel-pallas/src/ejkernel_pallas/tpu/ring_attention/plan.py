@@ -1,12 +1,12 @@
-"""How one device's keys travel, what its kernels are compiled for, and which tile pairs each load of keys has.
+"""How one device's keys travel, the constants of its kernels, and the tile pairs of each load of keys.
 
-Keys travel in one of two ways. With remote copies, one kernel per device and pass sends keys on while it computes with
-them. With collectives, keys travel between kernels, which serves every record.
+Keys travel in one of two ways. With remote copies, one kernel per device and pass sends keys on while computing with
+them. With collectives, keys are sent between kernels; this supports every record.
 
-Shards of a causal ring are two halves of the sequence. Of another device's keys the early queries see the early half or
-nothing, and the late queries all or the early half: whole tiles, where tiles divide halves. What is left to compare is
-the device's keys, whose indices in the shard are in order. So kernels get no positions there; any other mask that
-compares positions gets them.
+Shards of a causal ring are two halves from both ends of the sequence. Of another device's keys, the early queries
+attend the early half or nothing, and the late queries attend all or the early half: whole tiles, if tiles divide
+halves. Only the keys of the device itself need a comparison, and their indices in the shard are in order. So
+kernels get no positions for a causal mask; they get them for any other mask that compares positions.
 """
 
 import dataclasses
@@ -29,13 +29,17 @@ from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spe
 
 Lister = Callable[[TiledAttention, TiledSpec], Any]
 MAX_PAIRS = 2**15
-"""Pairs of tiles of 512 by 512, or what divides a shard, of all loads of a call, that a table has room for."""
+"""The largest number of pairs of tiles (of 512 by 512, or what divides a shard) of all loads of a call that fit the
+table.
+"""
 
 
 def uses_remote_copies(record: RingAttention) -> bool:
-    """Whether one kernel per device serves a record: shards of whole tiles, of which a table can list all pairs."""
+    """Returns whether one kernel per device can compute a record: its shards are whole tiles, and a table can list
+    all pairs.
+    """
     shards, lengths = axis_size(record.axis_name), (record.query.shape[1], record.key.shape[1])
-    # Interpreted they are in tests alone, which ask for it.
+    # Remote copies are interpreted only in tests, which call these kernels directly.
     if shards == 1 or record.bias is not None or record.mask is not None or interpreting():
         return False
     if any(length % (2 * LANES if record.causal else LANES) for length in lengths):
@@ -48,12 +52,12 @@ def uses_remote_copies(record: RingAttention) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RingPlan:
-    """How one device goes around a ring.
+    """The constants of one device's ring computation.
 
     Attributes:
-        record: Of the device's own shard, with positions if kernels compare them.
+        record: The record of the device's own shard, with positions if kernels compare them.
         ring: The ring.
-        indexed: Whether causal compares indices in the shard, which holds for the keys of the device itself.
+        indexed: Whether causal compares indices in the shard, which is correct for the keys of the device itself.
     """
 
     record: RingAttention
@@ -62,7 +66,7 @@ class RingPlan:
 
     @classmethod
     def of(cls, record: RingAttention, ring: Ring) -> Self:
-        """Returns the plan for a record, which is cut as the ring cuts it."""
+        """Returns the plan for a record, rearranged into the ring's layout."""
         local = local_part(record, ring)
         indexed = ring.striped and record.query.shape[1] % 256 == 0 and not _compares_pairs(record)
         if band(tiled(record)) == (None, None):
@@ -74,7 +78,7 @@ class RingPlan:
         return make_spec(shard, fitted(self.record, blocks), by_key=by_key)
 
     def shard(self, source: jax.Array, load: Load) -> TiledAttention:
-        """Returns the local queries and one load of keys, as kernels get them."""
+        """Returns the local queries and one load of keys as the record of a kernel."""
         shard = canonical(step_record(self.record, self.ring, source, load))
         return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
 
@@ -85,7 +89,7 @@ class RingPlan:
         return list_pairs(self.with_positions(shard, source), spec)[..., : self._most(spec)]
 
     def with_positions(self, shard: TiledAttention, source: jax.Array) -> TiledAttention:
-        """Returns a shard with the positions that `shard` leaves out where indices do."""
+        """Returns a shard with the positions that `shard` leaves out where indices suffice."""
         if not self.indexed:
             return shard
         me, length = lax.axis_index(self.ring.axis_name), shard.query.shape[1]
@@ -94,7 +98,9 @@ class RingPlan:
         )
 
     def _most(self, spec: TiledSpec) -> int:
-        """Returns tile pairs of any load: half of all, with the rest of the diagonal, or one per tile without work."""
+        """Returns the largest number of tile pairs of any load: half of all plus the rest of the diagonal, with one
+        for each tile without work.
+        """
         queries, keys = spec.queries // spec.block_q, spec.keys // spec.block_kv
         return queries * keys // 2 + max(queries, keys)
 
@@ -115,7 +121,9 @@ def _with_positions(record: RingAttention, ring: Ring) -> RingAttention:
 
 
 def empty_state(record: RingAttention) -> tuple[jax.Array, jax.Array]:
-    """Attention to no key: output [B, T, H, Dv] and lse [B, H, T], the sinks alone, which are thereby counted once."""
+    """Returns the state before any key, output [B, T, H, Dv] and lse [B, H, T]. It contains the sinks, so they count
+    once.
+    """
     (b, t, h, _), size = record.query.shape, record.value.shape[3]
     sinks = jnp.full(h, -jnp.inf) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32)
     return jnp.zeros((b, t, h, size), jnp.float32), jnp.broadcast_to(sinks[:, None], (b, h, t))

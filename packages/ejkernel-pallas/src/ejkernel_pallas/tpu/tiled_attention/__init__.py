@@ -1,6 +1,6 @@
 """Tiled softmax attention in Mosaic TPU.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from ejkernel_pallas.tpu.requirements import tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
-"""Optional fields that the kernels honour."""
+"""Optional fields that the kernels support."""
 
 MAX_PAIRS = 2**17
-"""The most tile pairs: their list takes half of scalar memory."""
+"""The largest number of tile pairs: their list then takes half of scalar memory."""
 MAX_TILES = 2**14
-"""The most query tiles, and twice the most key tiles, that an entry of the list has bits for."""
+"""The largest number of query tiles, and twice that of key tiles, that the bits of a list entry can hold."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -29,7 +29,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def _pair_list_reasons(record: Any) -> tuple[str, ...]:
-    """Why the list of a record's tile pairs does not fit scalar memory, at the tiles that it gets by default."""
+    """Returns why the list of a record's tile pairs does not fit scalar memory with the default tile sizes."""
     block = 512 if config.is_narrow(record) else 1024
     (left, right), arrays = band(record), (record.q_segment_ids, record.q_positions, record.kv_positions)
     queries, keys = (cdiv(x.shape[1], block) for x in (record.query, record.key))
@@ -46,7 +46,7 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns one implementation."""
+    """Returns the implementation."""
     return (
         Implementation(
             family="tiled_attention",

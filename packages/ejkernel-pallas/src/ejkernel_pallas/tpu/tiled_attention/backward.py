@@ -9,7 +9,7 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
     dk_j    = scale sum_i dbias_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 
-Delta and the sink's gradient are sums over rows that XLA is left to do.
+XLA computes delta and the sink's gradient, which are sums over rows.
 """
 
 import jax
@@ -39,7 +39,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         config: Tile sizes of the kernels that accumulate for keys and for queries.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for a kernel.
 
     Returns:
         The gradient of each requested field, in its shape and dtype.
@@ -60,17 +60,18 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
 
 
 def _rows(pullback: Pullback, record: TiledAttention) -> QueryRows:
-    """Computes, for every query, cotangent [B, T, H, Dv], lse in powers of two and <do, o>, both [B, H, T]."""
+    """Returns, for every query, the cotangent [B, T, H, Dv], lse as a power of two and <do, o>, both [B, H, T]."""
     lse, cotangent = pullback.residuals.lse, pullback.cotangent.astype(record.query.dtype)
-    if record.q_segment_ids is not None:  # padding's cotangent may be anything
+    if record.q_segment_ids is not None:  # the cotangent of padding may be anything
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
     delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    # A row that attends nothing has lse = -inf; any finite shift serves, as all of its pairs are masked.
+    # A row that attends nothing has lse = -inf; any finite value can replace it, since all of the row's pairs are
+    # masked.
     return cotangent, jnp.maximum(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, LOWEST), delta
 
 
 def delta_of(products: jax.Array, pullback: Pullback, ids: jax.Array | None) -> jax.Array:
-    """The kernels' delta, [B, H, T], out of <do, o>: a number for padding too, whose segment ids are negative."""
+    """Returns delta [B, H, T] for the kernels from <do, o>; padding (negative segment ids) gets a finite value."""
     if pullback.lse_cotangent is None:
         return products
     delta = less_lse_cotangent(products, pullback)

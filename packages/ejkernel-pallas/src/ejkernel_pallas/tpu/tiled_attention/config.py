@@ -17,10 +17,10 @@ class TpuForward:
     """The configuration of the forward kernel; all sizes are multiples of 128.
 
     Attributes:
-        block_q: Queries a tile.
-        block_kv: Keys a tile.
-        chunk_q: Queries of one product.
-        chunk_kv: Keys of one product.
+        block_q: Queries per tile.
+        block_kv: Keys per tile.
+        chunk_q: Queries per product.
+        chunk_kv: Keys per product.
     """
 
     block_q: int = 1024
@@ -31,11 +31,11 @@ class TpuForward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientTile:
-    """Tiles of one of the backward kernels; multiples of 128.
+    """Tile sizes of one of the backward kernels; multiples of 128.
 
     Attributes:
-        block_q: Queries a tile.
-        block_kv: Keys a tile.
+        block_q: Queries per tile.
+        block_kv: Keys per tile.
     """
 
     block_q: int = 1024
@@ -48,8 +48,8 @@ class TpuBackward:
 
     Attributes:
         dkv: Tiles of the kernel that accumulates the gradients of keys and values.
-        dq: Tiles of the kernel that accumulates the gradient of queries, and of the one of a bias.
-        chunk: Rows of one product: of the accumulated tile where tiles are small, of the other tile where they are
+        dq: Tiles of the kernel that accumulates the gradient of queries, and of the kernel of the bias gradient.
+        chunk: Rows per product: rows of the accumulated tile where tiles are small, of the other tile where they are
             large; a multiple of 128.
     """
 
@@ -62,29 +62,30 @@ PUBLIC_FIELDS = {
     "q_blocksize": ("block_q", "dkv.block_q", "dq.block_q"),
     "kv_blocksize": ("block_kv", "dkv.block_kv", "dq.block_kv"),
 }
-"""Public configuration field -> fields of these: a public size is that of both backward kernels."""
+"""Maps fields of the public configuration to fields of these; a public size sets that of both backward kernels."""
 
 TileShape = tuple[int, int]
-"""Queries and keys of a tile, or of a chunk."""
+"""The queries and keys of a tile or of a chunk."""
 
 LARGE = 2048
-"""Queries, and keys, of the largest tiles, whose prologue and epilogue cost the least."""
+"""Queries, and keys, of the largest tiles, whose prologue and epilogue take the smallest share of the time."""
 LONG = 2 * LARGE
-"""Queries and keys from which on there are enough of the largest tiles."""
+"""Smallest number of queries and keys for which the largest tiles are numerous enough."""
 
 
 def forward_blocks(config: TpuForward) -> Blocks:
-    """Returns tiles of the forward kernel; a product is of no more than a tile has."""
+    """Returns the tiles of the forward kernel; a chunk is no larger than its tile."""
     queries, keys = config.block_q, config.block_kv
     return Blocks(queries, keys, min(config.chunk_q, queries), min(config.chunk_kv, keys))
 
 
 def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
-    """Returns tiles of the kernel that accumulates for keys, and of the one that accumulates for queries.
+    """Returns the tiles of the kernel that accumulates for keys, and those of the kernel that accumulates for
+    queries.
 
-    A product of a small tile has `chunk` rows of the accumulated tile and all of the other. A product of a large tile,
-    whose chunks a loop goes over, has half of the accumulated tile and `chunk` rows of the other. Either would spill
-    with the chunks of the other.
+    A product of a small tile takes `chunk` rows of the accumulated tile and all of the other. A product of a large
+    tile, whose chunks are processed in a loop, takes half of the accumulated tile and `chunk` rows of the other. With
+    the chunks exchanged, either would spill.
     """
     dkv, dq = ((tile.block_q, tile.block_kv) for tile in (config.dkv, config.dq))
     chunk = min(config.chunk, *dkv, *dq)
@@ -96,18 +97,18 @@ def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
 def heuristic(
     record: TiledAttention, device: Any, direction: Direction, widest: int = 2 * LANES
 ) -> TpuForward | TpuBackward:
-    """Returns tile sizes for a record on a device, by the static profile of causal attention.
+    """Returns tile sizes for a record on a device, found with the static profile of causal attention.
 
-    Large tiles hide what a tile costs to begin; a narrow band, a pattern, and arrays of pairs want smaller ones, and of
-    float32, whose products are six, they take the compiler minutes.
-    Products of 256 keys fill a wide matrix unit, whatever the head size; a narrow one has registers for squarer ones,
-    and gains too little from large tiles of heads of more than 128 for what they take the compiler.
+    Large tiles amortise the start of a tile. Narrow bands, patterns, and arrays of pairs run faster with smaller ones,
+    and for float32, which needs six passes per product, large tiles take the compiler minutes. Products of 256 keys
+    fill a wide matrix unit, whatever the head dimension. With a narrow matrix unit, squarer products fit the registers,
+    and large tiles for heads of more than 128 gain too little for their compile time.
 
     Args:
         record: The arguments of a call.
-        device: What it runs on.
-        direction: Which pass.
-        widest: The largest head for which memory has room for large tiles.
+        device: The device to run on.
+        direction: Forward or backward.
+        widest: The largest head dimension for which VMEM has room for large tiles.
     """
     wide, slow = is_wide(device.kind), is_v7x(device.kind)
     block = 512 if is_narrow(record) else 1024
@@ -132,22 +133,25 @@ def candidates(
 
 
 def kind(record: TiledAttention) -> str | None:
-    """Returns what long calls have in common that share an entry of a shipped table; others are left to the rule.
+    """Returns a key that long calls share if one entry of a shipped table serves them; None for others, which use
+    the rule.
 
-    A head of 64 is one of 128 to the kernels.
+    A head of 64 is padded to 128 by the kernels.
     """
     long = min(record.query.shape[1], record.key.shape[1]) >= LONG
     return attention_kinds.kind(record, padded) if long else None
 
 
 def is_narrow(record: TiledAttention) -> bool:
-    """Returns whether small tiles are better."""
+    """Returns whether small tiles are faster."""
     arrays = (record.bias, record.mask, record.pattern)
     return None not in band(record) or not all(x is None for x in arrays) or record.query.dtype.itemsize > 2
 
 
 def _is_long(record: TiledAttention, widest: int) -> bool:
-    """Returns whether large tiles are whole and enough, memory has room for them, and no segment needs smaller ones."""
+    """Returns whether there are enough large tiles without a remainder, VMEM has room for them, and there are no
+    segments.
+    """
     (_, queries, _, size), (_, keys, _, value_size) = record.query.shape, record.value.shape
     arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
     if is_narrow(record) or not all(x is None for x in arrays):
@@ -170,6 +174,6 @@ def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackw
 
 
 def _clamped(record: TiledAttention, size: int) -> TileShape:
-    """Returns a tile no larger than what covers the lengths."""
+    """Returns a tile no larger than needed to cover the lengths."""
     queries, keys = (min(size, cdiv(x.shape[1], LANES) * LANES) for x in (record.query, record.key))
     return queries, keys

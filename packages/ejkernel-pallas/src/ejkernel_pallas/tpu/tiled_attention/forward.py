@@ -22,7 +22,7 @@ def forward(record: TiledAttention, config: TpuForward) -> tuple[jax.Array, Soft
         config: Tile sizes.
 
     Raises:
-        ValueError: A tile size is none that a kernel can have.
+        ValueError: A tile size is not valid for a kernel.
 
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.

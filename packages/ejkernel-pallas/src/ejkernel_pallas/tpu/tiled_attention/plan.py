@@ -1,4 +1,4 @@
-"""The block map as a list of tile pairs, which index maps and kernels read from scalar memory.
+"""Converts the block map to a list of tile pairs, which index maps and kernels read from scalar memory.
 
     causal, 3 x 3 tiles            pairs_by_query                          pairs_by_key
     #: full  /: diagonal           one accumulator per query tile          one accumulator per key tile
@@ -6,12 +6,13 @@
     # / .                          (0,0) | (1,0) (1,1) | (2,0) (2,1) (2,2) (0,0) (1,0) (2,0) | (1,1) (2,1) | (2,2)
     # # /                          FIRST at the start and LAST at the end of each run
 
-The grid runs over the list, which has no empty pairs, so these cost neither a step nor a copy. Where positions or
-segment ids are traced, the number of pairs is unknown when compiling: the list is as long as it could be, and its rest
-repeats the last pair, whose tiles are in VMEM already, and does nothing. Every accumulated tile is in it at least once.
+The grid runs over the list. Empty pairs are not in it, so they cost neither a step nor a copy. If positions or segment
+ids are traced, the number of pairs is unknown at compile time: the list then has the largest possible length, and its
+remaining entries repeat the last pair, whose tiles are already in VMEM, without any work. Every accumulated tile is in
+the list at least once.
 
-`planning.block_maps` says which pairs there are. Its lists, one for every tile and all as long as the longest, are not
-what this grid runs over: they would cost a step for each entry that a shorter list lacks.
+`planning.block_maps` finds the pairs. Its own lists, one per tile and all as long as the longest, are not used by this
+grid: each missing entry of a shorter list would cost a step.
 
 An entry is one int32: `query tile << 18 | key tile << 4 | flags`.
 """
@@ -26,17 +27,17 @@ from ejkernel.families.tiled_attention.block_maps import block_map
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 WORK, MASKED, FIRST, LAST = 1, 2, 4, 8
-"""Flags: some pair attends; not every pair does; first, and last, entry of the tile that is accumulated."""
+"""Flags of an entry: some pair attends; some pair does not; first, and last, entry of the tile that is accumulated."""
 
 
 def pairs_by_query(record: TiledAttention, spec: TiledSpec) -> Any:
-    """Returns the tile pairs, query tile by query tile: int32 [B|1, H|1, steps]."""
+    """Returns the tile pairs, ordered by query tile: int32 [B|1, H|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
     return _pair_table(blocks.some, blocks.every, blocks.xp, by_query=True)
 
 
 def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
-    """Returns the tile pairs that some head of a group has, key tile by key tile: int32 [B|1, Hk|1, steps]."""
+    """Returns the tile pairs that some head of a group has, ordered by key tile: int32 [B|1, Hk|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
     some, every = blocks.some, blocks.every
     if some.shape[1] > 1:
@@ -63,11 +64,11 @@ def pair_coordinates(
 
     Args:
         b: Batch row.
-        h: Query head; KV head where the grid has an axis for the heads of a group.
-        step: Which tile pair.
-        rest: Query head of the group, if the grid tells them apart, and the table.
+        h: Query head, or KV head if the grid has an axis for the heads of a group.
+        step: Index of the tile pair.
+        rest: Query head of the group, if the grid has that axis, and the table.
         distinct: Whether batch rows, and heads, have tile pairs of their own.
-        group: Query heads a KV head.
+        group: Query heads per KV head.
     """
     *member, table = rest
     entry = entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
@@ -76,32 +77,32 @@ def pair_coordinates(
 
 
 def entry_at(table: Any, distinct: tuple[bool, bool], b: Any, h: Any, step: Any, sizes: tuple[Any, Any]) -> Any:
-    """Returns an entry of a table [B|1, H|1, steps] that is one vector.
+    """Returns an entry of a table [B|1, H|1, steps] that is stored as one vector.
 
     Args:
         table: The vector.
         distinct: Whether batch rows, and heads, have tile pairs of their own.
         b: Batch row.
         h: Head.
-        step: Which entry.
-        sizes: Heads, and entries of each.
+        step: Index of the entry.
+        sizes: Number of heads, and of entries per head.
     """
     row = (b if distinct[0] else 0) * (sizes[0] if distinct[1] else 1) + (h if distinct[1] else 0)
     return table[row * sizes[1] + step]
 
 
 def query_tile(entry: Any) -> Any:
-    """Returns query tile of an entry."""
+    """Returns the query tile of an entry."""
     return entry >> 18
 
 
 def key_tile(entry: Any) -> Any:
-    """Returns key tile of an entry."""
+    """Returns the key tile of an entry."""
     return (entry >> 4) & 0x3FFF
 
 
 def _pair_table(attends: Any, full: Any, xp: Any, by_query: bool) -> Any:
-    """Returns the list of tile pairs. A tile without any pair gets one entry, for its result to be written."""
+    """Returns the list of tile pairs. A tile without any pair gets one entry, so that its result is written."""
     rows, (q_tiles, k_tiles) = attends.shape[:2], attends.shape[2:]
     attends, full = attends.reshape(-1, q_tiles, k_tiles), full.reshape(-1, q_tiles, k_tiles)
     if max(q_tiles, 2 * k_tiles) > 2**14:

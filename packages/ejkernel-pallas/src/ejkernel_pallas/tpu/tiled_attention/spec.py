@@ -1,6 +1,7 @@
-"""What a tiled-attention kernel is compiled for: all of a record that is neither an array nor a traced number.
+"""The compile-time constants of a tiled-attention kernel: everything about a record except arrays and traced
+numbers.
 
-Layout of scores: where a kernel accumulates for queries, queries are in sublanes and keys in lanes; where it
+Layout of scores: if a kernel accumulates for queries, queries are along sublanes and keys along lanes; if it
 accumulates for keys (`by_key`), the other way around. So no kernel transposes weights, and an accumulator has the shape
 of its tile.
 """
@@ -20,11 +21,13 @@ from ejkernel_pallas.tpu.generations import is_wide
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 LOWEST = -3e38
-"""The least score in powers of two: a bias of the least finite float32 must stay finite when scaled by log2(e)."""
+"""The smallest score as a power of two: a bias of the smallest finite float32 must stay finite when multiplied by
+log2(e).
+"""
 
 
 class Blocks(NamedTuple):
-    """Queries and keys a tile, and queries and keys a product; multiples of 128."""
+    """Numbers of queries and keys per tile, and of queries and keys per product; multiples of 128."""
 
     queries: int
     keys: int
@@ -34,33 +37,34 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiledSpec:
-    """Constants of a kernel.
+    """The compile-time constants of a kernel.
 
     Attributes:
         queries: T.
         keys: S.
         heads: Query heads.
-        group_size: Query heads a KV head.
+        group_size: Query heads per KV head.
         head_dim: D.
         value_dim: Dv.
-        block_q: Queries a tile; a multiple of 128.
-        block_kv: Keys a tile; a multiple of 128.
-        chunk_q: Queries of one product, of which a tile has several that overlap; divides `block_q`.
-        chunk_kv: Keys of one product; divides `block_kv`.
-        by_key: Whether the kernel accumulates for a key block, and has keys in sublanes.
+        block_q: Queries per tile; a multiple of 128.
+        block_kv: Keys per tile; a multiple of 128.
+        chunk_q: Queries per product; a tile has several products that overlap; divides `block_q`.
+        chunk_kv: Keys per product; divides `block_kv`.
+        by_key: Whether the kernel accumulates for a key block, and has keys along sublanes.
         scale: Factor on the scores (`softmax_scale`).
-        scale_only: Whether a score is a product and a scale alone; the scale is then a part of `log2_scale`.
-        log2_scale: Factor on a score that makes its exponential a power of two.
-        biased: Whether a bias may make scores as low as the least float32, or -inf.
+        scale_only: Whether a score is just a product times a scale; the scale is then a part of `log2_scale`.
+        log2_scale: Factor on a score that turns its exponential into a power of two.
+        biased: Whether a bias may make scores as small as the smallest float32, or -inf.
         left: Band: `-left <= k - q`; None is open.
         right: Band: `k - q <= right`; None is open.
         soft_cap: Soft cap, or None.
         threshold: Dropout drops a pair whose hash is below it; None without dropout.
         dropout_scale: Factor 1 / (1 - p) on the weights that dropout keeps.
         precision: Precision of the matrix products.
-        trapezoid: Whether chunks on the causal diagonal are cut along it: square tiles without any other mask.
+        trapezoid: Whether chunks on the causal diagonal are cut along it, for square tiles without any other mask.
         restricted: Whether band, segments, mask or pattern may mask pairs.
-        sums_on_mxu: Whether the MXU sums the weights of a row, in outputs that a product with values leaves idle.
+        sums_on_mxu: Whether the MXU sums the weights of a row, in output columns that a product with values leaves
+            idle.
     """
 
     queries: int
@@ -90,22 +94,24 @@ class TiledSpec:
 
     @property
     def by_columns(self) -> bool:
-        """Whether diagonal tiles are cut into chunks of few keys, each with all queries from the diagonal on."""
+        """Returns whether diagonal tiles are cut into chunks of few keys, each with all queries from the diagonal
+        on.
+        """
         return self.chunk_kv <= 256
 
     @property
     def masks(self) -> bool:
-        """Returns whether some tile pair may have pairs that do not attend."""
+        """Returns whether some tile pair may have masked pairs."""
         return self.restricted or self.ragged_queries or self.ragged_keys
 
     @property
     def ragged_queries(self) -> bool:
-        """Returns whether the last tile of queries reaches beyond them."""
+        """Returns whether the last tile of queries extends beyond the last query."""
         return self.queries % self.block_q != 0
 
     @property
     def ragged_keys(self) -> bool:
-        """Returns whether the last tile of keys reaches beyond them."""
+        """Returns whether the last tile of keys extends beyond the last key."""
         return self.keys % self.block_kv != 0
 
 
@@ -152,18 +158,18 @@ def _sums_on_mxu(record: TiledAttention) -> bool:
 
 
 def padded(size: int) -> int:
-    """Returns the head dimension padded to whole lanes, which VMEM takes for it anyway."""
+    """Returns the head dimension padded to whole lanes, which it takes in VMEM anyway."""
     return cdiv(size, LANES) * LANES
 
 
 def _fitting(length: int, block: int) -> int:
-    """Returns the block, no longer than what covers the length."""
+    """Returns the block size, no larger than needed to cover the length."""
     if block < 1 or block % LANES:
         raise ValueError(f"tile of {block}: wants a multiple of {LANES}")
     return min(block, padded(length))
 
 
 def _precision(record: TiledAttention) -> lax.Precision | None:
-    """Returns Mosaic's nearest precision: it has products in one bfloat16 pass and in six; three passes become six."""
+    """Returns the nearest precision that Mosaic has: one bfloat16 pass or six; three passes become six."""
     asked = product_precision(record.query.dtype, record.precision)
     return lax.Precision.HIGHEST if asked == lax.Precision.HIGH else asked

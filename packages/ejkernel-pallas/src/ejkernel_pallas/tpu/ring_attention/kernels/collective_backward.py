@@ -1,7 +1,8 @@
-"""Backward pass of ring attention on TPUs: keys travel by collectives, their gradients with them.
+"""Backward pass of ring attention on TPUs with collectives: keys travel around the ring together with their
+gradients.
 
-The kernels are those of tiled attention. Of the whole row they need its lse and `<cotangent, output>`, which are there
-from the forward pass; what they add to a gradient they leave in float32.
+The kernels are those of tiled attention. They need the lse and `<cotangent, output>` of each whole row, which are known
+after the forward pass, and write what they add to a gradient in float32.
 """
 
 import dataclasses
@@ -30,9 +31,10 @@ Gradients = dict[str, jax.Array]
 
 
 class QueryRows(NamedTuple):
-    """Of every query of this device: cotangent and output [B, T, H, Dv]; lse, <cotangent, output> and delta [B, H, T].
+    """Arrays per query of this device: cotangent and output [B, T, H, Dv]; lse, <cotangent, output> and delta [B, H,
+    T].
 
-    Delta is less the cotangent of lse, `lse_cotangent`, which is None where there is none.
+    Delta is `<cotangent, output>` minus the cotangent of lse, `lse_cotangent`, which is None if there is none.
     """
 
     cotangent: jax.Array
@@ -44,16 +46,16 @@ class QueryRows(NamedTuple):
 
 
 def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
-    """Returns gradients of the wanted fields of one device's record.
+    """Returns gradients of the requested fields of one device's record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
+        pullback: Record, residuals, output and its cotangent, and the requested names among query, key, value, bias and
             softmax_aux.
         config: As for tiled attention.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
-        complete; those of bias and softmax_aux are what the device's queries contribute.
+        Each requested gradient, in its field's shape and dtype. Gradients of key and value are of the device's own
+        shard, and complete; those of bias and softmax_aux are the contributions of the device's queries.
     """
     record = pullback.record
     ring = ring_of(record)
@@ -69,7 +71,8 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
 def query_rows_of(pullback: Pullback) -> QueryRows:
     """Returns what the gradients need of every query's whole row."""
     record, cotangent = pullback.record, pullback.cotangent
-    if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # padding's cotangent may be anything
+    # the cotangent of padding may be anything
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
     products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     delta = tiled_backward.delta_of(products, pullback, record.q_segment_ids)
@@ -78,7 +81,7 @@ def query_rows_of(pullback: Pullback) -> QueryRows:
 
 
 def striped(query_rows: QueryRows, ring: Ring) -> QueryRows:
-    """Returns the rows of the queries that this device works on."""
+    """Returns the rows of the queries that this device computes, in the ring's layout."""
     return QueryRows(
         cotangent=ring.stripe(query_rows.cotangent, 1),
         output=ring.stripe(query_rows.output, 1),
@@ -90,13 +93,13 @@ def striped(query_rows: QueryRows, ring: Ring) -> QueryRows:
 
 
 def _around(plan: RingPlan, query_rows: QueryRows, config: TpuBackward, grad_fields: frozenset[str]) -> Gradients:
-    """Returns the gradients of everything but sinks, in the layout that the ring works in, float32."""
+    """Returns the gradients of all fields except sinks, in the layout of the ring's computation, float32."""
     record, ring = plan.record, plan.ring
-    # float32 until the end: every device adds a part, and each rounding to 16 bits would count.
+    # Gradients are float32 until the end: every device adds a part, and each rounding to 16 bits would add an error.
     zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in grad_fields}
     zeros = _compat.as_varying(zeros, (record, query_rows))
-    # Gradients of keys and values go around with their keys, and are complete when these are home; those of queries
-    # stay.
+    # Gradients of keys and values travel with their keys, and are complete when they are back at their own device;
+    # those of queries stay.
     travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 
@@ -155,7 +158,7 @@ def _query_gradient(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpe
 def _bias_gradient(
     plan: RingPlan, shard: TiledAttention, source: jax.Array, query_rows: QueryRows, config: TpuBackward
 ) -> jax.Array:
-    """Returns the gradient of a bias's columns, which tiled attention has a kernel for: its tiles are written once."""
+    """Returns the gradient of a bias's columns, with the kernel of tiled attention, which writes each tile once."""
     pullback = Pullback(
         record=plan.with_positions(shard, source),
         residuals=SoftmaxResiduals(lse=query_rows.lse),
@@ -168,7 +171,7 @@ def _bias_gradient(
 
 
 def inputs_of(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
-    """Returns what kernels read of a ring step, and of its queries' rows."""
+    """Returns the operands of a ring step: its keys, and its queries' rows."""
     lse = query_rows.lse
     return operands(shard, spec) | {
         "cotangent": rows(query_rows.cotangent, spec.block_q),

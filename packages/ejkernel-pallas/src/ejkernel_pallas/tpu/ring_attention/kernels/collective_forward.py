@@ -1,4 +1,4 @@
-"""Forward pass of ring attention on TPUs: keys travel by collectives, a kernel works on those that are there."""
+"""Forward pass of ring attention on TPUs with collectives, which move keys between calls of a kernel."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 State = tuple[jax.Array, jax.Array]
-"""Output and lse of the keys so far."""
+"""Output and lse of attention to the keys so far."""
 
 
 def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -44,7 +44,7 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
         spec = plan.spec(shard, blocks)
         return {}, _attend(shard, spec, plan.pairs(shard, spec, source, pairs_by_query), state)
 
-    # The loop's state differs between devices from the first step on, so it must be marked so before.
+    # The loop's state differs between devices after the first step, so it has to be marked as varying before the loop.
     begin = _compat.as_varying(empty_state(record), record)
     _, (output, lse) = ring.walk(load_of(plan.record), {}, ring_step, begin)
     output = ring.unstripe(output.astype(record.query.dtype), 1)
@@ -52,7 +52,7 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
 
 
 def _attend(shard: TiledAttention, spec: TiledSpec, table: Any, state: State) -> State:
-    """Returns the state with the keys of a ring step."""
+    """Returns the state updated with the keys of a ring step."""
     results = states(state, spec)
     inputs = operands(shard, spec) | {f"{name}_before": x for name, x in results.items()}
     scratch_memory, name = scratch(spec, shard.value.dtype), "ejkernel_ring_forward"
@@ -61,7 +61,7 @@ def _attend(shard: TiledAttention, spec: TiledSpec, table: Any, state: State) ->
 
 
 def states(state: State, spec: TiledSpec) -> dict[str, Operand]:
-    """Returns output and lse as kernels read and write them."""
+    """Returns output and lse as operands that kernels read and write."""
     return {"output": rows(state[0], spec.block_q), "lse": per_query(state[1], spec)}
 
 

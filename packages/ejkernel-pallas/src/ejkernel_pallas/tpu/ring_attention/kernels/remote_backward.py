@@ -1,4 +1,4 @@
-"""Backward pass of ring attention in one kernel per device: keys travel, and their gradients one load later."""
+"""Backward pass of ring attention in one kernel per device: keys travel, and their gradients follow one load later."""
 
 import dataclasses
 import functools
@@ -38,10 +38,10 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
-    """Returns gradients of the wanted fields of one device's record.
+    """Returns gradients of the requested fields of one device's record.
 
     Args:
-        pullback: As for the pass by collectives, which serves what does not want query, key and value all three.
+        pullback: As for the backward pass by collectives, which is used unless query, key and value are all requested.
         config: As for tiled attention.
 
     Returns:
@@ -54,8 +54,8 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     plan, shard_rows = RingPlan.of(record, ring), striped(query_rows, ring)
     local_load = load_of(plan.record)
     shard = plan.shard(lax.axis_index(ring.axis_name), local_load)
-    # Loads from both neighbours, one direction after the other. Gradients of queries stay, and are continued by the
-    # second.
+    # Loads come from one direction and then from the other. Gradients of queries stay on the device; the second
+    # direction adds to them.
     query, *kv_gradients = _one_direction(plan, shard, shard_rows, config, range(0, ring.before + 1), None)
     if ring.after:
         shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local_load}, -1))
@@ -68,16 +68,16 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
 
 
 class Sweep(NamedTuple):
-    """One of the two sweeps over a load: the one that accumulates for queries, or the one for keys.
+    """One of the two passes over a load's tiles: the one that accumulates for queries, or the one for keys.
 
     Attributes:
         spec: The kernel's constants.
-        inputs: What tiles are read from.
-        results: What is read, added to, and written.
-        pair_table: Table of all loads, int32 [loads, B|1, 1, steps].
-        start: Where it begins in the table of both.
-        scratch: What the kernel keeps between tiles.
-        kernel: Called with the refs of a tile pair.
+        inputs: Arrays that tiles are read from.
+        results: Arrays that are read, added to, and written.
+        pair_table: Table of the tile pairs of all loads, int32 [loads, B|1, 1, steps].
+        start: Where this pass's entries begin in the table that both passes share.
+        scratch: Scratch memory that is kept between tiles.
+        kernel: Called with the refs of each tile pair.
     """
 
     spec: TiledSpec
@@ -90,16 +90,16 @@ class Sweep(NamedTuple):
 
     @property
     def prefix(self) -> str:
-        """Returns prefix of the names of its scratch memory, which both sweeps share."""
+        """Returns the prefix of the names of this pass's scratch memory, which tells it from the other pass's."""
         return "keys_" if self.spec.by_key else "queries_"
 
     @property
     def distinct(self) -> tuple[bool, bool]:
-        """Returns whether batch rows have tile pairs of their own; heads have none."""
+        """Returns whether batch rows, and heads, have tile pairs of their own; heads never have."""
         return self.pair_table.shape[1] > 1, False
 
     def table_slice(self, table: Any, number: Any) -> Any:
-        """Returns the tile pairs of a load."""
+        """Returns the tile pairs of load `number`."""
         _, batch, _, steps = self.pair_table.shape
         return TableSlice(table, self.start + number * (batch * steps))
 
@@ -144,7 +144,9 @@ def _one_direction(
     hops: range,
     query: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of queries, keys and values with the loads of one direction; those of keys are at home again."""
+    """Returns gradients of queries, keys and values from the loads of one direction, those of keys back at their own
+    device.
+    """
     queries, keys = _sweeps(plan, shard, query_rows, config, hops)
     if query is not None:
         queries = queries._replace(results={"dquery": rows(query, queries.spec.block_q)})
@@ -169,7 +171,7 @@ def _one_direction(
             options=remote_call.remote_options(plan.ring, hops),
         )
     )
-    # The slot that the last hop left its gradients in.
+    # The slot where the last hop left its gradients.
     last = (len(hops) - 1) % 2
     pairs = (("dkey_slots", shard.key), ("dvalue_slots", shard.value))
     cargo = (unrows(results[name][last], like.shape) for name, like in pairs)
@@ -188,7 +190,9 @@ def _kernel(refs: remote_call.RemoteRefs, *, route: Route, queries: Sweep, keys:
 
 
 def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_call.RemoteRefs, load: Arrays) -> None:
-    """One pass over a load's tiles, with the next tiles on their way; adds to results where they lie."""
+    """Runs one pass over a load's tiles in a pipeline that prefetches the next tiles, and adds to the results in
+    place.
+    """
     spec, steps = sweep.spec, sweep.pair_table.shape[3]
     heads = (spec.heads // spec.group_size, steps, spec.group_size) if spec.by_key else (spec.heads, steps)
     scratch = {name: refs.scratch[sweep.prefix + name] for name in sweep.scratch}
@@ -198,7 +202,7 @@ def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_call.RemoteRefs, loa
         return b, h * spec.group_size + member[0] if member else h, query_tile(at), key_tile(at)
 
     def tile(named: Arrays) -> None:
-        # What is there already is added when a tile is finished, so the kernels are those of one device.
+        # Earlier values are added when a tile is finished, so the kernels are those of a single device.
         before = {name: named.pop(f"{name}_before") for name in sweep.results}
         sweep.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=sweep.distinct)
         last = (current_entry(page, sweep.distinct) & LAST) != 0
@@ -209,7 +213,7 @@ def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_call.RemoteRefs, loa
 
 
 def _add_before(named: Arrays, before: Arrays, done: Any) -> None:
-    """Adds what earlier loads, or devices, found to what the kernel just wrote."""
+    """Adds what earlier loads or devices contributed to what the kernel has just written."""
 
     @pl.when(done)
     def _() -> None:

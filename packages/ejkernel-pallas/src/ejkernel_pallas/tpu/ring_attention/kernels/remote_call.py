@@ -1,4 +1,4 @@
-"""What the kernels share that send keys with remote copies of their own."""
+"""Shared by the kernels that send keys with remote copies: their refs, pipelines and tables."""
 
 import dataclasses
 import zlib
@@ -18,28 +18,28 @@ from ejkernel_pallas.tpu.ring_attention.plan import Lister, RingPlan
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 MAX_PAIRS = 2**16
-"""The most tile pairs of all loads, whose table scalar memory has ample room for."""
+"""The largest number of tile pairs of all loads; scalar memory has room for their table."""
 
 Operands = dict[str, Operand]
 TRAVELLING = ("key", "value", "k_ids", "k_positions")
 
 
 def route_of(ring: Ring, hops: range, inputs: dict[str, Operand], cargo: tuple[str, ...] = ()) -> Route:
-    """How the keys among a kernel's inputs travel, and what is collected for them."""
+    """Returns how the keys among a kernel's inputs travel, and which gradients travel with them."""
     load = Channel(ring.axis_name, tuple(name for name in TRAVELLING if name in inputs), "load")
     return Route(len(hops), load, Channel(ring.axis_name, cargo, "cargo"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteRefs:
-    """Refs of a kernel that sends keys on itself.
+    """Refs of a kernel that sends keys to the next device.
 
     Attributes:
         table: Tile pairs of all loads, in scalar memory.
         load: The keys that travel.
-        cargo: What is collected for them; None where nothing is.
+        cargo: The gradients that travel after the keys; None if there are none.
         arrays: Inputs and results in HBM, by name.
-        scratch: Scratch memory of the kernels of tiles, by name.
+        scratch: Scratch memory of the tile kernels, by name.
     """
 
     table: Ref
@@ -50,7 +50,7 @@ class RemoteRefs:
 
     @classmethod
     def of(cls, route: Route, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
-        """Returns the refs of what is named; `scratch` are the names of scratch memory of the kernels of tiles."""
+        """Returns the refs among `named`; `scratch` has the names of the tile kernels' scratch memory."""
         load = route.load.bind(named, neighbours)
         cargo = route.cargo.bind(named, neighbours) if route.cargo.names else None
         scratch_memory = {name: named.pop(name) for name in scratch}
@@ -58,7 +58,7 @@ class RemoteRefs:
 
 
 def slots_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
-    """Returns the slots of what moves."""
+    """Returns the slots of the arrays that travel."""
     arrays = {name: inputs[name].array for name in lane.names}
     return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
 
@@ -69,16 +69,16 @@ def neighbours(ring: Ring, hops: range) -> jax.Array:
 
 
 def remote_options(ring: Ring, hops: range) -> dict[str, Any]:
-    """Returns what the compiler is told of a kernel that sends to other devices.
+    """Returns the compiler parameters of a kernel that sends to other devices.
 
-    Devices meet at a semaphore by its number: neighbours along other axes, or in the other direction, have another.
+    Devices synchronise at a barrier semaphore, identified by a number, which differs between mesh axes and directions.
     """
     number = zlib.crc32(ring.axis_name.encode()) % 2**12 * 2 + (hops.step < 0)
     return {"has_side_effects": True, "collective_id": number}
 
 
 def in_hbm(operands: dict[str, Operand]) -> dict[str, Operand]:
-    """Returns the arrays, where they lie: a kernel's own pipelines copy their blocks."""
+    """Returns the arrays as operands in HBM, from which the kernel's own pipelines copy blocks."""
     return {name: Operand(x.array) for name, x in operands.items()}
 
 
@@ -90,15 +90,15 @@ def run_pipeline(
     grid: tuple[Any, ...],
     where: Callable[..., Any],
 ) -> None:
-    """One pipeline over a load's tiles, with the next tiles on their way.
+    """Runs a pipeline over a load's tiles, which prefetches the next tiles.
 
     Args:
-        tile: Called with blocks of inputs and results, and of results before it, by name.
-        refs: The kernel's.
-        load: Arrays of the load, in place of those of the same name.
-        operands: Inputs, and results, which are read where they are written: tiles add to what is there.
-        grid: Steps along each axis.
-        where: The coordinates of a grid step.
+        tile: Called with blocks of inputs and results, and of the results' earlier values, by name.
+        refs: The kernel's refs.
+        load: Arrays of the load, which replace those of the same name.
+        operands: Inputs, and results, which are read and written in place: tiles add to earlier values.
+        grid: Number of steps along each axis.
+        where: Returns the coordinates of a grid step.
     """
     inputs, results = operands
     names = (*inputs, *(f"{name}_before" for name in results), *results)
@@ -115,7 +115,8 @@ def run_pipeline(
 def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, list_pairs: Lister) -> jax.Array:
     """Returns the tile pairs of every load: int32 [loads, B|1, 1, steps].
 
-    Of other devices' segments and positions it takes the smallest and the largest in every tile of keys.
+    For the segments and positions of other devices, it gathers the smallest and the largest value in every tile of
+    keys.
     """
     ring = plan.ring
     sources = (lax.axis_index(ring.axis_name) - jnp.asarray(hops)) % ring.size
@@ -142,6 +143,6 @@ def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, 
 
 
 def _extremes(x: jax.Array, block: int) -> jax.Array:
-    """Returns [B|1, S] -> [B|1, 2 a tile]: its smallest and its largest value."""
+    """Maps [B|1, S] to [B|1, 2 per tile]: the smallest and the largest value of each tile."""
     cut = x.reshape(x.shape[0], -1, block)
     return jnp.stack([cut.min(axis=2), cut.max(axis=2)], axis=2).reshape(x.shape[0], -1)

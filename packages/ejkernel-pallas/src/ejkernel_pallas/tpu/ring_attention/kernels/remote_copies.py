@@ -1,28 +1,28 @@
-"""Send and receive of keys inside a ring kernel, and of the gradients (cargo) that are collected for them.
+"""Sends and receives keys inside a ring kernel, and the gradients (cargo) that travel after them.
 
-Every device has two slots (double buffering). While its tiles are computed from one of them, that load is copied to
-the other slot of the next device, once that device has signalled that the slot is free: it has then computed with the
-load before, and sent it.
+Every device has two slots (double buffering). While a device computes tiles from one slot, that load is also copied to
+the other slot of the next device, once that device has signalled that the slot is free, i.e. that it has computed with
+the load before and has sent it on.
 
     device i       slot 0: compute load n   │ slot 1: compute load n+1 │ ...
                         └─── remote copy ────────► device i+1, slot 1
                         ◄── "slot 1 is free" ───── device i+1, after its own send from slot 1
 
-    copy my own load to slot 0; tell the device before me that I am here, and wait for the next one to say so
+    copy my own load to slot 0; signal the device before me that I have started, and wait for the next device's signal
     for every load:
-        wait until it has come                             (not the first, which is my own)
-        tell the device before me that my other slot is free
-        wait until the next device's other slot is free    (not at first, when it is)
+        wait until it has arrived                          (except the first, which is my own)
+        signal the device before me that my other slot is free
+        wait until the next device's other slot is free    (except at first, when it is)
         start copying the load there
-        work on it
-        with cargo: wait until that of the load has come, and add to it; start copying it to the next device likewise
+        compute with it
+        with cargo: wait until the load's cargo has arrived, add to it, and start copying it to the next device
         wait until the load has been sent
 
-Cargo thus has the time of `work` to arrive, and leaves a device one load after its keys.
+So cargo has the time of `work` to arrive, and leaves a device one load after its keys.
 
-Hazard: semaphores are shared by consecutive kernels. A device receives slot signals only from the device that it sends
-to, and a slot is signalled free only after a load has come from the device that gets the signal, which thus is in the
-same kernel by then. So no signal of one call reaches another.
+Hazard: semaphores are shared by consecutive kernels. A device receives free-slot signals only from the device that it
+sends to, and that device signals only after it has received a load from this one, so both are then in the same kernel.
+So no signal of one call reaches another call.
 """
 
 import dataclasses
@@ -40,17 +40,17 @@ Arrays = dict[str, Ref]
 """Arrays of a load, or of its cargo, by name."""
 Work = Callable[[Any, Arrays], None]
 PREVIOUS, NEXT = 0, 1
-"""Where the neighbours' indices are: the device that loads come from, and the device that they go to."""
+"""Indices in `neighbours`: of the device that loads come from, and of the device that they go to."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """Arrays that move together.
+    """Arrays that travel together.
 
     Attributes:
         axis_name: The mesh axis.
-        names: The arrays; `<name>_slots` has the two slots of each.
-        kind: What they are, `"load"` or `"cargo"`, which their semaphores are named by.
+        names: Names of the arrays; `<name>_slots` has the two slots of each.
+        kind: `"load"` or `"cargo"`, a part of the names of their semaphores.
     """
 
     axis_name: str
@@ -58,7 +58,7 @@ class Channel:
     kind: str
 
     def scratch(self) -> dict[str, Any]:
-        """Returns the semaphores: of sends, of receives by slot, of a free slot."""
+        """Returns the semaphores: of sends, of receives per slot, and of a free slot."""
         count = len(self.names)
         return {
             f"{self.kind}_sent": pltpu.SemaphoreType.DMA((count,)),
@@ -67,7 +67,7 @@ class Channel:
         }
 
     def bind(self, named: dict[str, Any], neighbours: Ref) -> "ChannelRefs":
-        """Returns the refs of this lane, of which slots and semaphores are taken out of `named`."""
+        """Returns the refs of this channel; its slots and semaphores are removed from `named`."""
         return ChannelRefs(
             lane=self,
             neighbours=neighbours,
@@ -81,14 +81,14 @@ class Channel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChannelRefs:
-    """A lane in a kernel.
+    """The refs of a channel inside a kernel.
 
     Attributes:
-        lane: What moves.
-        neighbours: int32 [2] in scalar memory, the indices along the axis of the two neighbours.
+        lane: The channel.
+        neighbours: int32 [2] in scalar memory, the neighbours' indices along the mesh axis.
         local: The device's own arrays, in HBM.
-        slots: Of each array [2, ...], in HBM.
-        sent: DMA semaphores of sends, one an array.
+        slots: Both slots of each array [2, ...], in HBM.
+        sent: DMA semaphores of sends, one per array.
         arrived: DMA semaphores of receives, [2, arrays].
         slot_free: Counts the free slots of the next device.
     """
@@ -107,7 +107,9 @@ class ChannelRefs:
         return [pltpu.make_async_copy(local, slots.at[0], self.sent.at[n]) for n, (local, slots) in pairs]
 
     def copies(self, slot: Any) -> list[Any]:
-        """Returns the copies from a slot to the next device, or from the device before: they look alike."""
+        """Returns the copies from a slot to the next device; the same descriptors wait for copies from the device
+        before.
+        """
         return [
             pltpu.make_async_remote_copy(
                 src_ref=slots.at[slot],
@@ -129,9 +131,9 @@ class Route:
     """One direction around the ring.
 
     Attributes:
-        count: How many loads a device works on, its own included.
-        load: The keys.
-        cargo: What is collected for them; without names, nothing.
+        count: How many loads a device processes, its own included.
+        load: The channel of the keys.
+        cargo: The channel of the gradients that travel after them; it has no names if there are none.
     """
 
     count: int
@@ -139,29 +141,29 @@ class Route:
     cargo: Channel
 
     def scratch(self) -> dict[str, Any]:
-        """Returns the semaphores of all that moves."""
+        """Returns the semaphores of both channels."""
         return self.load.scratch() | (self.cargo.scratch() if self.cargo.names else {})
 
     def for_each_load(self, load: ChannelRefs, cargo: ChannelRefs | None, work: Work, collect: Work) -> None:
-        """Works on one load after another.
+        """Processes one load after another.
 
         Args:
             load: The keys.
-            cargo: What is collected for them; None where nothing is.
-            work: (number of the load, its arrays by name, the cargo's not among them) -> None.
-            collect: Likewise with the cargo's, to add to.
+            cargo: The gradients that travel after them; None if there are none.
+            work: (number of the load, its arrays by name, without the cargo's) -> None.
+            collect: The same with the cargo's arrays, to add to.
         """
         self._enter_barrier([load] if cargo is None else [load, cargo])
 
         def step(number: Any, carry: None) -> None:
             slot = lax.rem(number, 2)
             more, later = number + 1 < self.count, number > 0
-            # Copies look alike from both ends: the receiving semaphore is that of the slot that the load comes to.
+            # Copies look the same at both ends: the receiving semaphore belongs to the slot that the load arrives in.
             _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
             _when(later & more, lambda: signal_free_slot(load))
             _send(load, slot, more, later)
             here = load.at(slot)
-            # While the load is on its way to the next device: both only read it.
+            # The load is being sent to the next device meanwhile: both only read it.
             work(number, here)
             if cargo is not None:
                 _when(later, functools.partial(_receive, cargo, slot))
@@ -174,12 +176,13 @@ class Route:
         lax.fori_loop(0, self.count, step, None)
 
     def _enter_barrier(self, lanes: list[ChannelRefs]) -> None:
-        """Copies the device's own arrays to slot 0, and waits until the next device is in this kernel too."""
+        """Copies the device's own arrays to slot 0, and waits until the next device is in this kernel, too."""
         local = [copy for lane in lanes for copy in lane.local_copies()]
         for copy in local:
             copy.start()
         if self.count > 1:
-            # A remote copy may only start when its target runs this kernel, and its memory is this kernel's.
+            # A remote copy may start only when its target runs this kernel, so that the target's memory belongs to this
+            # kernel.
             here = pltpu.get_barrier_semaphore()
             pl.semaphore_signal(here, 1, device_id={self.load.axis_name: lanes[0].neighbours[PREVIOUS]})
             pl.semaphore_wait(here, 1)
@@ -188,7 +191,7 @@ class Route:
 
 
 def signal_free_slot(refs: ChannelRefs) -> None:
-    """Tells the device before this one that the slot is free which this one does not work on."""
+    """Signals the device before this one that the slot which this device is not computing from is free."""
     pl.semaphore_signal(refs.slot_free, 1, device_id={refs.lane.axis_name: refs.neighbours[PREVIOUS]})
 
 
@@ -198,13 +201,13 @@ def wait_free_slot(refs: ChannelRefs) -> None:
 
 
 def _send(refs: ChannelRefs, slot: Any, more: Any, later: Any) -> None:
-    """Starts the copies to the next device, once it has room."""
+    """Starts the copies to the next device, once it has a free slot."""
     _when(later & more, lambda: wait_free_slot(refs))
     _when(more, lambda: [copy.start() for copy in refs.copies(slot)])
 
 
 def _receive(refs: ChannelRefs, slot: Any) -> None:
-    """Waits until the cargo before has been sent, whose slot is then free, and this one's has come."""
+    """Waits until the previous cargo has been sent, which frees its slot, and until this load's cargo has arrived."""
     for copy in refs.copies(1 - slot):
         copy.wait()
 

@@ -1,4 +1,6 @@
-"""Forward pass of ring attention in one kernel per device, which itself sends keys on while it works on them."""
+"""Forward pass of ring attention in one kernel per device, which sends keys to the next device while computing with
+them.
+"""
 
 import dataclasses
 import functools
@@ -29,14 +31,14 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
     """Returns attention output and residuals of one device's queries.
 
     Args:
-        record: The canonical arguments, of a part of whole tiles.
+        record: The canonical arguments; shards must consist of whole tiles.
         config: As for tiled attention.
 
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
     ring = ring_of(record)
-    assert ring is not None  # what the implementation requires says so
+    assert ring is not None  # the implementation's requirements guarantee a ring
     plan = RingPlan.of(record, ring)
     me, local_load = lax.axis_index(ring.axis_name), load_of(plan.record)
     shard = plan.shard(me, local_load)
@@ -50,7 +52,7 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
 
 
 def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state: State, hops: range) -> State:
-    """Returns the state with the loads of one direction, the first of which is shard's."""
+    """Returns the state updated with the loads of one direction, the first of which is `shard`'s."""
     pair_table, inputs, results = (
         remote_call.tables(plan, spec, shard, hops, pairs_by_query),
         operands(shard, spec),
@@ -78,13 +80,13 @@ def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Work:
-    """The tiles of a load.
+    """Processes the tiles of a load.
 
     Attributes:
         spec: The kernels' constants.
-        inputs: What tiles are read from.
-        results: What is read and written.
-        pair_table: Shape of the table.
+        inputs: Arrays that tiles are read from.
+        results: Arrays that are read and written.
+        pair_table: Shape of the table of tile pairs.
     """
 
     spec: TiledSpec
@@ -93,7 +95,7 @@ class _Work:
     pair_table: tuple[int, ...]
 
     def __call__(self, refs: remote_call.RemoteRefs, number: Any, load: Arrays) -> None:
-        """Takes a load into the state, tile by tile, with the next tiles on their way."""
+        """Updates the state with a load, tile by tile, in a pipeline that prefetches the next tiles."""
         (_, batched, _, steps), spec = self.pair_table, self.spec
 
         def entry(b: Any, step: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Online softmax, continued from the keys before (Milakov & Gimelshein 2018, Liu, Zaharia & Abbeel 2023).
+"""Online softmax that continues from earlier ring steps (Milakov & Gimelshein 2018, Liu, Zaharia & Abbeel 2023).
 
-Between ring steps a row is its output and lse, which is the same softmax as row_max = lse, row_sum = 1, acc = output.
+Between ring steps a row is stored as its output and lse: the same softmax has row_max = lse, row_sum = 1, acc = output.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class RingForwardRefs(ForwardRefs):
 
 
 def continue_softmax(entry: Any, refs: RingForwardRefs, spec: TiledSpec) -> None:
-    """One tile pair.
+    """Updates the softmax with one tile pair.
 
     Args:
         entry: The pair's entry in the table.
@@ -56,11 +56,11 @@ def continue_softmax(entry: Any, refs: RingForwardRefs, spec: TiledSpec) -> None
 def _begin(refs: RingForwardRefs, spec: TiledSpec) -> None:
     lse = column(refs.lse_before[...])
     has_keys = lse > -jnp.inf
-    if not spec.sums_on_mxu:  # row_sum has a partial sum in every lane; one lane gets the 1
+    if not spec.sums_on_mxu:  # row_sum has a partial sum per lane, so only one lane gets the 1
         has_keys = has_keys & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0)
     refs.row_max[...] = lse * LOG2E
     refs.row_sum[...] = jnp.where(has_keys, 1.0, 0.0)
-    # lse = log(sum exp): with row_max = lse the earlier keys weigh 1 in total, and their output is their part.
+    # lse = log(sum exp): with row_max = lse the earlier keys have total weight 1, and acc is their output.
     refs.acc[...] = refs.output_before[...]
 
 

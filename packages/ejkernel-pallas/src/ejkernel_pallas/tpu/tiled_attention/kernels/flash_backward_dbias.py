@@ -1,4 +1,4 @@
-"""The backward kernel of a bias: the gradient of the scores, summed over what the bias is broadcast along."""
+"""Backward kernel of the bias: the gradient of the scores, summed over the axes along which the bias is broadcast."""
 
 import functools
 from typing import Any
@@ -29,19 +29,20 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand], spec: TiledSpec) -> jax.Array:
-    """Returns the bias's gradient; what the bias is broadcast along is summed per tile, so nothing larger is stored.
+    """Returns the bias's gradient; axes along which the bias is broadcast are summed per tile, so nothing larger is
+    stored.
 
     Args:
         record: The record, for its sizes.
         flags: Flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles].
-        inputs: What the kernel reads.
+        inputs: The operands that the kernel reads.
         spec: The kernel's constants.
     """
     bias = record.bias
-    assert bias is not None  # a gradient of it was asked for
+    assert bias is not None  # its gradient was requested
     q_tiles, k_tiles = flags.shape[2:]
     counts = (record.query.shape[0], record.query.shape[2], q_tiles, k_tiles)
-    # The outer grid axes are those that the bias has, the inner ones those it is broadcast along: one sum per tile.
+    # The outer grid axes are the bias's own axes, the inner ones those along which it is broadcast: one sum per tile.
     outer = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
     inner = tuple(n // k for n, k in zip(counts, outer, strict=True))
     result, acc = _bias_tiles(bias, spec)
@@ -59,13 +60,13 @@ def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand]
             where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
         )
     )["dbias"]
-    if bias.shape[3] == 1:  # as a row, of queries or, where it is one number, of keys
+    if bias.shape[3] == 1:  # stored as a row: of queries or, for a single element, of keys
         gradient = gradient.sum(axis=3, keepdims=True) if bias.shape[2] == 1 else gradient.swapaxes(2, 3)
     return gradient.astype(bias.dtype)
 
 
 def _bias_tiles(bias: jax.Array, spec: TiledSpec) -> tuple[Operand, tuple[int, int]]:
-    """Returns the gradient's array and the shape of the sum that becomes a tile of it."""
+    """Returns the gradient's array, and the shape of the sum that becomes one of its tiles."""
     batch, heads, queries, keys = bias.shape
     if queries > 1 and keys > 1:
         block = (spec.block_q, spec.block_kv)
@@ -85,7 +86,7 @@ def _bias_operand(array: Any, block: tuple[int, int], bias: jax.Array, tile_inde
 
 
 def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) -> None:
-    """Adds one tile pair to the sum that a tile of the bias's gradient is.
+    """Adds one tile pair to the sum that becomes a tile of the bias's gradient.
 
     Args:
         refs: Blocks and scratch memory; the table has the flags of every tile pair, int32
@@ -93,13 +94,13 @@ def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) 
         spec: The kernel's constants.
         tiles: Batch rows and heads that the table distinguishes, and tiles of queries and of keys.
     """
-    # Of every axis of the grid one half is 0: an axis of the bias is an outer one, an axis that it is
-    # broadcast along an inner one, whose steps are summed.
+    # Every axis appears twice in the grid, and one of the two indices is always 0: an axis of the bias is an outer one,
+    # and an axis along which it is broadcast is an inner one, whose steps are summed.
     b, h, i, j = (pl.program_id(axis) + pl.program_id(axis + 4) for axis in range(4))
     row = (b if tiles[0] > 1 else 0) * tiles[1] + (h if tiles[1] > 1 else 0)
     kind = refs.table[(row * tiles[2] + i) * tiles[3] + j]
     inner_steps = [pl.program_id(axis) for axis in range(4, 8)]
-    # The first and the last term of the sum: those where no inner axis has begun, and where all have ended.
+    # The first and the last term of a sum: the steps where all inner axes are at their start, and at their end.
     start, end = jnp.bool_(True), jnp.bool_(True)
     for axis, inner_step in enumerate(inner_steps, 4):
         start, end = start & (inner_step == 0), end & (inner_step == pl.num_programs(axis) - 1)
@@ -112,7 +113,7 @@ def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) 
     def _() -> None:
         total = refs.dbias_acc[...]
         if refs.bias_per_query is not None:
-            # Partial sums lie by lane until here, so the slow reduction across lanes runs once per tile.
+            # Partial sums are kept per lane until here, so the slow reduction across lanes runs once per tile.
             total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), total.shape).T[:1]
         refs.dbias[...] = total
 
@@ -121,12 +122,12 @@ def _add_to_bias(refs: BackwardRefs, at: ScoreChunk) -> None:
     cotangent = load_queries(refs.cotangent, at)
     slope, mask = recompute_weights(refs, load_queries(refs.query, at), at)
     dscores = score_gradient(refs, cotangent, slope, mask, at)
-    # A bias of rows or columns alone is summed up here, and takes no tile of pairs in VMEM.
+    # A bias of rows or columns alone is summed here, and does not need a tile of pairs in VMEM.
     if refs.dbias_acc.shape == (at.spec.block_q, at.spec.block_kv):
         refs.dbias_acc[at.q, at.k] += dscores
     elif refs.bias_per_key is not None:
         refs.dbias_acc[:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
     else:
-        # Across lane groups on the VPU; across lanes once at the end.
+        # Summed across lane groups on the VPU here, and across lanes once at the end.
         by_lane = lane_groups(dscores)
         refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, by_lane)

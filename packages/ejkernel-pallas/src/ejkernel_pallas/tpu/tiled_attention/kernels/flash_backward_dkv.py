@@ -1,4 +1,4 @@
-"""The backward kernel of keys and values: one accumulator per key tile.
+"""Backward kernel of keys and values, with one accumulator per key tile.
 
     for every tile pair of a key tile, and every head of the group:
         for every chunk:
@@ -6,7 +6,7 @@
             dvalue_acc += p^T cotangent;  dkey_acc += ds^T query
     after the last pair: accumulators, scaled ──► dkey, dvalue
 
-Scores are [keys, queries], so p^T and ds^T are what the products read and nothing is transposed.
+Scores are [keys, queries], so the products read p^T and ds^T as they are, and nothing is transposed.
 """
 
 from typing import Any
@@ -38,13 +38,13 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: TiledSpec) -> KernelCall:
-    """Returns the kernel of the gradients of keys and values.
+    """Returns the call of the kernel that computes the gradients of keys and values.
 
     Args:
-        name: The kernel's.
+        name: The kernel's name.
         table: Tile pairs by key tile, int32 [B|1, Hk|1, steps].
-        inputs: What it reads.
-        shapes: Shape and dtype of each gradient that is wanted, `"dkey"` and `"dvalue"`.
+        inputs: The operands that it reads.
+        shapes: Shape and dtype of each requested gradient, `"dkey"` and `"dvalue"`.
         spec: The kernel's constants.
     """
     outputs = {field: kv_rows(x, spec) for field, x in shapes.items()}
@@ -53,16 +53,17 @@ def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[st
 
 
 def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
-    """One tile pair of a key tile: adds to the gradients of keys and values.
+    """Adds one tile pair of a key tile to the gradients of keys and values.
 
     Args:
-        refs: Blocks and scratch memory, of `dkey` and `dvalue` those that are wanted; the table lists tile pairs by key
-            tile, int32 [(B|1) * (Hk|1) * steps], each for every head of the group.
+        refs: Blocks and scratch memory, with `dkey` and `dvalue` if they are requested; the table lists tile pairs by
+            key tile, int32 [(B|1) * (Hk|1) * steps], each for every head of the group.
         spec: The kernel's constants.
         distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
     entry, member = current_entry(refs.table, distinct), pl.program_id(3)
-    # The heads of a group are the innermost grid axis: all of them add to the accumulators before a key tile is left.
+    # The heads of a group are the innermost grid axis: all of them add to a key tile's accumulators before the next key
+    # tile.
     first = ((entry & FIRST) != 0) & (member == 0)
     zero_accumulators(refs, first)
 
@@ -75,7 +76,7 @@ def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> N
     @pl.when(((entry & LAST) != 0) & (member == spec.group_size - 1))
     def _() -> None:
         if refs.dkey is not None:
-            # The scale once at the end, in float32, instead of on every score's gradient.
+            # The scale is applied once at the end, in float32, instead of to every score's gradient.
             refs.dkey[...] = (refs.dkey_acc[...] * spec.scale).astype(refs.dkey.dtype)
         if refs.dvalue is not None:
             refs.dvalue[...] = (refs.dvalue_acc[...] * spec.dropout_scale).astype(refs.dvalue.dtype)
@@ -85,7 +86,8 @@ def _add_to_keys(refs: BackwardRefs, at: ScoreChunk) -> None:
     query, cotangent = load_queries(refs.query, at), load_queries(refs.cotangent, at)
     slope, mask = recompute_weights(refs, query, at)
     if refs.dvalue is not None:
-        # dv sees dropped weights as 0; the gradient of scores needs them as they were, so both come out of scratch.
+        # dv needs dropped weights as 0, the gradient of scores needs the weights before dropout, so both are read from
+        # scratch.
         dropped = drop(at.of(refs.weights)[...], refs, at).astype(cotangent.dtype)
         refs.dvalue_acc[at.k, :] += product(dropped, cotangent, (1, 0), at.spec.precision)
     if refs.dkey is not None:

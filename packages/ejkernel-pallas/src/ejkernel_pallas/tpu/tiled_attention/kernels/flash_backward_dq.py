@@ -1,4 +1,4 @@
-"""The backward kernel of queries: one accumulator per query tile.
+"""Backward kernel of queries, with one accumulator per query tile.
 
 for every tile pair of a query tile:
     for every chunk:
@@ -36,7 +36,9 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: TiledSpec) -> KernelCall:
-    """The kernel of the queries' gradient, of which `dquery` is shape and dtype; the others as of `keys_call`."""
+    """Returns the call of the kernel of the queries' gradient; `dquery` is its shape and dtype, the rest as in
+    `keys_call`.
+    """
     outputs, scratch = (
         {"dquery": rows(dquery, spec.block_q)},
         backward_scratch(spec, ("dquery",), inputs["query"].array.dtype),
@@ -45,7 +47,7 @@ def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any,
 
 
 def queries_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
-    """One tile pair of a query tile: adds to the gradient of the queries.
+    """Adds one tile pair of a query tile to the gradient of the queries.
 
     Args:
         refs: Blocks and scratch memory; the table lists tile pairs by query tile, int32 [(B|1) * (H|1) * steps].
@@ -57,7 +59,7 @@ def queries_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -
 
     @pl.when((entry & FIRST) != 0)
     def _() -> None:
-        # Once a query tile: all of its chunks read the columns.
+        # Once per query tile, since all of its chunks read the columns.
         transpose_statistics(refs)
         transpose_dropout_keys(refs, spec)
 

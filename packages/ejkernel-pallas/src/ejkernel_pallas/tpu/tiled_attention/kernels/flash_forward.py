@@ -1,4 +1,4 @@
-"""The forward kernel: online softmax over key tiles (Milakov & Gimelshein 2018, Dao et al. 2022).
+"""Forward kernel: online softmax over key tiles (Milakov & Gimelshein 2018, Dao et al. 2022).
 
 One grid step is one tile pair; row_max, row_sum and acc stay in VMEM from a query tile's FIRST pair to its LAST.
 
@@ -43,7 +43,7 @@ from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
 from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec, padded
 
 FINISHED = 512
-"""Queries whose results are written without a loop; a loop keeps the code of larger tiles small."""
+"""Number of queries whose results are written without a loop; a loop keeps the code of larger tiles small."""
 
 
 def scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
 
 
 def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
-    """One tile pair.
+    """Processes one tile pair.
 
     Args:
         refs: Blocks and scratch memory; the table is int32 [(B|1) * (H|1) * steps].
@@ -83,9 +83,10 @@ def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: Distinct) ->
 
 
 def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
-    """Updates the running softmax with a chunk: row_max, row_sum (a partial sum by lane unless `sums_on_mxu`) and acc.
+    """Updates the running softmax with a chunk: row_max, row_sum (partial sums per lane unless `sums_on_mxu`) and
+    acc.
 
-    Scores, weights and alpha go through scratch memory: register pressure would spill them otherwise.
+    Scores, weights and alpha are kept in scratch memory, because register pressure would spill them otherwise.
     """
     spec = at.spec
     s, _ = scores(refs, load_keys(refs.key, at), refs.query[at.q, :], at)
@@ -93,22 +94,24 @@ def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
         s = apply_mask(s, -jnp.inf, refs, at)
     at.of(refs.scores)[...] = s
     before = refs.row_max[at.q, :]
-    # Across lane groups on the VPU first, so that the slow XLU has one reduction across lanes left.
+    # The maximum is taken across lane groups on the VPU first, so that the slow XLU has one reduction across lanes
+    # left.
     highest = functools.reduce(jnp.maximum, lane_groups(s))
     shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
     if spec.biased or (at.masked and not spec.trapezoid):
-        # Rows without any key so far: exp2(-inf - 0) = 0, not NaN. On a trapezoid every row attends the first key.
+        # In rows without any key so far exp2(-inf - 0) = 0, not NaN. In a trapezoid every row attends the first key.
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     refs.row_max[at.q, :] = row_max
     refs.alpha[at.q, :] = jnp.exp2(before - shift)
     weights = jnp.exp2(at.of(refs.scores)[...] - widen(shift, at.keys))
     if not spec.sums_on_mxu:
         _accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
-    # `row_sum` has the weights before dropout: the softmax is of all keys, and kept weights are scaled at the end.
+    # `row_sum` has the weights before dropout: the softmax is over all keys, and the weights that dropout keeps are
+    # scaled at the end.
     at.of(refs.weights)[...] = drop(weights, refs, at).astype(refs.weights[0].dtype)
     value = load_keys(refs.value, at)
-    # Columns of ones beside the values: the MXU sums the weights in output columns that would be idle, so the VPU,
-    # which is as busy as the MXU here, saves an addition a score.
+    # Columns of ones are appended to the values: the MXU sums the weights in output columns that would be idle, which
+    # saves the VPU, as busy as the MXU here, an addition per score.
     if spec.sums_on_mxu:
         value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
     weighted_values = product(at.of(refs.weights)[...], value, (1, 0), spec.precision)
@@ -128,7 +131,7 @@ def _finish(refs: ForwardRefs, spec: TiledSpec) -> None:
     step = math.gcd(spec.block_q, FINISHED)
 
     def write_rows(n: Any, carry: None) -> None:
-        # 128 queries at a time: their statistics are one register wide when they turn from sublanes to lanes.
+        # Processes 128 queries at a time: their statistics fill one register when transposed from sublanes to lanes.
         for first in range(0, step, LANES):
             _write(refs, spec, pl.ds(pl.multiple_of(n * step + first, LANES), LANES))
 
@@ -136,7 +139,7 @@ def _finish(refs: ForwardRefs, spec: TiledSpec) -> None:
 
 
 def _write(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
-    """Writes the results of 128 queries. The sink enters the denominator here, once."""
+    """Writes the results of 128 queries. The sink is added to the denominator here, once."""
     row_max, row_sum, factor = refs.row_max[q, :], whole_row_sum(refs, spec, q), spec.dropout_scale
     if refs.sinks is not None:
         sink, before = refs.sinks[...] * LOG2E, row_max
@@ -155,6 +158,6 @@ def _write(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
 
 
 def whole_row_sum(refs: ForwardRefs, spec: TiledSpec, q: Any) -> jax.Array:
-    """Returns the row sums of some queries, in every lane."""
+    """Returns the row sums of some queries, the same in every lane."""
     row_sum = refs.row_sum[q, :]
     return row_sum if spec.sums_on_mxu else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_sum.shape)

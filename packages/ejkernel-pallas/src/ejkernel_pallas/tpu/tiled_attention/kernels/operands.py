@@ -1,6 +1,6 @@
-"""A record's arrays as the kernels read them: which layout each has, and which block of it a grid step needs.
+"""Describes a record's arrays for the kernels: the layout of each, and which block a grid step reads.
 
-Index maps read the coordinates (batch row, query head, query tile, key tile).
+Index maps take the coordinates (batch row, query head, query tile, key tile).
 """
 
 import dataclasses
@@ -20,9 +20,10 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
 
 
 def canonical(record: TiledAttention) -> TiledAttention:
-    """Returns the record with masks of padding alone as segment ids, which let tiles be skipped, and 0 in all padding.
+    """Returns the record with pure padding masks as segment ids, by which tiles can be skipped, and 0 in all
+    padding.
 
-    A weight of padding is 0, and what it is multiplied with must not be NaN.
+    Weights of padding are 0, and what they are multiplied with must not be NaN.
     """
     record = padding_as_segments(record)
     if record.q_segment_ids is None or record.kv_segment_ids is None:
@@ -37,7 +38,7 @@ def canonical(record: TiledAttention) -> TiledAttention:
 
 
 def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
-    """Returns the arrays of a canonical record, by the names of `TileRefs`."""
+    """Returns the arrays of a canonical record, by the field names of `TileRefs`."""
     inputs = {
         "query": rows(record.query, spec.block_q),
         "key": kv_rows(record.key, spec),
@@ -71,7 +72,7 @@ def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:
 
 
 def rows(x: Any, block: int) -> Operand:
-    """[B, T, H, D] by tiles of queries: as it lies in memory where a head fills lanes, else with the heads in front."""
+    """Returns [B, T, H, D] by tiles of queries: unchanged where a head fills lanes, else with heads before tokens."""
     batch, length, heads, size = x.shape
     if size % LANES == 0:
         return Operand(_reshaped(x, (batch, length, heads * size)), (None, block, size), lambda b, h, i, j: (b, i, h))
@@ -86,7 +87,7 @@ def kv_rows(x: Any, spec: TiledSpec) -> Operand:
 
 
 def unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns what `rows` made of an array of this shape, in that shape again."""
+    """Restores the shape of an array that `rows` has rearranged."""
     if shape[3] % LANES == 0:
         return x.reshape(shape)
     return x[..., : shape[3]].swapaxes(1, 2)
@@ -100,7 +101,7 @@ def per_query(x: Any, spec: TiledSpec) -> Operand:
 
 
 def per_head(x: jax.Array) -> Operand:
-    """Returns [H] by heads, in every lane."""
+    """Returns [H] by heads, the same in every lane."""
     array = jnp.broadcast_to(x[:, None, None], (x.shape[0], 1, LANES))
     return Operand(array, (None, 1, LANES), lambda b, h, i, j: (h, 0, 0))
 
@@ -111,7 +112,7 @@ def _shared_by_heads(x: jax.Array, block: int, keys: bool) -> Operand:
 
 
 def _pairs(name: str, x: jax.Array, spec: TiledSpec) -> dict[str, Operand]:
-    """Returns [B|1, H|1, T|1, S|1] by tiles; as lanes, under a name of its own, where it has queries or keys alone."""
+    """Returns [B|1, H|1, T|1, S|1] by tiles; in lanes and under another name if it has only queries or only keys."""
     batch, heads, queries, keys = (n > 1 for n in x.shape)
 
     def index(b: Any, h: Any, *tile: Any) -> Index:
@@ -139,9 +140,9 @@ def _heads_first(x: Any) -> Any:
 
 
 def _dropped(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
-    """Returns dropout's numbers of rows [B, H, T] and of columns [1, S], as int32 of the same bits.
+    """Returns dropout's hash keys of rows [B, H, T] and of columns [1, S], as int32 with the same bits.
 
-    Only the columns' top bits are flipped. As rows have odd numbers, so is the top bit of every product, and no other.
+    Only the columns' top bits are flipped. Row keys are odd, so this flips the top bit of every product, and no other.
     """
     row_keys, column_keys = dropout_numbers(record)
     return row_keys.astype(jnp.int32), (column_keys ^ jnp.uint32(2**31)).astype(jnp.int32)

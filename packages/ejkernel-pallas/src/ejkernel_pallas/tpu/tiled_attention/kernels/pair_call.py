@@ -25,14 +25,14 @@ def pairs_call(
 
     Args:
         name: The kernel's name in traces and dumps.
-        kernel: Called with the refs, and by keyword `spec` and `distinct`.
-        refs: Their type.
-        table: Tile pairs, int32 [B|1, H|1, steps]; if `TiledSpec.by_key` those of KV heads, each of which every query
-            head of the group computes.
+        kernel: Called with the refs, and with the keywords `spec` and `distinct`.
+        refs: The class of the refs.
+        table: Tile pairs, int32 [B|1, H|1, steps]. With `TiledSpec.by_key` they are per KV head, and each is computed
+            for every query head of the group.
         spec: The kernel's constants.
-        inputs: What it reads. One named as an output with `_before` behind it gives that its memory.
-        outputs: What it writes.
-        scratch: What it keeps between steps.
+        inputs: The operands that it reads. An operand named as an output plus `_before` shares memory with that output.
+        outputs: The operands that it writes.
+        scratch: Scratch memory that is kept between steps.
     """
     distinct, batch = distinct_rows(table), inputs["query"].array.shape[0]
     group = spec.group_size if spec.by_key else 1

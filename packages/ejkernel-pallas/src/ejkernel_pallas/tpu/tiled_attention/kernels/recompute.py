@@ -1,4 +1,5 @@
-"""What the backward kernels share: the weights of a chunk, recomputed from lse, and the gradient of its scores.
+"""Shared by the backward kernels: recomputes the weights of a chunk from lse, and computes the gradient of its
+scores.
 
 query, key, value, cotangent ◄── next blocks, double buffered              blocks
 p  = exp2(q k^T - lse), masked ─────────────────────────────────────────►  weights[parity]
@@ -29,9 +30,10 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
 
 
 def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> dict[str, Any]:
-    """Returns scratch memory of a backward kernel; `dtype` is that of queries.
+    """Returns the scratch memory of a backward kernel; `dtype` is that of queries.
 
-    Accumulators of results, statistics of queries where scores have these in sublanes, and two products of chunks.
+    It contains accumulators of results, statistics of queries where these are in sublanes of scores, and two chunks of
+    products.
     """
     sizes = {"dquery": spec.head_dim, "dkey": spec.head_dim, "dvalue": spec.value_dim}
     stationary = spec.block_kv if spec.by_key else spec.block_q
@@ -56,13 +58,13 @@ def zero_accumulators(refs: BackwardRefs, when: jax.Array) -> None:
 def recompute_weights(
     refs: BackwardRefs, query: jax.Array, at: ScoreChunk
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Writes the weights to scratch; returns the soft cap's slope, and the mask where products need it."""
+    """Writes the weights to scratch memory; returns the soft cap's slope, and the mask where products need it."""
     s, slope = scores(refs, load_keys(refs.key, at), query, at)
-    # From lse, so that they are normalised: no maximum and no sum of their own.
+    # Computed from lse, so the weights are normalised without a maximum and a sum of their own.
     weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
-    # Masked after the exponential, which may overflow for a masked score: it is replaced, not multiplied.
+    # Masked after the exponential, which may overflow for a masked score: the result is replaced, not multiplied by 0.
     at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.masked else weights
-    # Products of other segments' rows may be larger than float32 holds, and 0 x inf is NaN.
+    # Products of rows of different segments may exceed float32's range, and 0 x inf is NaN.
     needs_mask = at.masked and (at.spec.ragged_queries or refs.q_ids is not None)
     return slope, allowed(refs, at) if needs_mask else None
 
@@ -70,7 +72,7 @@ def recompute_weights(
 def score_gradient(
     refs: BackwardRefs, cotangent: jax.Array, slope: Any, mask: jax.Array | None, at: ScoreChunk
 ) -> jax.Array:
-    """Returns gradient of the scaled and biased scores."""
+    """Returns the gradient of the scaled and biased scores."""
     value = load_keys(refs.value, at)
     pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
     dweights = drop(product(*pair, (1, 1), at.spec.precision), refs, at)
@@ -79,7 +81,7 @@ def score_gradient(
     dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
     if slope is not None:
         dscores = dscores * slope
-    # Past the last query delta is whatever memory holds, NaN included.
+    # Beyond the last query, delta is uninitialised memory, which may be NaN.
     return dscores if mask is None else jnp.where(mask, dscores, 0.0)
 
 
@@ -89,6 +91,6 @@ def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
 
 
 def transpose_statistics(refs: BackwardRefs) -> None:
-    """Copies the statistics of queries from lanes to sublanes, where scores have their queries."""
+    """Copies the statistics of queries from lanes to sublanes, the axis of queries in scores."""
     refs.shift_column[...] = column(refs.shift[...])
     refs.delta_column[...] = column(refs.delta[...])

@@ -1,4 +1,4 @@
-"""The refs of the tiled-attention kernels: blocks of arrays, results and scratch memory, each with its shape."""
+"""The refs of the tiled-attention kernels, each with its shape: blocks of arrays, results and scratch memory."""
 
 import dataclasses
 from typing import Any
@@ -8,20 +8,20 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileRefs:
-    """What every kernel reads of a tile pair; a field that is None is not in the record.
+    """Refs that every kernel reads for a tile pair; fields that the record does not have are None.
 
     Attributes:
-        table: Tile pairs in scalar memory, as module `plan` lists them.
+        table: Tile pairs in scalar memory, as listed by module `plan`.
         query: [block_q, D].
         key: [block_kv, D].
         value: [block_kv, Dv].
-        q_ids: Segment ids of queries, [1, block_q]; `k_ids`, of keys, [1, block_kv].
-        q_positions: Positions of queries, [1, block_q]; `k_positions`, of keys, [1, block_kv].
-        row_keys: Dropout's hash keys of queries, [1, block_q]; `column_keys`, of keys, [1, block_kv].
-        bias: [block_q, block_kv]; `bias_per_query` [1, block_q] and `bias_per_key` [1, block_kv] where it is a row.
-        mask: As the bias.
+        q_ids: Segment ids of queries, [1, block_q]; `k_ids` has those of keys, [1, block_kv].
+        q_positions: Positions of queries, [1, block_q]; `k_positions` has those of keys, [1, block_kv].
+        row_keys: Dropout's hash keys of queries, [1, block_q]; `column_keys` has those of keys, [1, block_kv].
+        bias: [block_q, block_kv]; if it is a row, `bias_per_query` [1, block_q] or `bias_per_key` [1, block_kv].
+        mask: In the same three forms as the bias.
         pattern: [block_q, block_kv].
-        dropout_column: Scratch, [queries or keys of the accumulated tile, 128]: its hash keys, in sublanes.
+        dropout_column: Scratch, [queries or keys of the accumulated tile, 128]: its hash keys, along sublanes.
     """
 
     table: Ref
@@ -49,11 +49,11 @@ class ForwardRefs(TileRefs):
     """Refs of the forward kernel.
 
     Attributes:
-        sinks: [1, 128], a head's in every lane.
+        sinks: [1, 128], a head's sink in every lane.
         output: [block_q, Dv].
         lse: [1, block_q].
         row_max: Scratch, [block_q, 128], the same in every lane.
-        row_sum: Scratch, [block_q, 128]: a partial sum in every lane, or the whole sum if `TiledSpec.sums_on_mxu`.
+        row_sum: Scratch, [block_q, 128]: partial sums per lane, or the whole sum if `TiledSpec.sums_on_mxu`.
         alpha: Scratch, [block_q, 128]: factor on `acc` and `row_sum`, the same in every lane.
         acc: Scratch, [block_q, Dv].
         scores: Scratch, two buffers [chunk_q, chunk_kv].
@@ -73,7 +73,7 @@ class ForwardRefs(TileRefs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardRefs(TileRefs):
-    """Refs of the backward kernels; a result and its accumulator are None where another kernel writes it.
+    """Refs of the backward kernels; a result and its accumulator are None if another kernel writes them.
 
     Attributes:
         cotangent: [block_q, Dv].
@@ -82,9 +82,9 @@ class BackwardRefs(TileRefs):
         dquery: [block_q, D].
         dkey: [block_kv, D].
         dvalue: [block_kv, Dv].
-        dbias: A tile of the bias, or a row of it.
-        dquery_acc: Scratch, float32; likewise the other accumulators.
-        shift_column: Scratch, [block_q, 128], the same in every lane; likewise `delta_column`.
+        dbias: A tile of the bias's gradient, or a row of it.
+        dquery_acc: Scratch, float32; same for the other accumulators.
+        shift_column: Scratch, [block_q, 128], `shift` in every lane; same for `delta_column`.
         weights: Scratch, two buffers of the shape of scores.
         dscores: Scratch, two buffers of the same shape.
     """

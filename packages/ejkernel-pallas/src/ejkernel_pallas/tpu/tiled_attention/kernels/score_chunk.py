@@ -1,4 +1,4 @@
-"""What all kernels do with a chunk of a tile pair: scores, masks and dropout.
+"""Shared by all kernels: scores, masks and dropout of a chunk of a tile pair.
 
 tile pair (block_q x block_kv)          one chunk = one product
 +-------+-------+-------+               buffer 0   buffer 1
@@ -29,23 +29,26 @@ from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec
 Distinct = tuple[bool, bool]
 """Whether batch rows, and heads, have tile pairs of their own."""
 DIAGONAL = 256
-"""The most queries, and keys, of a chunk on the causal diagonal: small chunks compute few masked pairs."""
+"""The largest number of queries, and keys, of a chunk on the causal diagonal: small chunks have few masked pairs."""
 UNROLLED = 2**20
-"""The most scores of a tile whose chunks are unrolled; a loop goes over those of larger tiles, to compile in time."""
+"""The largest number of scores of a tile whose chunks are unrolled; larger tiles use a loop, for a short compile
+time.
+"""
 
 
 class ScoreChunk(NamedTuple):
-    """A part of a tile pair, as large as one product. Its scores are [queries, keys], or [keys, queries] if `by_key`.
+    """A part of a tile pair, the size of one product. Its scores are [queries, keys], or [keys, queries] if
+    `by_key`.
 
     Attributes:
         entry: The tile pair's entry in the table.
-        query: First query, in the tile.
-        queries: How many queries.
-        key: First key, in the tile.
-        keys: How many keys.
-        masked: Whether some pair may not attend.
+        query: Index of the first query in the tile.
+        queries: Number of queries.
+        key: Index of the first key in the tile.
+        keys: Number of keys.
+        masked: Whether some pair may be masked.
         spec: The kernel's constants.
-        parity: 0 or 1, which of two scratch buffers is the chunk's.
+        parity: Which of the two scratch buffers the chunk uses, 0 or 1.
     """
 
     entry: Any
@@ -59,12 +62,12 @@ class ScoreChunk(NamedTuple):
 
     @property
     def q(self) -> Any:
-        """Returns the queries, in the tile."""
+        """Returns the queries as a slice of the tile."""
         return pl.ds(self.query, self.queries)
 
     @property
     def k(self) -> Any:
-        """Returns the keys, in the tile."""
+        """Returns the keys as a slice of the tile."""
         return pl.ds(self.key, self.keys)
 
     @property
@@ -73,7 +76,7 @@ class ScoreChunk(NamedTuple):
         return (self.keys, self.queries) if self.spec.by_key else (self.queries, self.keys)
 
     def of(self, buffers: tuple[Ref, Ref]) -> Ref:
-        """Returns the chunk's part of a scratch double buffer."""
+        """Returns the chunk's part of a double buffer in scratch memory."""
         return buffers[self.parity].at[: self.shape[0], : self.shape[1]]
 
 
@@ -84,7 +87,7 @@ def current_entry(table: Any, distinct: Distinct) -> Any:
 
 
 def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
-    """Calls `work` with every chunk of a tile pair, masked or not as the pair is."""
+    """Calls `work` with every chunk of a tile pair; chunks are masked if the pair is."""
 
     @pl.when((entry & (WORK | MASKED)) == WORK)
     def _() -> None:
@@ -97,8 +100,8 @@ def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], Non
             for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=True):
                 work(at)
     else:
-        # Entries are positive, so this never runs. Without a second user, the compiler promotes the scratch buffers to
-        # registers, which then spill.
+        # Entries are positive, so this never runs. Without a second user of the scratch buffers, the compiler would
+        # promote them to registers, which would then spill.
         @pl.when(entry < 0)
         def _() -> None:
             for parity in (0, 1):
@@ -106,7 +109,7 @@ def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], Non
 
 
 def _unmasked_chunks(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
-    """Calls `work` with every chunk of a full tile pair; a loop over the accumulated tile bounds compile time."""
+    """Calls `work` with every chunk of a full tile pair; a loop over the accumulated tile limits compile time."""
     if spec.block_q * spec.block_kv <= UNROLLED:
         for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=False):
             work(at)
@@ -138,7 +141,7 @@ def _chunks(entry: Any, spec: TiledSpec, area: tuple[int, int], masked: bool) ->
 
 
 def _cut(at: ScoreChunk) -> ScoreChunk:
-    """Returns a chunk on the diagonal without the masked pairs that fill whole lanes: early queries, or late keys."""
+    """Returns a chunk on the diagonal without those masked pairs that fill whole lanes: early queries, or late keys."""
     at = at._replace(masked=at.key + at.keys - 1 > at.query)
     if not at.spec.by_columns:
         return at._replace(keys=min(at.keys, cdiv(at.query + at.queries - at.key, LANES) * LANES))
@@ -147,7 +150,7 @@ def _cut(at: ScoreChunk) -> ScoreChunk:
 
 
 def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
-    """Returns the chunk's rows of keys or values, 0 beyond the last key."""
+    """Returns the chunk's rows of keys or values, with 0 beyond the last key."""
     x = ref[at.k, :]
     if not (at.masked and at.spec.ragged_keys):
         return x
@@ -155,7 +158,7 @@ def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
 
 
 def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
-    """Returns the chunk's rows of queries or cotangents, 0 beyond the last query."""
+    """Returns the chunk's rows of queries or cotangents, with 0 beyond the last query."""
     x = ref[at.q, :]
     if not (at.masked and at.spec.ragged_queries):
         return x
@@ -163,13 +166,13 @@ def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
 
 
 def _zero_from(x: jax.Array, first: Any, end: int) -> jax.Array:
-    """Returns rows from `first` on, with 0 from `end` on: a block beyond the array holds anything, NaN included."""
+    """Returns rows, with 0 from row `end` on: a block beyond the array may contain anything, NaN included."""
     index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(index < end, x, jnp.zeros_like(x))
 
 
 def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> tuple[jax.Array, jax.Array | None]:
-    """Returns scores in powers of two before masking, and the slope of the soft cap."""
+    """Returns scores as powers of two before masking, and the slope of the soft cap."""
     spec, slope = at.spec, None
     pair = (key, query) if spec.by_key else (query, key)
     s = product(*pair, (1, 1), spec.precision)
@@ -181,7 +184,7 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
         s = s + bias
     if spec.soft_cap is not None:
         t = jnp.tanh(s * (1.0 / spec.soft_cap))
-        # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+        # tanh(-inf) is -1, so a key that a bias of -inf hides would be attended.
         s = jnp.where(s == -jnp.inf, s, t * spec.soft_cap) if spec.biased else t * spec.soft_cap
         slope = 1.0 - t * t
     if spec.biased:
@@ -212,7 +215,7 @@ def allowed(refs: TileRefs, at: ScoreChunk) -> jax.Array:
 
 
 def apply_mask(x: jax.Array, instead: float, refs: TileRefs, at: ScoreChunk) -> jax.Array:
-    """Returns scores or weights of a masked chunk, with another number where pairs do not attend."""
+    """Returns scores or weights of a masked chunk, with `instead` where pairs do not attend."""
     late = at.key + at.keys - at.query
     if not (at.spec.trapezoid and at.spec.by_columns and late < at.queries):
         return jnp.where(allowed(refs, at), x, instead)
@@ -222,10 +225,10 @@ def apply_mask(x: jax.Array, instead: float, refs: TileRefs, at: ScoreChunk) -> 
 
 
 def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
-    """Returns double buffers in VMEM for scores or weights of chunks, which would spill in registers.
+    """Returns double buffers in VMEM for scores or weights of chunks, which would spill from registers.
 
-    Two arrays, not one of twice the size: the compiler orders accesses by array, so in a single one the writes of a
-    chunk would wait for the reads of the chunk before.
+    They are two arrays instead of one of twice the size, because the compiler orders accesses per array: in a single
+    one, the writes of a chunk would wait for the reads of the previous chunk.
     """
     return pltpu.VMEM(shape, dtype), pltpu.VMEM(shape, dtype)
 
@@ -237,36 +240,36 @@ def dropout_scratch(spec: TiledSpec) -> dict[str, Any]:
 
 
 def transpose_dropout_keys(refs: TileRefs, spec: TiledSpec) -> None:
-    """Copies dropout's hash keys of the accumulated tile from lanes to sublanes, where scores have that tile."""
+    """Copies dropout's hash keys of the accumulated tile from lanes to sublanes, the axis of that tile in scores."""
     if spec.threshold is not None:
         refs.dropout_column[...] = column((refs.column_keys if spec.by_key else refs.row_keys)[...])
 
 
 def drop(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
-    """Returns x with 0 where dropout drops; kept elements are not scaled."""
+    """Returns x with 0 where dropout drops it; other elements are not scaled."""
     if at.spec.threshold is None:
         return x
     stationary, across = (at.k, refs.row_keys[:, at.q]) if at.spec.by_key else (at.q, refs.column_keys[:, at.k])
     hashed = widen(refs.dropout_column[stationary, :], at.shape[1]) * across
-    # An unsigned comparison in signed arithmetic: both sides have their top bit flipped. For the products, the column
-    # keys carry that flip: row keys are odd, so a flipped top bit stays a flipped top bit.
+    # An unsigned comparison in signed arithmetic: both sides have their top bit flipped. In the products the column
+    # keys contribute the flip: row keys are odd, so a flipped top bit stays flipped.
     return jnp.where(hashed >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
 
 
 def query_column(ref: Any, at: ScoreChunk) -> jax.Array:
-    """Returns a row [1, block_q]: the chunk's part, to be broadcast against scores."""
+    """Returns the chunk's part of a row [1, block_q], to be broadcast against scores."""
     row = _row(ref, at.q)
     return row if at.spec.by_key else widen(column(row), at.keys)
 
 
 def key_row(ref: Any, at: ScoreChunk) -> jax.Array:
-    """Returns a row [1, block_kv]: the chunk's part, to be broadcast against scores."""
+    """Returns the chunk's part of a row [1, block_kv], to be broadcast against scores."""
     row = _row(ref, at.k)
     return widen(column(row), at.queries) if at.spec.by_key else row
 
 
 def _row(ref: Any, span: slice) -> jax.Array:
-    """Returns part of a row, in 32 bits: not every chip broadcasts and transposes narrower types."""
+    """Returns part of a row in 32 bits: not every chip broadcasts and transposes narrower types."""
     row = ref[:, span]
     return row if row.dtype.itemsize == 4 else row.astype(jnp.float32)
 
@@ -283,11 +286,11 @@ def _in_band(refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
 
 
 def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound: int) -> jax.Array:
-    """How key minus query compares with a bound for every pair, register by register.
+    """Compares key index minus query index with a bound for every pair, register by register.
 
-    The distances in each vector register are those of the first plus a constant, which is moved to the bound: one
-    comparison a register. The first depends on the table, so the compiler cannot share masks between chunks; shared
-    masks would stay in registers from one chunk to the next, and spill.
+    The differences in each vector register are those of the first register plus a constant, which is moved to the
+    bound: one comparison per register. The first depends on the table, so the compiler cannot share masks between
+    chunks; shared masks would stay in registers from one chunk to the next, and spill.
     """
     spec, sign = at.spec, 1 if at.spec.by_key else -1
     corner = key_tile(at.entry) * spec.block_kv + at.key - query_tile(at.entry) * spec.block_q - at.query
@@ -301,7 +304,9 @@ def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound
 
 
 def _pair_values(rectangle: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
-    """Returns a bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None without."""
+    """Returns a bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None if there is
+    none.
+    """
     if rectangle is not None:
         x = rectangle[at.q, at.k].astype(jnp.float32)
         return x.T if at.spec.by_key else x
@@ -319,5 +324,5 @@ def _query_index(at: ScoreChunk) -> jax.Array:
 
 
 def _along(at: ScoreChunk, key: bool) -> jax.Array:
-    """Returns the index, in the chunk, of the key or of the query of every pair."""
+    """Returns, for every pair, the index of its key or of its query in the chunk."""
     return lax.broadcasted_iota(jnp.int32, at.shape, 0 if key == at.spec.by_key else 1)
