@@ -1,4 +1,8 @@
-"""What a caller passed to an operation. Its validation sees tracers alone, since it runs while JAX traces the call."""
+"""Keeps the arguments that a caller passed to an operation.
+
+Validation sees tracers alone, because it runs while JAX traces the call. These arguments say whether the caller's
+arrays were tracers too.
+"""
 
 import contextvars
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which device a call is for: the facts that dispatch and tuning may look at."""
+"""The device of a call: the facts that dispatch and tuning may read."""
 
 import contextlib
 import dataclasses

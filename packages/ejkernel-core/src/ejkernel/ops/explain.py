@@ -1,4 +1,4 @@
-"""Asking what a call would do."""
+"""Explains what a call would do."""
 
 import dataclasses
 from typing import Any

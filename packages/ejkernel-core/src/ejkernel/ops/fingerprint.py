@@ -1,4 +1,4 @@
-"""Words for devices and values that are the same in every process, for keys and file names of one's own."""
+"""Names devices and values in the same way in every process, for keys and file names."""
 
 import hashlib
 from typing import Any

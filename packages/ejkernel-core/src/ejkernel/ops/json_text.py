@@ -1,4 +1,4 @@
-"""Where in a file its JSON is wrong, as a person counts: in lines."""
+"""Finds the line of a file in which its JSON is wrong."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the engine is told: operations and implementations, all as data."""
+"""Declares what the engine works with: operations and implementations, all as data."""
 
 import dataclasses
 import functools

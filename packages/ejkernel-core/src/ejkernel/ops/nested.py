@@ -1,4 +1,4 @@
-"""Passes of one operation inside of another's kernels: whichever implementation serves them best."""
+"""Runs the passes of one operation inside of another's kernels, by the implementation that serves them best."""
 
 from typing import Any
 

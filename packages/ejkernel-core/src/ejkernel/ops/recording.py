@@ -1,4 +1,4 @@
-"""Remembering the calls that were traced, so that they can be tuned afterwards."""
+"""Records the calls that are traced, so that they can be tuned afterwards."""
 
 import contextlib
 import dataclasses

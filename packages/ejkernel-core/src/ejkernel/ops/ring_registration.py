@@ -49,7 +49,7 @@ def _step_refusals(record: RingAttention, tiled: Requires) -> Iterator[str]:
     present = non_default_fields(record)
     for step in abstract_steps(record):
         for name in non_default_fields(step):
-            if name not in tiled.handles and name not in present:  # what the call gives is refused without this
+            if name not in tiled.handles and name not in present:  # fields that the call sets are refused elsewhere
                 yield f"{name} is not handled, which the steps of this ring need"
         yield from tiled.extra(step)
 

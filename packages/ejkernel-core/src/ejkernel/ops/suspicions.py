@@ -1,4 +1,4 @@
-"""Sentences about calls that are valid and probably not what the caller means."""
+"""Writes sentences about calls that are valid and probably not what the caller means."""
 
 from typing import Any
 

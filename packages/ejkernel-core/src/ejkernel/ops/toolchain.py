@@ -1,4 +1,4 @@
-"""Whether what an implementation needs is installed, in a version that it was made for.
+"""Checks that the modules an implementation needs are installed, in versions that it supports.
 
 A backend bounds what it imports here and not in its metadata: an upper bound there makes installers take an older JAX,
 where a refusal leaves the environment as it is and says what is missing.

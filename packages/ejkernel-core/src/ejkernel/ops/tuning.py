@@ -36,7 +36,7 @@ def tune_missing(plan: CallPlan, args: Any) -> None:
         return
     here = all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
     selection = plan.chain.choose(plan.request(choice, record), argument_of(plan, record, choice) if here else None)
-    if selection.tier != "overlay":  # which says nothing about the call outside its block
+    if selection.tier != "overlay":  # an overlay does not hold for the call outside of its block
         settled.add(call)
 
 

@@ -234,7 +234,7 @@ def integer_steps(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Arra
     if form.center is not None:
         steps = jnp.maximum(-low / form.center, high / (form.center - 1))
     else:
-        # Halves, for the difference of two finite numbers may be infinite.
+        # Half of each, because the difference of two finite numbers may be infinite.
         between = (high * 0.5 - low * 0.5) / (2**form.bits - 1) * 2
         steps = jnp.maximum(between, farthest / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
     return jnp.where(farthest == 0, 0, jnp.maximum(steps, MIN_NORMAL))
@@ -246,7 +246,7 @@ def _encode_integers(groups: jax.Array, form: Format, scale_dtype: Any) -> Encod
     groups = jnp.clip(groups, -end, end)
     steps = integer_steps(groups, form, scale_dtype)
     scales = jnp.where(steps == 0, 1, _rounded_up(steps, scale_dtype))
-    # Zeros and codes are those of the scale that is stored, so that its rounding is no error of theirs.
+    # Zeros and codes are computed from the scale as it is stored, so that its rounding adds no error.
     exact = scales.astype(jnp.float32)
     zeros = None
     if form.center is None:

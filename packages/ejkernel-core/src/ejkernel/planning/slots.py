@@ -23,7 +23,7 @@ def read_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.A
     """
     states = jnp.take(slots, indices, axis=0, mode="clip")
     states = states.astype(jnp.promote_types(slots.dtype, jnp.float32))
-    # A choice and no product: what is in other slots, NaN as well, reaches no request.
+    # Selected and not multiplied by 0, so that NaN in other slots reaches no request.
     return jnp.where(_used(slots, indices, starts).reshape(-1, *(1,) * (slots.ndim - 1)), states, 0)
 
 

@@ -82,7 +82,7 @@ def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
     rows = np.where(owner >= 0, np.arange(owner.size), PADDING)
     if record.existing_out is None and record.left_over == "zero":
         return {"m": owner, "e": matrices}, {"m": rows}
-    # Rows without a matrix keep what is there.
+    # Unassigned rows keep their earlier values.
     kept = [{n: np.where(owner >= 0, x, UNUSED)[:, None] for n in ("output", "existing_out")} for x in (owner, rows)]
     return {"m": owner, "e": matrices, **kept[0]}, {"m": rows, **kept[1]}
 

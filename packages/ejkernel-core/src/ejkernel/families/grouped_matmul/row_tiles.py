@@ -60,7 +60,7 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
     matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
     matrix = jnp.where(matrix < matrices, matrix, NONE)
     fields = (matrix, segments.first - (segments.stop - segments.tiles) * block, segments.end, segments.first)
-    # One sum of everything: the fields of the segment that an entry is in, or, in the last line, tiles.
+    # A single masked sum gives the fields of the segment of every entry, and in the last line the numbers of tiles.
     entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
     in_segment = (entry < segments.stop) & (entry >= segments.stop - segments.tiles) & (entry < length)
     counted = jnp.arange(matrices + 2)

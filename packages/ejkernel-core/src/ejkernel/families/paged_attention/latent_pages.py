@@ -84,5 +84,5 @@ def _ranges(record: TiledAttention) -> tuple[jax.Array | None, jax.Array]:
     (left, right), position = record.sliding_window, record.q_positions[:, 0]
     if right is not None:
         tokens = jnp.clip(position + right + 1, 0, tokens)
-    # A query that is padding has no tokens, wherever its window begins: kernels want a start up to the end.
+    # A padding query has no tokens, wherever its window begins; kernels need a start that is at most the end.
     return (None if left is None else jnp.clip(position - left, 0, tokens)), tokens

@@ -123,7 +123,7 @@ def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: R
     bound = sequences if record.query_start is None else record.query.shape[0] // size + sequences
     if lengths is not None:
         rows_of = jnp.where((rows_of >= lengths.least) & (rows_of <= lengths.most), rows_of, 0)
-        # So many sequences have the least rows at most, and none has more tiles than the most rows make.
+        # At most `among` sequences have `lengths.least` rows, and none has more tiles than `lengths.most` rows need.
         among = min(sequences, record.query.shape[0] // max(1, lengths.least))
         bound = min(record.query.shape[0] // size + among, among * cdiv(min(lengths.most, record.query.shape[0]), size))
     count = cdiv(rows_of, size)

@@ -93,7 +93,9 @@ class PagedAttention:
             "table_prefix",
         ):
             values = getattr(self, name)
-            if hasattr(values, "dtype") and not fits_int32(values.dtype):  # a cast would make pages of what are none
+            if hasattr(values, "dtype") and not fits_int32(
+                values.dtype
+            ):  # a cast would turn invalid entries into page numbers
                 object.__setattr__(self, name, as_int32(values))
 
 

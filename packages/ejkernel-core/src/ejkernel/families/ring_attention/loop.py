@@ -250,7 +250,7 @@ def _of_sinks(pullback: Pullback) -> jax.Array:
     """`-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`, [H]."""
     dtype = accumulator(pullback.record)
     output = pullback.output.astype(dtype)
-    # An output of nothing, as padding has, gives nothing, whatever its cotangent holds.
+    # The output of padding is 0 and contributes nothing, even if its cotangent is NaN.
     delta = jnp.sum(jnp.where(output == 0, 0, pullback.cotangent.astype(dtype)) * output, axis=-1).swapaxes(1, 2)
     return sinks_gradient(dataclasses.replace(pullback, record=tiled(pullback.record)), delta)
 

@@ -1,4 +1,4 @@
-"""Whose keys a device receives, and in which order.
+"""The schedule of a ring: which devices' keys a device receives, and in which order.
 
 Every device starts with the keys it holds. Then they travel from device i to i + 1, so that a device receives those
 of the devices *before* it, nearest first, and around the end of the ring those of all others; and from i to i - 1, so

@@ -1,4 +1,4 @@
-"""Exchanging halves of parts, so that under a causal mask all devices have the same work.
+"""Exchanges halves of the devices' parts, so that under a causal mask all devices have the same work.
 
 Of P parts in order the last one sees P times as many keys as the first. Cut into 2P halves, halves i and 2P - 1 - i
 together see as many as any other such pair: device i works on those two, the *striped* layout. Half h lies in part

@@ -107,7 +107,7 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
             collect({gate: jnp.sum(cotangent * branch.output.astype(wide), axis=-1)})
             gated_cotangent = cotangent * factor[..., None].astype(wide)
         gated_cotangent = gated_cotangent.astype(record.query.dtype)
-        if record.q_segment_ids is not None:  # a product may be larger than its dtype holds
+        if record.q_segment_ids is not None:  # the product may overflow its dtype
             gated_cotangent, lse = isolate_rows(gated_cotangent, branch.lse)
             branch = dataclasses.replace(branch, lse=lse)
         if name != "selected":

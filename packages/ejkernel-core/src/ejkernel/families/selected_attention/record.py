@@ -139,7 +139,7 @@ def select(record: SelectedAttention) -> jax.Array:
     if record.block_indices is not None:
         return record.block_indices
     keys, scale = record.compressed_key, record.softmax_scale
-    if keys is None:  # nothing weighs anything
+    if keys is None:  # without keys all weights are 0
         keys = record.key[:, :0]
     return block_selection.select(record.query, keys, scale, slots(record), places(record))
 

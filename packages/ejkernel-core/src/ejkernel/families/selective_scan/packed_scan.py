@@ -1,4 +1,4 @@
-"""Packed sequences of a selective scan: whose every token is, and where states are stored between intervals.
+"""Packed sequences of a selective scan: the sequence of every token, and where states are stored between intervals.
 
 A kernel begins each sequence with the sequence's own state, and reads no token of another: nothing is multiplied away,
 so what one sequence holds, NaN or infinity, stays there. Intervals of `INTERVAL` tokens count from the first token of

@@ -1,4 +1,4 @@
-"""TODO gradients."""
+"""Steps that all backward passes share: delta, sinks, and outputs that are not normalised."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""TODO scores."""
+"""Changes of scores that the reference and the kernels share: the soft cap, and rounding to a narrower dtype."""
 
 import functools
 from typing import Any

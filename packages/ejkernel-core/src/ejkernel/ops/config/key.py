@@ -1,4 +1,4 @@
-"""What a stored configuration is stored under."""
+"""The key of a stored configuration."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ class ConfigKey:
         Args:
             kind: What the calls that share the entry have in common; None for the call itself.
         """
-        # A package does not know that its implementation's name is qualified where another package has the same.
+        # A table ships under the name that its package gave the implementation, which may be qualified here.
         name = self.implementation.partition("@")[0].rpartition(":")[2]
         return str(dataclasses.replace(self, implementation=name, core="shipped", call=kind or self.call))
 
@@ -65,9 +65,9 @@ def signature(record: Any) -> str:
 def _described(field: Any, value: Any) -> str:
     if field.metadata.get("static"):
         return "float" if isinstance(value, float) else str(value).replace(" ", "")
-    # A nested structure is told by the paths of its leaves: MaskInfo may hold query or key ids of the same shape.
+    # The paths of the leaves are part of the key: MaskInfo may hold ids of queries, or ids of keys of the same shape.
     leaves = jax.tree_util.tree_leaves_with_path(value)
-    if not leaves:  # structure that is told apart by what it says of itself, such as a number of slots
+    if not leaves:  # a structure without arrays, such as a number of slots
         return str(value).replace(" ", "")
     return ",".join(jax.tree_util.keystr(path) + _array(leaf) for path, leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""What measuring gives."""
+"""The results of measuring the candidates of a call."""
 
 import dataclasses
 from typing import Any

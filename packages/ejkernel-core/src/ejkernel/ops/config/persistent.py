@@ -23,7 +23,7 @@ PREDICTED = ".predicted.json"
 DIRECTORY_VARIABLE = "EJKERNEL_PERSISTENT_CACHE_DIR"
 LOCK_TIMEOUT_S = 60.0
 
-# What a file system may answer; filelock's word for one without locks is NotImplementedError.
+# The errors of a file system; filelock raises NotImplementedError on one without locks.
 _UNUSABLE = (OSError, NotImplementedError)
 
 _Stamp = tuple[int, int, int]

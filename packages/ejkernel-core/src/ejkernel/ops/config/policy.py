@@ -1,4 +1,4 @@
-"""What the chain may do on a miss."""
+"""The policy: what the chain does for a call without a configuration."""
 
 import contextlib
 import dataclasses
@@ -82,7 +82,8 @@ def policy_override(selector: HasPolicy | None = None, **updates: Any) -> Genera
         raise ValueError(f"policy_override: AutotunePolicy has no field {', '.join(unknown)}")
     AutotunePolicy(**updates)  # a wrong value fails here, not at some later call
     owner = None if selector is None else id(selector)
-    # What this block shadows goes, so that each owner has a field once and the order says nothing.
+    # Entries that this block overrides are removed. Then each owner has a field once, the order has no meaning, and
+    # blocks with the same effect have the same jit key.
     kept = [each for each in override_updates() if each[1] not in updates or owner not in (None, each[0])]
     kept += [(owner, name, value) for name, value in updates.items()]
     with _override(tuple(sorted(kept, key=lambda each: (each[0] or 0, each[1])))):

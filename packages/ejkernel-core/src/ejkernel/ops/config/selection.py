@@ -1,4 +1,4 @@
-"""The question to the chain, and its answer."""
+"""The request to the configuration chain, and the selection that answers it."""
 
 import dataclasses
 import functools

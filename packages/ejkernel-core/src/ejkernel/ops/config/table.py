@@ -13,7 +13,7 @@ from ejkernel.ops.space import leaf_names
 
 FORMAT = 1
 
-# What decoding raises on damaged data: not JSON, not a table, not UTF-8, or nested beyond measure.
+# What decoding raises on damaged data: not JSON, not a table, not UTF-8, or nested too deeply.
 DAMAGED = (ValueError, RecursionError)
 
 

@@ -1,4 +1,4 @@
-"""Measuring configurations on the real device."""
+"""Measures configurations on the device."""
 
 import concurrent.futures
 import contextlib

@@ -1,4 +1,4 @@
-"""Calling kernels through a chain of one's own."""
+"""Executors, which call kernels with a configuration chain of their own."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Devices that need not be here: tuning for them, by a model that predicts how fast a kernel is.
+"""Tunes for devices that are not in this machine, by a model that predicts how fast a kernel is.
 
 A distribution offers targets by an entry point of the group `ejkernel.targets`: a function without arguments that
 returns `{name: Target}`.
