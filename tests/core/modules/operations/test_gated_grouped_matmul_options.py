@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel
 from ejkernel.modules import gated_grouped_matmul, grouped_matmul
 
 SIZES = jnp.array([7, 0, 12])
@@ -85,3 +86,36 @@ def test_a_bias_may_have_the_shape_that_grouped_matmul_takes() -> None:
 def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gated_grouped_matmul(TOKENS, MATRICES, SIZES, INDICES, **options)
+
+
+def test_matrices_of_8_bits_are_multiplied_with_their_scales() -> None:
+    matrices, scales = MATRICES.astype(jnp.float8_e4m3fn), 1 + jax.random.uniform(KEYS[3], (3, 2, 1, 10))
+    wide = matrices.astype(jnp.float32) * jnp.repeat(scales[:, :, 0], 4, axis=1)
+
+    def loss(tokens: jax.Array, **given: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(gated_grouped_matmul(tokens, group_sizes=SIZES, indices=INDICES, **given)))
+
+    got = jax.value_and_grad(loss)(TOKENS, rhs=matrices, rhs_scale=scales)
+    want = jax.value_and_grad(loss)(TOKENS, rhs=wide)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_without_scales_refuse_them_by_name() -> None:
+    given = {"rhs_scale": jnp.ones((3, 1, 1, 10)), "group_sizes": SIZES}
+    table = str(ejkernel.explain(gated_grouped_matmul, TOKENS, MATRICES.astype(jnp.float8_e4m3fn), **given))
+    assert "rhs_scale" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rhs_scale": jnp.ones((3, 3, 1, 10))}, "rhs_scale: got 3 blocks, wants a divisor of the 8"),
+        ({"rhs_scale": jnp.ones((3, 1, 10))}, "rhs_scale: got shape"),
+        ({"rhs_bits": 4}, "rhs_bits: got a value without rhs_mode"),
+        ({"rhs_mode": "mxfp4"}, "rhs_scale: got None with rhs_mode 'mxfp4'"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(given: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gated_grouped_matmul(TOKENS, MATRICES, SIZES, **given)

@@ -6,10 +6,10 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         "gated_grouped_matmul",
-        gradients=("lhs", "rhs", "rhs_bias"),
+        gradients=("lhs", "rhs", "rhs_bias", "rhs_scale"),
         handles=(
             *("indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated", "alpha", "beta", "limit"),
-            "precision",
+            *("precision", "rhs_scale"),
         ),
         config=NO_CHOICE,
     ),

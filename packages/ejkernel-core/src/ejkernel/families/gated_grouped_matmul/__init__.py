@@ -46,7 +46,14 @@ def axes(record: GatedGroupedMatmul) -> Mapping[str, Any]:
     """Returns the axis letters of a record's fields and of its output."""
     token = "m" if record.indices is None else "t"
     rhs = "e n k" if record.transpose_rhs else "e k n"
-    arrays = {"lhs": f"{token} k", "rhs": rhs, "group_sizes": "e", "indices": "m", "rhs_bias": "e c n"}
+    arrays = {
+        "lhs": f"{token} k",
+        "rhs": rhs,
+        "group_sizes": "e",
+        "indices": "m",
+        "rhs_bias": "e c n",
+        "rhs_scale": "e s c n",
+    }
     return {**arrays, "output": "m f"}
 
 
@@ -78,7 +85,7 @@ def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
 FAMILY = Family(
     name="gated_grouped_matmul",
     record=GatedGroupedMatmul,
-    differentiable=("lhs", "rhs", "rhs_bias"),
+    differentiable=("lhs", "rhs", "rhs_bias", "rhs_scale"),
     dtype=lambda record: record.lhs.dtype,
     head_dims=lambda record: (record.lhs.shape[-1], record.rhs.shape[-1]),
     axes=axes,

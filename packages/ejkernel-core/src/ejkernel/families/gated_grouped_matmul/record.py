@@ -22,10 +22,12 @@ class GatedGroupedMatmul:
 
     Attributes:
         lhs: [T, K] floating.
-        rhs: [E, K, 2 F] in lhs's dtype, the columns of the gate first; [E, 2 F, K] if `transpose_rhs`.
+        rhs: [E, K, 2 F] in lhs's dtype, the columns of the gate first; [E, 2 F, K] if `transpose_rhs`. Of any numeric
+            dtype with `rhs_scale`.
         group_sizes: [E] int32, rows of every group.
         indices: [M] int32, the token of every row; outside of 0..T-1 for none. None for row m of token m.
         rhs_bias: [E, 1, 2 F] floating, added to the products.
+        rhs_scale: [E, blocks, 1, 2 F] floating, as `GroupedMatmul` has it.
         activation: Of the gate: `"silu"`, or `"gelu"` by its tanh formula.
         transpose_rhs: Whether the matrices lie with their columns first.
         interleaved: Whether columns of the gate and of the factor alternate.
@@ -51,6 +53,7 @@ class GatedGroupedMatmul:
     limit: float | None = static(None)
     precision: lax.Precision | None = static(default=None)
     left_over: str = static()
+    rhs_scale: jax.Array | None = None
 
 
 def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> GroupedMatmul:
@@ -66,6 +69,7 @@ def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> Grouped
         rhs=record.rhs,
         group_sizes=record.group_sizes,
         out_dtype=dtype,
+        rhs_scale=record.rhs_scale,
         rhs_bias=record.rhs_bias,
         transpose_rhs=record.transpose_rhs,
         precision=record.precision,

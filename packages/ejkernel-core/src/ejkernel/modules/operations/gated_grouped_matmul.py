@@ -5,13 +5,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel.families import gated_grouped_matmul as family
 from ejkernel.families.grouped_matmul import LEFT_OVER
 from ejkernel.modules.operations.cases import gated_grouped_matmul as cases
 from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
 from ejkernel.modules.operations.shared.conditions import groups, has_rank
+from ejkernel.modules.operations.shared.packed_matrices import (
+    checked_shapes,
+    dequantised,
+    packed_axes,
+    settle_format,
+)
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.recurrences import rank
 from ejkernel.modules.operations.shared.shapes import (
@@ -27,16 +33,23 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.planning.quantized_formats import Mode
 
 
 @document_options
 def gated_grouped_matmul(
     lhs: Float[Array, "t k"],
-    rhs: Float[Array, "e k n"] | Float[Array, "e n k"],
+    rhs: Num[Array, "e k n"] | Num[Array, "e n k"] | Integer[Array, "e rows words"],
     group_sizes: Integer[Array, " e"],
     indices: Integer[Array, " m"] | None = None,
     *,
     rhs_bias: Float[Array, "e 1 n"] | Float[Array, "e n"] | None = None,
+    rhs_scale: Float[Array, "e blocks 1 n"] | Num[Array, "e rows scales"] | None = None,
+    rhs_zeros: Float[Array, "e rows scales"] | Float[Array, " e"] | None = None,
+    rhs_tensor_scale: Float[Array, " e"] | None = None,
+    rhs_mode: Mode | None = None,
+    rhs_bits: int | None = None,
+    rhs_group_size: int | None = None,
     activation: str = "silu",
     transpose_rhs: bool = False,
     interleaved: bool = False,
@@ -66,10 +79,18 @@ def gated_grouped_matmul(
     Args:
         lhs: [T, K] float16, bfloat16, float32 or float64. Differentiable.
         rhs: [E, K, 2 F] in lhs's dtype, the columns of the gate first; [E, 2 F, K] with `transpose_rhs`.
-            Differentiable.
+            Differentiable. Any numeric dtype with `rhs_scale`.
         group_sizes: [E] int, rows of every group. May be traced; groups may be empty, and rows may be left over.
         indices: [M] int, the token of every row; a number outside of 0..T-1 names none. None for row m of token m.
         rhs_bias: [E, 1, 2 F] or [E, 2 F] floating, added to the products of each expert. Differentiable.
+        rhs_scale: [E, blocks, 1, 2 F] floating, factors on the matrices, as `grouped_matmul` takes them; XLA serves
+            them. With `rhs_mode`, the scales that `quantize` makes.
+        rhs_zeros: Of rhs_scale's shape and dtype, with `rhs_mode="affine"` alone.
+        rhs_tensor_scale: float32 [E], the second scale of nvfp4 and nvfp8; None for 1.
+        rhs_mode: Format of packed matrices, as `grouped_matmul` takes them: GPT-OSS's are those of `from_mxfp4`. They
+            are dequantised to lhs's dtype before they are multiplied, which takes the memory of rhs in that dtype.
+        rhs_bits: Of a code, with `rhs_mode`; None for what `quantize` takes.
+        rhs_group_size: Neighbours that share a scale, as above.
         activation: `"silu"` (SwiGLU), or `"gelu"` by its tanh formula; without a gate also `"relu2"`, the squared ReLU.
         transpose_rhs: rhs is stored with its columns first, as most checkpoints have it.
         interleaved: Columns of the gate (even) and of the factor (odd) alternate.
@@ -106,6 +127,7 @@ class GatedGroupedMatmulArguments(ArgumentRecord, of=gated_grouped_matmul):
     """The arguments of a call of `gated_grouped_matmul`."""
 
     def __post_init__(self) -> None:
+        settle_format(self)
         left_over = as_choice("left_over", self.left_over, LEFT_OVER)
         settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
         settle(self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")})
@@ -115,6 +137,8 @@ class GatedGroupedMatmulArguments(ArgumentRecord, of=gated_grouped_matmul):
 
 def validate(args: GatedGroupedMatmulArguments) -> None:
     """Raises ValueError for arguments that are wrong on every backend."""
+    if args.rhs_mode is not None:
+        args = checked_shapes(args)
     sizes: dict[str, int] = {}
     matrices = "E N K" if args.transpose_rhs else "E K N"
     for name, axes in (("lhs", "T K"), ("rhs", matrices), ("group_sizes", "E"), ("indices", "M")):
@@ -125,14 +149,25 @@ def validate(args: GatedGroupedMatmulArguments) -> None:
         check_shape("rhs_bias", args.rhs_bias, "E N" if rank(args.rhs_bias) == 2 else "E 1 N", {**sizes, "1": 1})
         check_dtype("rhs_bias", args.rhs_bias, jnp.floating, "a floating dtype")
     check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
-    if args.lhs.dtype.itemsize < 2 or args.rhs.dtype != args.lhs.dtype:
+    if args.lhs.dtype.itemsize < 2 or (args.rhs_scale is None and args.rhs.dtype != args.lhs.dtype):
         raise ValueError(f"rhs: got {args.rhs.dtype} with lhs {args.lhs.dtype}, wants one dtype of 16 bits or more")
+    _check_scale(args, sizes)
     for name in ("group_sizes", "indices"):
         if getattr(args, name) is not None:
             check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
     if args.gated and sizes["N"] % 2:
         raise ValueError(f"rhs: got {sizes['N']} columns, wants an even number: half of them are the gate's")
     _check_activation(args)
+
+
+def _check_scale(args: GatedGroupedMatmulArguments, sizes: dict[str, int]) -> None:
+    if args.rhs_scale is None:
+        return
+    check_shape("rhs_scale", args.rhs_scale, "E blocks 1 N", {**sizes, "1": 1})
+    check_dtype("rhs_scale", args.rhs_scale, jnp.floating, "a floating dtype")
+    blocks = args.rhs_scale.shape[1]
+    if not blocks or sizes["K"] % blocks:
+        raise ValueError(f"rhs_scale: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
 
 
 _OF_GATES = {"interleaved": False, "beta": 0.0, "limit": None}
@@ -161,12 +196,15 @@ def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
 
 def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
     """Returns the record of a call."""
+    if args.rhs_mode is not None:
+        args = dequantised(args)
     return family.GatedGroupedMatmul(
         lhs=args.lhs,
         rhs=args.rhs,
         group_sizes=args.group_sizes.astype(jnp.int32),
         indices=None if args.indices is None else args.indices.astype(jnp.int32),
         rhs_bias=args.rhs_bias if args.rhs_bias is None or args.rhs_bias.ndim == 3 else args.rhs_bias[:, None],
+        rhs_scale=args.rhs_scale,
         activation=args.activation,
         transpose_rhs=args.transpose_rhs,
         interleaved=args.interleaved,
@@ -180,7 +218,9 @@ def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
 
 
 def _axes_of(args: GatedGroupedMatmulArguments) -> dict[str, str]:
-    """Returns the axis letters of matrices with their columns first."""
+    """Returns the axis letters of packed matrices, and of those with their columns first."""
+    if args.rhs_mode is not None:
+        return packed_axes(args)
     return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 
@@ -202,6 +242,7 @@ OP = Op(
         "float16": Tolerance(rtol=2e-3, atol=2e-3),
     },
     make_inputs=cases.make_inputs,
+    axes={"rhs": "e k n"},
     axes_of=_axes_of,
 )
 GatedGroupedMatmul.op = OP

@@ -1,8 +1,7 @@
 """Grouped matmul: rows that come in groups, each group times a matrix of its own."""
 
-import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,13 @@ from ejkernel.families.grouped_matmul import GroupedMatmul as Record
 from ejkernel.modules.operations.cases import grouped_matmul as cases
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.modules.operations.shared.conditions import groups, has_rank
+from ejkernel.modules.operations.shared.packed_matrices import (
+    checked_shapes,
+    dequantised,
+    is_factor,
+    packed_axes,
+    settle_format,
+)
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -28,9 +34,7 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.planning.precision import rounded
-from ejkernel.planning.quantized_formats import WORD, Format, Mode, decode, make_format, whole_rows
-from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
+from ejkernel.planning.quantized_formats import Mode
 
 
 def _refuse(interpret: Any, out_shard_callback: Any) -> None:
@@ -149,14 +153,10 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
 
     def __post_init__(self) -> None:
         _refuse(self.interpret, self.out_shard_callback)
-        out_dtype, form = self.preferred_element_type, _format(self)
-        if form is not None:
-            zeros, tensor_scale = split_third(self.rhs_zeros, self.rhs_tensor_scale, form)
-            settle(self, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
+        out_dtype = self.preferred_element_type
+        settle_format(self)
         settle(
             self,
-            rhs_bits=None if form is None else form.bits,
-            rhs_group_size=None if form is None else form.group_size,
             preferred_element_type=None if out_dtype is None else as_float_dtype("preferred_element_type", out_dtype),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
@@ -168,20 +168,10 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
         )
 
 
-def _format(args: GroupedMatmulArguments) -> Format | None:
-    """Returns the format of packed matrices; None for others, which have none of its arguments."""
-    if args.rhs_mode is not None:
-        return make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-    for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"{name}: got a value without rhs_mode, wants None")
-    return None
-
-
 def validate(args: GroupedMatmulArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     if args.rhs_mode is not None:
-        args = _check_packed(args)
+        args = checked_shapes(args)
     sizes: dict[str, int] = {"1": 1}
     axes = "E N K" if args.transpose_rhs else "E K N"
     check_shape("lhs", args.lhs, "M K", sizes)
@@ -190,7 +180,7 @@ def validate(args: GroupedMatmulArguments) -> None:
     check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
     for name in ("lhs", "rhs"):
         dtype = getattr(args, name).dtype
-        if getattr(args, f"{name}_scale") is None and not _is_factor(dtype):
+        if getattr(args, f"{name}_scale") is None and not is_factor(dtype):
             raise ValueError(f"{name}: got {dtype} without {name}_scale, wants a floating dtype of 16 bits or more")
     _check_groups(args, sizes)
     if args.existing_out is not None and args.left_over != "zero":
@@ -211,45 +201,6 @@ def validate(args: GroupedMatmulArguments) -> None:
     for name, blocks in (("rhs_scale", sizes.get("blocks", 1)), ("lhs_scale", sizes.get("lhs_blocks", 1))):
         if blocks == 0 or sizes["K"] % blocks:
             raise ValueError(f"{name}: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
-
-
-def _check_packed(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
-    """Checks packed matrices and gives the arguments with the shape of what they hold."""
-    form = _packed_form(args)
-    if not _is_factor(args.lhs.dtype):
-        raise ValueError(f"lhs: got {args.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
-    if args.rhs_scale is None:
-        raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize makes")
-    check_shape("rhs", args.rhs, "E rows words", {})
-    names = ("rhs", "rhs_scale", "rhs_zeros", "rhs_tensor_scale")
-    check_quantized(args.rhs, args.rhs_scale, args.rhs_zeros, form, names, args.rhs_tensor_scale)
-    *rows, groups = args.rhs_scale.shape
-    return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), args.lhs.dtype))
-
-
-def _packed_form(args: GroupedMatmulArguments) -> Format:
-    """Returns the format of packed matrices; groups of whole rows have the rows' size."""
-    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-    return whole_rows(form, args.rhs.shape[-1] * WORD // form.bits)
-
-
-def _plain(args: GroupedMatmulArguments, rhs: Any) -> GroupedMatmulArguments:
-    """Returns the arguments with matrices that are not packed."""
-    packed = ("rhs_scale", "rhs_zeros", "rhs_tensor_scale", "rhs_mode", "rhs_bits", "rhs_group_size")
-    return dataclasses.replace(args, rhs=rhs, **dict.fromkeys(packed))
-
-
-def _dequantised(args: GroupedMatmulArguments) -> GroupedMatmulArguments:
-    """Returns the arguments with packed matrices in lhs's dtype."""
-    form = _packed_form(args)
-    scales = as_stored(cast(jax.Array, args.rhs_scale))
-    values = decode(as_words(args.rhs), scales, args.rhs_zeros, form, args.rhs_tensor_scale)
-    return _plain(args, rounded(values, args.lhs.dtype).astype(args.lhs.dtype))
-
-
-def _is_factor(dtype: Any) -> bool:
-    """Returns whether matrices of a dtype can be multiplied as they are."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
@@ -274,11 +225,11 @@ def conditions(args: GroupedMatmulArguments) -> Iterable[Condition]:
 def lower(args: GroupedMatmulArguments) -> Record:
     """Returns the grouped-matmul record of a call."""
     if args.rhs_mode is not None:
-        args = _dequantised(args)
+        args = dequantised(args)
     offset, out_dtype = args.group_offset, args.preferred_element_type
     lhs, rhs = args.lhs, args.rhs
     if args.rhs_scale is None and lhs.dtype != rhs.dtype:
-        if _is_factor(lhs.dtype):
+        if is_factor(lhs.dtype):
             out_dtype = lhs.dtype if out_dtype is None else out_dtype
             rhs = rhs.astype(jnp.promote_types(lhs.dtype, rhs.dtype))
         lhs = lhs.astype(rhs.dtype)
@@ -301,8 +252,7 @@ def lower(args: GroupedMatmulArguments) -> Record:
 def axes_of(args: GroupedMatmulArguments) -> dict[str, str]:
     """Returns the axis letters of rhs where its columns come first, and of packed matrices."""
     if args.rhs_mode is not None:
-        row = "n" if args.transpose_rhs else "k"
-        return {"rhs": f"e {row} w", "rhs_scale": f"e {row} q", "rhs_zeros": f"e {row} q", "rhs_tensor_scale": "e"}
+        return packed_axes(args)
     return {"rhs": "e n k"} if args.transpose_rhs else {}
 
 

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families import gated_grouped_matmul as family
+from ejkernel.modules.operations.cases.grouped_matmul import packed_like
 from ejkernel.modules.operations.cases.tables import normal_like, tagged
 from ejkernel.ops.model import Case
+from ejkernel.quantization import quantize
 from ejkernel.types.arguments import optional_fields
 
 # name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, other options, tags
@@ -40,7 +42,28 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return tuple(_case(arguments, row) for row in _TABLE)
+    return (*(_case(arguments, row) for row in _TABLE), *(_quantised(arguments, packed) for packed in (False, True)))
+
+
+def _quantised(arguments: type, packed: bool) -> Case:
+    """Returns a case with matrices of float8 and scales of blocks, or of codes as GPT-OSS stores them."""
+
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 4)
+        rhs = jax.random.normal(keys[0], (3, 24, 64)) * 0.2
+        if packed:
+            codes, scales = quantize(rhs, mode="mxfp4", axis="col")[:2]
+            weights = {"rhs": codes, "rhs_scale": scales, "rhs_mode": "mxfp4"}
+        else:
+            scales = 1.5 + jax.random.uniform(keys[1], (3, 2, 1, 24))
+            weights = {"rhs": rhs.astype(jnp.float8_e4m3fn), "rhs_scale": scales}
+        lhs, sizes = jax.random.normal(keys[2], (20, 64)), jnp.array([13, 0, 9], jnp.int32)
+        indices = jax.random.randint(keys[3], (25,), 0, 20, jnp.int32)
+        options = {"transpose_rhs": True, "interleaved": True, "limit": 0.8}
+        return arguments(lhs=lhs, group_sizes=sizes, indices=indices, **weights, **options)
+
+    name, exercises = ("mxfp4, columns first", ()) if packed else ("float8, scales of blocks", ("rhs_scale",))
+    return tagged(name, make, exercises, ())
 
 
 def _case(arguments: type, row: _Row) -> Case:
@@ -74,7 +97,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     sizes = jnp.full(groups, rows // groups).at[0].add(rows % groups)
     fields = {
         "lhs": normal_like(keys[0], args.lhs),
-        "rhs": normal_like(keys[1], args.rhs, args.lhs.shape[1] ** -0.5),
+        **_matrices(args, keys[1]),
         "group_sizes": sizes.astype(args.group_sizes.dtype),
     }
     if args.indices is not None:
@@ -82,3 +105,16 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     if args.rhs_bias is not None:
         fields["rhs_bias"] = normal_like(keys[2], args.rhs_bias)
     return dataclasses.replace(args, **fields)
+
+
+def _matrices(args: Any, key: jax.Array) -> dict[str, Any]:
+    """Returns matrices and their scales."""
+    if args.rhs_mode is not None:
+        return packed_like(args, key)
+    if args.rhs_scale is None:
+        return {"rhs": normal_like(key, args.rhs, args.lhs.shape[1] ** -0.5)}
+    if jnp.issubdtype(args.rhs.dtype, jnp.integer):
+        rhs = jax.random.randint(key, args.rhs.shape, -8, 8).astype(args.rhs.dtype)
+    else:
+        rhs = normal_like(key, args.rhs)
+    return {"rhs": rhs, "rhs_scale": jnp.full(args.rhs_scale.shape, args.lhs.shape[1] ** -0.5, args.rhs_scale.dtype)}

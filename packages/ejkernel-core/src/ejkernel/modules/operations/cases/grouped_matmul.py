@@ -137,10 +137,10 @@ def inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size."""
     array_key, packed = jax.random.split(key)
-    return dataclasses.replace(fill(args, array_key, functools.partial(_make, args)), **_make_packed(args, packed))
+    return dataclasses.replace(fill(args, array_key, functools.partial(_make, args)), **packed_like(args, packed))
 
 
-def _make_packed(args: Any, key: jax.Array) -> dict[str, Any]:
+def packed_like(args: Any, key: jax.Array) -> dict[str, Any]:
     """Returns packed matrices of normal weights, where matrices are packed."""
     if args.rhs_mode is None:
         return {}

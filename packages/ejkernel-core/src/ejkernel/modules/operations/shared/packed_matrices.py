@@ -1,0 +1,83 @@
+"""Matrices of experts as `quantize` packs them, in the operations that multiply groups of rows."""
+
+import dataclasses
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.shapes import check_shape
+from ejkernel.planning.precision import rounded
+from ejkernel.planning.quantized_formats import WORD, Format, decode, make_format, whole_rows
+from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
+
+Record = TypeVar("Record")
+
+
+def settle_format(args: Any) -> None:
+    """Gives the arguments of packed matrices their canonical values.
+
+    Raises:
+        ValueError: There is no such format; or the call has one of its arguments without `rhs_mode`.
+    """
+    form = None
+    if args.rhs_mode is not None:
+        form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+        zeros, tensor_scale = split_third(args.rhs_zeros, args.rhs_tensor_scale, form)
+        settle(args, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
+    for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
+        if form is None and getattr(args, name) is not None:
+            raise ValueError(f"{name}: got a value without rhs_mode, wants None")
+    settle(args, rhs_bits=None if form is None else form.bits, rhs_group_size=None if form is None else form.group_size)
+
+
+def checked_shapes(args: Record) -> Record:
+    """Checks packed matrices and returns the arguments with the shape of what they hold.
+
+    Raises:
+        ValueError: They do not fit their format.
+    """
+    given = cast(Any, args)
+    form = _form(given)
+    if not is_factor(given.lhs.dtype):
+        raise ValueError(f"lhs: got {given.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
+    if given.rhs_scale is None:
+        raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize makes")
+    check_shape("rhs", given.rhs, "E rows words", {})
+    names = ("rhs", "rhs_scale", "rhs_zeros", "rhs_tensor_scale")
+    check_quantized(given.rhs, given.rhs_scale, given.rhs_zeros, form, names, given.rhs_tensor_scale)
+    *rows, groups = given.rhs_scale.shape
+    return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), given.lhs.dtype))
+
+
+def dequantised(args: Record) -> Record:
+    """Returns the arguments with packed matrices in lhs's dtype."""
+    given = cast(Any, args)
+    values = decode(
+        as_words(given.rhs), as_stored(given.rhs_scale), given.rhs_zeros, _form(given), given.rhs_tensor_scale
+    )
+    return _plain(args, rounded(values, given.lhs.dtype).astype(given.lhs.dtype))
+
+
+def packed_axes(args: Any) -> dict[str, str]:
+    """Returns the axis letters of packed matrices."""
+    row = "n" if args.transpose_rhs else "k"
+    return {"rhs": f"e {row} w", "rhs_scale": f"e {row} q", "rhs_zeros": f"e {row} q", "rhs_tensor_scale": "e"}
+
+
+def is_factor(dtype: Any) -> bool:
+    """Returns whether matrices of a dtype can be multiplied as they are."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
+
+
+def _form(args: Any) -> Format:
+    """Returns the format of packed matrices; groups of whole rows have the rows' size."""
+    form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
+    return whole_rows(form, args.rhs.shape[-1] * WORD // form.bits)
+
+
+def _plain(args: Record, rhs: Any) -> Record:
+    """Returns the arguments with matrices that are not packed."""
+    packed = ("rhs_scale", "rhs_zeros", "rhs_tensor_scale", "rhs_mode", "rhs_bits", "rhs_group_size")
+    return dataclasses.replace(cast(Any, args), rhs=rhs, **dict.fromkeys(packed))
