@@ -41,12 +41,14 @@ class Family:
     Attributes:
         name: What implementations name it by, unique among the registered operations' families.
         record: The `@arguments` class.
-        differentiable: Record fields that have a gradient.
+        differentiable: Record fields that have a gradient; those that the record declares with `array(gradient=True)`
+            unless given.
         dtype: The dtype `Requires.dtypes` is about; that of the first field unless given.
         head_dims: The sizes `Requires.head_dims` is about; none unless given.
-        axes: Axis letters of every array field of the record, and of `"output"`: `{"query": "b t h d", ...}`, with a
-            tuple of letters where the output is a tuple. A function of the record where they follow from it. An output
-            of size 1 along an axis that is split has an entry for each shard.
+        axes: Axis letters of `"output"`, and of every array field that the record does not declare with `array`:
+            `{"query": "b t h d", ...}`, with a tuple of letters where the output is a tuple. A function of the record
+            that returns all letters where they follow from it. An output of size 1 along an axis that is split has an
+            entry for each shard.
         shardable: Letters that may be split over mesh axes; as above.
         aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
         localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
@@ -65,10 +67,10 @@ class Family:
 
     name: str
     record: type
-    differentiable: tuple[str, ...]
     axes: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]
     shardable: str | Callable[[Any], str]
     reference: Callable[[Any], tuple[Any, Any]]
+    differentiable: tuple[str, ...] = ()
     dtype: Callable[[Any], Any] = _first_dtype
     head_dims: Callable[[Any], tuple[int, ...]] = _no_head_dims
     aligned: tuple[tuple[str, str], ...] = ()
@@ -77,6 +79,15 @@ class Family:
     unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
     isolate: Isolation | None = None
+
+    def __post_init__(self) -> None:
+        declared = {f.name: f.metadata for f in dataclasses.fields(self.record) if "axes" in f.metadata}
+        if not callable(self.axes):
+            axes = {name: metadata["axes"] for name, metadata in declared.items()}
+            object.__setattr__(self, "axes", {**axes, **self.axes})
+        if not self.differentiable:
+            gradients = tuple(name for name, metadata in declared.items() if metadata["gradient"])
+            object.__setattr__(self, "differentiable", gradients)
 
     def axes_of(self, record: Any) -> Mapping[str, Any]:
         """Returns the axis letters of a record's fields and of `"output"`."""

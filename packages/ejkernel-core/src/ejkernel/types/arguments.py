@@ -19,7 +19,18 @@ def static(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(static,))
+def array(axes: str, *, gradient: bool = False, default: Any = dataclasses.MISSING) -> Any:
+    """Declares a field of a family's record that is an array.
+
+    Args:
+        axes: Its axis letters, from which sharding follows: `"b t h d"`.
+        gradient: Whether it has a gradient.
+        default: None for an optional array; without it the field is required.
+    """
+    return dataclasses.field(default=default, metadata={"axes": axes, "gradient": gradient})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(static, array))
 def arguments(cls: type[T]) -> type[T]:
     """Makes a class a frozen, keyword-only dataclass and a pytree.
 

@@ -11,6 +11,6 @@ __all__ = ["FAMILY", "Output", "reference"]
 FAMILY = dataclasses.replace(
     tiled_attention.FAMILY,
     name="attention_weights",
-    axes={**tiled_attention.AXES, "output": ("b t h v", "b h t s")},
+    axes={"output": ("b t h v", "b h t s")},
     reference=reference,
 )

@@ -25,7 +25,6 @@ from ejkernel.families.tiled_attention.scores import coarse, soft_capped
 from ejkernel.planning.requests import same_owner, segment_owners
 
 __all__ = [
-    "AXES",
     "DROPOUT",
     "FAMILY",
     "FAR",
@@ -73,31 +72,12 @@ def requests(record: Any) -> tuple[dict[str, Any], ...]:
     return ({"b t": queries, "b s": keys, "b t s": same_owner(queries[:, :, None], keys[:, None])},)
 
 
-AXES = {
-    "query": "b t h d",
-    "key": "b s g d",
-    "value": "b s g v",
-    "bias": "b h t s",
-    "alibi_slopes": "b h",
-    "relative_bias": "h r",
-    "mask": "b h t s",
-    "q_segment_ids": "b t",
-    "kv_segment_ids": "b s",
-    "q_positions": "b t",
-    "kv_positions": "b s",
-    "softmax_aux": "h",
-    "dropout_seed": "",
-    "dropout_origin": "c",
-    "output": "b t h v",
-}
-
 FAMILY = Family(
     name="tiled_attention",
     record=TiledAttention,
-    differentiable=("query", "key", "value", "bias", "relative_bias", "softmax_aux"),
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
-    axes=AXES,
+    axes={"output": "b t h v"},
     shardable="bthg",
     aligned=(("h", "g"),),
     localise=localise,

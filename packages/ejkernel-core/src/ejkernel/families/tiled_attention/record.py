@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning import dropout
-from ejkernel.types.arguments import arguments, static
+from ejkernel.types.arguments import arguments, array, static
 from ejkernel.types.integers import NO_LIMIT
 from ejkernel.types.sparse_masks import Mask
 
@@ -48,21 +48,21 @@ class TiledAttention:
         logits_dtype: Scores are rounded to it before the softmax.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
+    query: jax.Array = array("b t h d", gradient=True)
+    key: jax.Array = array("b s g d", gradient=True)
+    value: jax.Array = array("b s g v", gradient=True)
     softmax_scale: float = static()
-    bias: jax.Array | None = None
-    alibi_slopes: jax.Array | None = None
-    relative_bias: jax.Array | None = None
-    mask: jax.Array | None = None
-    q_segment_ids: jax.Array | None = None
-    kv_segment_ids: jax.Array | None = None
-    q_positions: jax.Array | None = None
-    kv_positions: jax.Array | None = None
-    softmax_aux: jax.Array | None = None
-    dropout_seed: jax.Array | None = None
-    dropout_origin: jax.Array | None = None
+    bias: jax.Array | None = array("b h t s", gradient=True, default=None)
+    alibi_slopes: jax.Array | None = array("b h", default=None)
+    relative_bias: jax.Array | None = array("h r", gradient=True, default=None)
+    mask: jax.Array | None = array("b h t s", default=None)
+    q_segment_ids: jax.Array | None = array("b t", default=None)
+    kv_segment_ids: jax.Array | None = array("b s", default=None)
+    q_positions: jax.Array | None = array("b t", default=None)
+    kv_positions: jax.Array | None = array("b s", default=None)
+    softmax_aux: jax.Array | None = array("h", gradient=True, default=None)
+    dropout_seed: jax.Array | None = array("", default=None)
+    dropout_origin: jax.Array | None = array("c", default=None)
     dropout_prob: float = static(0.0)
     causal: bool = static(False)
     sliding_window: Window | None = static(None)

@@ -13,9 +13,14 @@ from ejkernel.modules.operations.shared.lse import with_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
 from ejkernel.ops.model import Op
 from ejkernel.ops.values import Condition, integers
+from ejkernel.types.arguments import non_default_fields
 
 _INT32 = 2**31 - 1
-_UNMEANT = ("bias", "mask_info", "attention_mask", "alibi_slopes", "relative_bias", "dropout_seed", "precision")
+_WITH_PAGES = frozenset(
+    {"block_tables", "cum_seqlens_q", "cum_seqlens_k", "softmax_scale", "softmax_aux", "causal", "sliding_window"}
+    | {"logits_soft_cap", "return_lse", "dropout_prob"}
+)
+"""The optional arguments that a call with pages may give."""
 
 
 def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
@@ -91,9 +96,7 @@ def _check(args: Any, options: dict[str, Any]) -> None:
         )
     check_shape("block_tables", args.block_tables, "N max_blocks" if packed else "B max_blocks", sizes)
     check_dtype("block_tables", args.block_tables, jnp.integer, "an integer dtype")
-    unsupported = [name for name in _UNMEANT if getattr(args, name) is not None]
-    unsupported += [] if args.normalize_output else ["normalize_output"]
-    unsupported += [] if args.logits_dtype == jnp.float32 else ["logits_dtype"]
+    unsupported = [name for name in non_default_fields(args) if name not in _WITH_PAGES]
     unsupported += [name for name in ("mesh", "in_specs", "out_specs") if options[name] is not None]
     if unsupported:
         raise NotImplementedError(
