@@ -7,6 +7,7 @@ import pytest
 
 import ejkernel
 from ejkernel.modules import gated_grouped_matmul, grouped_matmul
+from ejkernel.ops.plugins import registry
 
 SIZES = jnp.array([7, 0, 12])
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -105,6 +106,8 @@ def test_kernels_without_scales_refuse_them_by_name() -> None:
     given = {"rhs_scale": jnp.ones((3, 1, 1, 10)), "group_sizes": SIZES}
     table = str(ejkernel.explain(gated_grouped_matmul, TOKENS, MATRICES.astype(jnp.float8_e4m3fn), **given))
     assert "rhs_scale" in table
+    known = registry().implementations["gated_grouped_matmul"]
+    assert {one.platform for one in known if "rhs_scale" in one.requires.handles} == {"xla"}
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,18 @@ The requirements of the kernels are data in this module, which imports nothing o
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.gated_grouped_matmul import FAMILY as GATED_FAMILY
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.grouped_matmul import config
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
 OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
+
+GATED_OPTIONAL = frozenset({"indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated"}) | {
+    *("alpha", "beta", "limit", "precision")
+}
+"""Those that the kernel of gated products honours."""
 
 DTYPES = ("bfloat16", "float32")
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -92,8 +95,8 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:gated_forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:gated_backward",
-            gradients=frozenset(GATED_FAMILY.differentiable),
-            requires=tpu_requires(handles=optional_fields(GATED_FAMILY.record), extra=_gated_reasons),
+            gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
+            requires=tpu_requires(handles=GATED_OPTIONAL, extra=_gated_reasons),
             config=ConfigSpace(
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,
