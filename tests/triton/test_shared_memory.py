@@ -16,9 +16,10 @@ from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.ops import chips
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import target_device
-from ejkernel_triton import chips, paged_attention, selected_attention
+from ejkernel_triton import paged_attention, selected_attention
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
@@ -31,7 +32,7 @@ from ejkernel_triton.tiled_attention import config as tiled_config
 
 @pytest.mark.parametrize("target", DEVICES)
 def test_paged_attention_fits_or_is_refused(target):
-    device, chip = DEVICES[target], chips.named(target)
+    device, chip = DEVICES[target], chips.gpu_named(target)
     for name, record in every_paged_call():
         if paged_config.too_large(record, device):
             # A latent vector of 512 numbers in float32, twice for the queries, is more than 99 KiB hold.
@@ -96,7 +97,7 @@ def test_the_delta_rule_copies_fewer_chunks_ahead_where_memory_is_short():
 @pytest.mark.parametrize("target", DEVICES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_candidates_of_the_delta_rule_hold_a_state_and_a_chunk(target, dtype):
-    record, memory = delta_record("heads", dtype), chips.named(target).shared_memory
+    record, memory = delta_record("heads", dtype), chips.gpu_named(target).shared_memory
     size, parts = dtype.dtype.itemsize, 2 if dtype == jnp.float32 and target != "gfx942" else 1
     for choice in delta_config.candidates(record, DEVICES[target], "forward"):
         columns = max(choice.state_block_v, choice.dh_block_v)
@@ -136,7 +137,7 @@ def selected_record(heads, size, dtype):
 @pytest.mark.parametrize("target", DEVICES)
 def test_selected_attention_fits_or_is_refused(target):
     """With 64 heads of 256 per KV head, float32 asked for 327,680 bytes on an H200, bfloat16 for 139,264 of 101,376."""
-    device, chip = DEVICES[target], chips.named(target)
+    device, chip = DEVICES[target], chips.gpu_named(target)
     for heads, size, dtype in itertools.product((1, 4, 16, 48, 64), (64, 128, 256), (jnp.float32, jnp.bfloat16)):
         record = selected_record(heads, size, dtype)
         if selected_config.too_large(record, device):

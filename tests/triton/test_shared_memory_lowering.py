@@ -9,8 +9,9 @@ import pytest
 from recurrence_grid import GATES, delta_launches, delta_record
 from shared_memory_grid import DEVICES, latent, paged
 
+from ejkernel.ops import chips
 from ejkernel.ops.device import target_device
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, launch
 from ejkernel_triton.paged_attention import config as paged_config
 from ejkernel_triton.paged_attention.config import shared_memory
 from ejkernel_triton.paged_attention.forward import forward
@@ -37,7 +38,7 @@ PAGED = {
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
 @pytest.mark.parametrize("name", PAGED)
 def test_paged_attention_takes_what_its_bound_says(name, target):
-    record, device, chip = PAGED[name], DEVICES[target], chips.named(target)
+    record, device, chip = PAGED[name], DEVICES[target], chips.gpu_named(target)
     chosen = paged_config.heuristic(record, device, "forward")
     with target_device(device), launch.collected() as calls:
         jax.eval_shape(lambda record: forward(record, chosen), record)
@@ -55,4 +56,4 @@ def test_the_delta_rule_fits_with_heads_of_256(gates, dtype, target):
     of_states = [call for call in calls if call.kernel.__name__ in ("chunk_fwd_h_kernel", "chunk_bwd_dhu_kernel")]
     took = {call.kernel.__name__: ahead.shared_memory(call, target) for call in of_states}
     assert len(took) == 2
-    assert max(took.values()) <= chips.named(target).shared_memory, took
+    assert max(took.values()) <= chips.gpu_named(target).shared_memory, took

@@ -10,11 +10,11 @@ import pytest
 from triton_chips import assert_conforms
 
 from ejkernel.families.segment_pooling import SegmentPooling
-from ejkernel.ops import dispatch
+from ejkernel.ops import chips, dispatch
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton import ahead, chips, launch
+from ejkernel_triton import ahead, launch
 from ejkernel_triton.segment_pooling import config
 from ejkernel_triton.segment_pooling.backward import backward
 from ejkernel_triton.segment_pooling.forward import forward
