@@ -64,8 +64,8 @@ class Tpu:
         name: Its short name.
         kind: JAX's `device_kind`.
         clock: Cycles a second: `flops` over the operations a cycle of the matrix units.
-        flops: Dense bfloat16 operations a second of a device.
-        bandwidth: HBM bytes a second of a device.
+        flops: Dense bfloat16 operations per second of a device.
+        bandwidth: HBM bytes per second of a device.
         link_bandwidth: Bytes a second that a link between chips takes in one direction: the vendor's figure for a chip,
             which is of both directions, over two and over its links (four in a plane, six in space).
         mxus: Matrix units of a core.
@@ -85,12 +85,12 @@ class Tpu:
 
     @property
     def core_bandwidth(self) -> float:
-        """Returns HBM bytes a second that one core gets while all of them copy."""
+        """Returns HBM bytes per second that one core gets while all of them copy."""
         return self.bandwidth / self.cores
 
 
 _GPUS = (
-    # target, product, architecture, multiprocessors, KiB of shared memory of each, MiB of L2, bytes a second
+    # target, product, architecture, multiprocessors, KiB of shared memory of each, MiB of L2, bytes per second
     Gpu("sm_80", "A100", "ampere", 108, 164 * KIBI, 40 * MEBI, 2039e9),
     Gpu("sm_86", "RTX A6000", "ampere", 84, 100 * KIBI, 6 * MEBI, 768e9),
     Gpu("sm_87", "Jetson AGX Orin", "ampere", 16, 164 * KIBI, 4 * MEBI, 204.8e9),

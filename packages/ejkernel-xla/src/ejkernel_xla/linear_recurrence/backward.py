@@ -3,7 +3,7 @@
     state passing, forwards:   S_0 -> chunk 0 -> S_1 -> chunk 1 -> S_2 ...     stores the state before every chunk
     gradients, in reverse:     ... dS_2 -> chunk 1 -> dS_1 -> chunk 0 -> dS_0  recomputes a chunk, then its VJP
 
-Each chunk is recomputed from the state before it, so memory holds one state a chunk and nothing of its tokens.
+Each chunk is recomputed from the state before it, so memory holds one state per chunk and nothing of its tokens.
 """
 
 import dataclasses

@@ -12,7 +12,7 @@ For a stack of query tiles, each of one sequence, over the keys from the first t
 Nothing is gathered but these tiles, so memory does not depend on the lengths. The matrix products put the keys first
 because XLA's CPU backend computes `k q` many times faster than `q k` where there are few query rows.
 
-Shapes of a tile: n query tiles, h KV heads, k keys, t rows of a sequence times g query heads a KV head = r rows.
+Shapes of a tile: n query tiles, h KV heads, k keys, t rows of a sequence times g query heads per KV head = r rows.
 """
 
 from typing import Any, NamedTuple

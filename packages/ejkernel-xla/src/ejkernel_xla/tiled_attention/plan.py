@@ -64,7 +64,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """How a record is cut: `batch` rows times `heads` KV heads times one query tile a step of the outer loop.
+    """How a record is cut: `batch` rows times `heads` KV heads times one query tile per step of the outer loop.
 
     `group` query heads share a KV head; their rows stand next to each other in a tile, so keys are never repeated.
     """

@@ -12,7 +12,7 @@ Routing = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @arguments
 class ExpertRouting:
-    """Canonical input of one routing. T tokens, E experts, K experts a token.
+    """Canonical input of one routing. T tokens, E experts, K experts per token.
 
     Attributes:
         logits: [T, E] floating.

@@ -21,7 +21,7 @@ class PagedAttention:
         key_pages: The cache's keys, axes in the order of `kv_layout`; with `"pshcd"` [P, S, G, 2, L], keys (0) and
             values (1) of G >= Hk heads in the first D of L lanes; with `"psd"` [P, S, L], latent vectors.
         value_pages: The cache's values, [..., Dv]; None with `"pshcd"` and `"psd"`.
-        block_tables: [N, pages per sequence] int; None for one page a sequence, its own.
+        block_tables: [N, pages per sequence] int; None for one page per sequence, its own.
         kv_lens: [N] int, tokens of each sequence, its queries included.
         query_start: [N + 1] int, first query row of each sequence; None for one row each.
         softmax_scale: Factor on the raw scores.

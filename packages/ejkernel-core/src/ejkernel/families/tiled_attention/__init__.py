@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.contract import Family, Isolation
-from ejkernel.families.tiled_attention.gradients import added_up, less_lse_cotangent, sinks_gradient, two_passes
+from ejkernel.families.tiled_attention.gradients import (
+    added_up,
+    less_lse_cotangent,
+    sinks_gradient,
+    split_unnormalised_backward,
+)
 from ejkernel.families.tiled_attention.isolation import has_segments, isolate_pullback, isolate_record
 from ejkernel.families.tiled_attention.record import (
     FAR,
@@ -46,7 +51,7 @@ __all__ = [
     "requests",
     "sinks_gradient",
     "soft_capped",
-    "two_passes",
+    "split_unnormalised_backward",
 ]
 
 

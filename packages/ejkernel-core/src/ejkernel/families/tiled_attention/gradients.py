@@ -20,7 +20,7 @@ def less_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:
     return delta if cotangent is None else delta - jnp.where(lse == -jnp.inf, 0, cotangent)
 
 
-def two_passes(pullback: Pullback) -> tuple[Pullback, Pullback]:
+def split_unnormalised_backward(pullback: Pullback) -> tuple[Pullback, Pullback]:
     """Returns two backward passes whose gradients add up: of an output that is not normalised, and of its lse.
 
     Their scores are shifted differently, by the maximum and by lse, so that no kernel has both.
@@ -37,7 +37,7 @@ def added_up(
     backward: Callable[[Pullback, Any], dict[str, jax.Array]], pullback: Pullback, config: Any
 ) -> dict[str, jax.Array]:
     """Returns the gradients of a pullback whose output is not normalised and whose lse has a cotangent."""
-    first, second = (backward(part, config) for part in two_passes(pullback))
+    first, second = (backward(part, config) for part in split_unnormalised_backward(pullback))
     return {name: first[name] + second[name] for name in pullback.wanted}
 
 

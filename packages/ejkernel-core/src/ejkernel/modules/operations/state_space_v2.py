@@ -1,4 +1,4 @@
-"""The Mamba-2 state space layer: one decay a head, inputs and outputs shared by groups of heads."""
+"""The Mamba-2 state space layer: one decay per head, inputs and outputs shared by groups of heads."""
 
 from collections.abc import Callable
 from typing import Any

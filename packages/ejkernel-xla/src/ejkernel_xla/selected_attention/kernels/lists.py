@@ -138,7 +138,7 @@ def find_readers(listed: jax.Array, plan: SelectedPlan) -> Readers:
     """Sorts the lists [T, N] of a tile of queries by block; `plan.blocks` stands for none."""
     count, slots = listed.size, listed.shape[1]
     pair = jnp.arange(count, dtype=jnp.uint32)
-    # One number a pair: sorting numbers is several times faster than sorting indices by them.
+    # One number per pair: sorting numbers is several times faster than sorting indices by them.
     ordered = jnp.sort(listed.reshape(-1).astype(jnp.uint32) * jnp.uint32(count) + pair)
     edges = jnp.arange(plan.blocks + 1, dtype=jnp.uint32) * jnp.uint32(count)
     bounds = jnp.searchsorted(ordered, edges).astype(jnp.int32)

@@ -1,6 +1,6 @@
 """The scores of queries that read one block.
 
-Tile shapes: p queries, g query heads a KV head, k keys of the block; d and v sizes.
+Tile shapes: p queries, g query heads per KV head, k keys of the block; d and v sizes.
 """
 
 from typing import Any, NamedTuple

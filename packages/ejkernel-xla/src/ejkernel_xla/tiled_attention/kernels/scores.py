@@ -1,6 +1,6 @@
 """One tile of the score matrix: loading its operands, its scores and what the masks allow.
 
-Tile shapes: b batch rows, h KV heads, g query heads a KV head, t queries, s keys; d and v sizes.
+Tile shapes: b batch rows, h KV heads, g query heads per KV head, t queries, s keys; d and v sizes.
 """
 
 import functools
@@ -182,7 +182,7 @@ def allow(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -
     if (ids := segment_ids(record)) is not None:
         q = take(ids[0], (at.batch, at.query), (plan.batch, plan.queries.block))
         k = take(ids[1], (at.batch, plan.keys.start(tile)), (plan.batch, plan.keys.block))
-        # Padding gets an id that the other side does not have, so that one comparison a pair is enough.
+        # Padding gets an id that the other side does not have, so that one comparison per pair is enough.
         q, k = jnp.where(q < 0, -1, q), jnp.where(k < 0, -2, k)
         terms.append(q[:, None, None, :, None] == k[:, None, None, None, :])
     if record.mask is not None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.modules.operations.cases.tables import fill, normal_like, tagged
 from ejkernel.ops.model import Case
 
-# name, tokens, experts, experts a token, dtype, how far logits are rounded, tags
+# name, tokens, experts, experts per token, dtype, how far logits are rounded, tags
 _Row = tuple[str, int, int, int, Any, float | None, tuple[str, ...]]
 _TABLE: tuple[_Row, ...] = (
     ("eight of forty", 67, 40, 8, jnp.float32, None, ()),

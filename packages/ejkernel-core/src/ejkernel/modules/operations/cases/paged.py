@@ -59,7 +59,7 @@ def nothing(key: jax.Array) -> dict[str, Any]:
 
 
 def per_head(key: jax.Array, name: str, sizes: PagedSizes) -> Arrays:
-    """Returns one normal number a query head."""
+    """Returns one normal number per query head."""
     return normal(key, jnp.float32, **{name: (sizes.h,)})
 
 

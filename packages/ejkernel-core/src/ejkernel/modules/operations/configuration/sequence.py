@@ -185,7 +185,7 @@ class StateSpaceV1Config(_SequenceConfig):
 
     Attributes:
         block_d: Channels per block.
-        block_e: Numbers of a state a block.
+        block_e: Numbers of a state per block.
         associative: Whether the tokens of a chunk are combined as a tree: more work in fewer steps.
     """
 
