@@ -19,6 +19,7 @@ from ejkernel.modules import (
     mla_decode,
     multi_latent_ragged_page_attention,
     quantized_matmul,
+    ragged_gated_delta_rule,
     ragged_page_attention_v2,
     ring_attention,
 )
@@ -112,6 +113,33 @@ def recurrence(kind: str, gradient: bool = False) -> Workload:
     if gradient:
         return Workload(function=both, args=args, flops=3 * flops, bytes=3 * size + 2 * output)
     return Workload(function=forward, args=args, flops=flops, bytes=size + output)
+
+
+def recurrent_steps(kind: str, tokens: int = 1, sequences: int = 64) -> Workload:
+    """Decode steps of a recurrence in slots: 16 heads with 128 by 128 states of 64 sequences, `tokens` tokens each.
+
+    The bound is of the bytes of the states, read once and written once.
+    """
+    heads, slots, total = 16, 2 * sequences, tokens * sequences
+    wide = jax.ShapeDtypeStruct((1, total, heads, SIZE), jnp.bfloat16)
+    by_head = jax.ShapeDtypeStruct((1, total, heads), jnp.float32)
+    by_channel = jax.ShapeDtypeStruct((1, total, heads, SIZE), jnp.float32)
+    held = jax.ShapeDtypeStruct((slots, heads, SIZE, SIZE), jnp.float32)
+    starts = (np.arange(sequences + 1) * tokens).astype(np.int32)
+    indices = np.random.default_rng(0).permutation(slots)[:sequences].astype(np.int32)
+    decay = by_channel if kind in ("a gate a channel", "KDA") else by_head
+    delta = kind in ("gated delta rule", "KDA")
+
+    def function(query: Any, key: Any, value: Any, held: Any, starts: Any, indices: Any, decay: Any, *beta: Any) -> Any:
+        if delta:
+            tokens = (x[0] for x in (query, key, value, *beta, decay))
+            return ragged_gated_delta_rule(*tokens, held, starts, indices, platform="pallas")
+        options: Any = {"cu_seqlens": starts, "initial_state": held, "state_indices": indices, "platform": "pallas"}
+        return gated_linear_attention(query, key, value, decay, **options)
+
+    size = 2 * sequences * heads * SIZE * SIZE * 4
+    args = (wide, wide, wide, held, starts, indices, decay, *([by_head] if delta else []))
+    return Workload(function=function, args=args, flops=4.0 * total * heads * SIZE * SIZE, bytes=size)
 
 
 def pages(queries: int, page: int = 16) -> Workload:

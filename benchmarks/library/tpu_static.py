@@ -125,6 +125,11 @@ RECURRENCES = tuple(
     for kind in KINDS
     for gradient in (False, True)
 )
+STEPS = tuple(
+    case(f"decode steps of {n} tokens in slots, {kind}, ejkernel", "recurrent_steps", OURS, kind=kind, tokens=n)
+    for kind in KINDS[1:]
+    for n in (1, 8)
+)
 QUICK = (
     case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
@@ -152,6 +157,7 @@ ALL = (
     *QUANTISED,
     *RINGS,
     *RECURRENCES,
+    *STEPS,
 )
 
 

@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_chips import CHIPS, compiled, shaped
+from jax.sharding import NamedSharding, PartitionSpec
+from tpu_chips import CHIPS, chip, compiled, shaped
 
-from ejkernel.modules import gated_delta_rule, kernel_delta_attention, lightning_attention
+from ejkernel.modules import gated_delta_rule, kernel_delta_attention, lightning_attention, ragged_gated_delta_rule
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
 
@@ -36,6 +37,34 @@ CALLS = {
         (*(tokens(H, D),) * 3, tokens(dtype="float32"), tokens(H, D, dtype="float32")),
     ),
 }
+STEPS = {
+    "a gate a head": tokens(dtype="float32"),
+    "a gate a channel": tokens(H, D, dtype="float32"),
+}
+
+
+@pytest.mark.parametrize("chip_name", CHIPS)
+@pytest.mark.parametrize("gates", STEPS)
+def test_decode_steps_update_donated_slots_without_a_copy(gates, chip_name):
+    def step(query, key, value, beta, decay, slots, starts, indices):
+        rows = (x[0] for x in (query, key, value, beta, decay))
+        return ragged_gated_delta_rule(*rows, slots, starts, indices, platform="pallas")
+
+    slots = shaped((T // 2, H, D, D), "float32")
+    starts, indices = shaped((T // 4 + 1,), "int32"), shaped((T // 4,), "int32")
+    given = (*(tokens(H, D),) * 3, tokens(dtype="float32"), STEPS[gates], slots, starts, indices)
+    mesh = chip(chip_name)
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for x in given]
+    device = DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[chip_name].kind)
+    with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        run = jax.jit(step, donate_argnums=5).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+    memory, size = run.memory_analysis(), 4 * slots.size
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 4
+    shape = f"f32[{T // 2},{H},{D},{D}]"
+    assert not [line for line in run.as_text().splitlines() if f" = {shape}" in line and " copy" in line]
+
+
 # Matrix units of v5p are v5e's, and those of v7x v6e's.
 PAIRS = [("lightning", name) for name in CHIPS] + [(call, name) for call in list(CALLS)[1:] for name in ("v5e", "v6e")]
 

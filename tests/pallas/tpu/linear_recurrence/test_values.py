@@ -1,6 +1,7 @@
 """The linear recurrence's TPU kernels, interpreted, against the family's meaning, at gates as layers have them."""
 
 import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from tpu_records import interpreted, simulated
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.linear_recurrence import implementations
 from ejkernel_pallas.tpu.linear_recurrence.backward import backward
 from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
 from ejkernel_pallas.tpu.linear_recurrence.forward import forward
@@ -137,7 +139,96 @@ def test_no_races(name):
     assert not found()
 
 
-@pytest.mark.parametrize(("field", "value"), [("chunk_size", 48), ("chunk_size", 8), ("heads", 0)])
+def in_slots(lengths, indices, dtype="float32", **fields):
+    """A record whose sequences have their states in 6 slots."""
+    made = record(tokens=sum(lengths) + 2, **fields)
+    starts = jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+    slots = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4, 16, 24)), dtype)
+    return dataclasses.replace(made, cu_seqlens=starts, sequence_state=slots, state_slots=jnp.asarray(indices))
+
+
+STEPS = {
+    "decode": ([1] * 5, [3, 1, 5, 0, 2]),
+    "several tokens, some without a slot": ([2, 8, 0, 3, 1], [-1, 4, 0, 99, 2]),
+    "mixed prefill and decode": ([1, 40, 1, 0, 1], [5, 1, 0, 2, 3]),
+    "nobody has a slot": ([1, 2, 1], [-1, 6, -1]),
+    "nobody has tokens": ([0, 0, 0], [1, 1, 2]),
+}
+RULES = {
+    "gated delta rule": {"decay": True, "beta": True, "keys": 2},
+    "KDA": {"channels": True, "beta": True},
+    "state space": {"decay": True, "dt": True, "skip": True, "keys": 1},
+    "gates of keys and values": {"channels": True, "value_decay": True},
+}
+
+
+@functools.cache
+def slot_forward():
+    return jax.jit(lambda made: forward(made, TpuRecurrence(chunk_size=8, heads=2))[0])
+
+
+def compare_slots(made):
+    for got, wanted in zip(slot_forward()(made), reference(made)[0], strict=True):
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, wanted)), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_slots(name):
+    with interpreted():
+        compare_slots(in_slots(*STEPS[name], **RULES["gated delta rule"]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_slots_with_every_rule(rule):
+    with interpreted():
+        compare_slots(in_slots(*STEPS["several tokens, some without a slot"], **RULES[rule]))
+
+
+def test_slots_of_bfloat16_keep_what_no_sequence_has():
+    made = in_slots(*STEPS["decode"], dtype="bfloat16", **RULES["KDA"])
+    made = dataclasses.replace(made, sequence_state=made.sequence_state.at[4].set(jnp.nan))
+    with interpreted():
+        read, slots = slot_forward()(made)
+    assert np.isfinite(np.asarray(read)).all()
+    assert np.isnan(np.asarray(slots[4], np.float32)).all()
+    assert np.isfinite(np.asarray(jnp.delete(slots, 4, axis=0), np.float32)).all()
+
+
+def test_slots_under_vmap():
+    made = in_slots([1, 2, 1], [3, 1, 5], **RULES["gated delta rule"])
+
+    def of(slots, indices, run=forward):
+        record = dataclasses.replace(made, sequence_state=slots, state_slots=indices)
+        return run(record, TpuRecurrence(chunk_size=8, heads=4))[0]
+
+    given = jnp.stack([made.sequence_state, 2 * made.sequence_state]), jnp.array([[3, 1, 5], [0, -1, 2]])
+    with interpreted():
+        got = jax.jit(jax.vmap(of))(*given)
+    wanted = jax.vmap(lambda *given: of(*given, run=lambda record, _: reference(record)))(*given)
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def test_no_races_in_slots():
+    made = in_slots(*STEPS["several tokens, some without a slot"], **RULES["gated delta rule"])
+    with simulated():
+        compare_slots(made)
+    assert not found()
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory"), [((1, 64, 2, 2048), "VMEM"), ((2**19, 256, 1, 16), "SMEM"), ((1, 64, 2, 1024), None)]
+)
+def test_what_memory_has_no_room_for_is_refused(shape, memory):
+    wide = jax.ShapeDtypeStruct(shape, "bfloat16")
+    (implementation,) = implementations()
+    reasons = list(implementation.requires.extra(LinearRecurrence(query=wide, key=wide, value=wide, softmax_scale=1.0)))
+    assert len(reasons) == (memory is not None)
+    assert all(memory in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("field", "value"), [("chunk_size", 48), ("chunk_size", 4), ("heads", 0)])
 def test_configurations_are_checked(field, value):
     with pytest.raises(ValueError, match=field):
         TpuRecurrence(**{"chunk_size": 64, "heads": 8, field: value})

@@ -4,11 +4,23 @@ grid.
 The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 from ejkernel.families.linear_recurrence import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
 from ejkernel_pallas.tpu.requirements import tpu_requires
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    if (needed := config.state_bytes(record)) > config.STATES_LIMIT:
+        sizes = f"{record.query.shape[3]} x {record.value.shape[3]}"
+        yield f"a state of {sizes} takes {needed} bytes of VMEM, where kernels have {config.STATES_LIMIT}"
+    if (needed := config.table_bytes(record)) > config.TABLE_LIMIT:
+        yield f"the table of chunks takes {needed} bytes of SMEM, where kernels have {config.TABLE_LIMIT}"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -21,7 +33,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.linear_recurrence.forward:forward",
             backward="ejkernel_pallas.tpu.linear_recurrence.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=tpu_requires(handles=optional_fields(FAMILY.record)),
+            requires=tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons),
             config=ConfigSpace(
                 forward=config.TpuRecurrence,
                 backward=config.TpuRecurrence,

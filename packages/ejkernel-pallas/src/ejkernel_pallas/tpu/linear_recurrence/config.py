@@ -3,11 +3,18 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, in_slots
 from ejkernel.ops.params import Direction
 
+SHORTEST = 8
+"""Tokens of the shortest chunk: the rows of a register."""
 LENGTHS = (32, 64, 128, 256)
 HEADS = (1, 2, 4, 8, 16)
+STATES_LIMIT = 24 * 2**20
+"""Bytes of VMEM for the states of a step's heads: one kept between chunks, and two blocks each read and written."""
+TABLE_LIMIT = 2**20 - 2**16
+"""Bytes of SMEM for the table of chunks: a chip has 1 MiB, of which the compiler and the pipeline take some."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +22,7 @@ class TpuRecurrence:
     """The configuration of either pass.
 
     Attributes:
-        chunk_size: Tokens per chunk, a power of two from 16 on.
+        chunk_size: Tokens per chunk, a power of two from 8 on.
         heads: The largest number of heads that a grid step computes, one after another.
     """
 
@@ -23,8 +30,8 @@ class TpuRecurrence:
     heads: int
 
     def __post_init__(self) -> None:
-        if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two from 16 on")
+        if self.chunk_size < SHORTEST or self.chunk_size & (self.chunk_size - 1):
+            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two from {SHORTEST} on")
         if self.heads < 1:
             raise ValueError(f"heads: got {self.heads}, wants at least 1")
 
@@ -41,6 +48,8 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
     """
     wide = by_channel(record) or record.value_decay is not None
     length, heads = (64, 8) if wide else (128, 16)
+    if in_slots(record) is not None:  # a step's overhead is a large share of copying the states of few heads
+        heads = HEADS[-1]
     heads = heads if direction == "forward" else heads // 2
     return TpuRecurrence(chunk_size=min(length, _longest(record)), heads=heads)
 
@@ -53,7 +62,23 @@ def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> t
     return tuple(dict.fromkeys((first, *found)))
 
 
+def state_bytes(record: LinearRecurrence) -> int:
+    """Returns the bytes of VMEM for the states of one head."""
+    return 5 * 4 * record.query.shape[3] * record.value.shape[3]
+
+
+def table_bytes(record: LinearRecurrence) -> int:
+    """Returns the bytes of SMEM for the table of chunks with the heuristic's chunks."""
+    (rows, tokens), chunk = record.query.shape[:2], heuristic(record, None, "backward").chunk_size
+    sequences = 0 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return 4 * rows * (cdiv(tokens, chunk) + sequences)
+
+
 def _longest(record: LinearRecurrence) -> int:
     """Returns the longest chunk that is not mostly padding."""
     tokens = record.query.shape[1]
+    if in_slots(record) is not None and record.cu_seqlens is not None:
+        # Decode steps have few tokens a sequence; in a mixed batch, most chunks are of those.
+        tokens = cdiv(tokens, max(1, record.cu_seqlens.shape[0] - 1))
+        return max(SHORTEST, 1 << (tokens - 1).bit_length())
     return max(16, 1 << (tokens - 1).bit_length())

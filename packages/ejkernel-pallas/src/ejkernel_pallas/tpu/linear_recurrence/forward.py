@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, states
+from ejkernel.families.linear_recurrence import LinearRecurrence, in_slots, states
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel_pallas.tpu.linear_recurrence import plan as layout
 from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
@@ -18,7 +18,6 @@ from ejkernel_pallas.tpu.linear_recurrence.spec import make_spec
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 
 
-@with_plain_states
 def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns output and final states of a record.
 
@@ -27,25 +26,47 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
         config: Chunks, and heads per step.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states in float32. There are no residuals: the backward pass
-        recomputes the states between chunks.
+        Output [B, T, H, V] in the query's dtype and final states in float32, or the slots that hold them, updated in
+        place. There are no residuals: the backward pass recomputes the states between chunks.
     """
+    updates = in_slots(record) is not None and not record.transposed_states
+    return _update_slots(record, config) if updates else _forward(record, config)
+
+
+def _update_slots(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Returns the output, and the slots after the packed sequences that have one."""
+    return _run_forward(record, config, record.sequence_state), ()
+
+
+@with_plain_states
+def _forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Returns output and final states of a record with plain states."""
+    first = states(record)
+    output, final = _run_forward(record, config, first)
+    return (output, unless_empty(record, final, first)), ()
+
+
+def _run_forward(record: LinearRecurrence, config: TpuRecurrence, first: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, and the array of states after the kernel, whose memory is that of `first` if it is slots."""
     plan = make_plan(record, make_spec(record, config))
-    spec, first = plan.spec, states(record)
+    spec = plan.spec
     shape = (plan.rows, plan.length, spec.total_heads, spec.values)
     output = jax.ShapeDtypeStruct(shape, record.query.dtype)
-    made = run(
+    final = jax.ShapeDtypeStruct(first.shape, first.dtype if plan.in_slots else jnp.float32)
+    results = run(
         "chunk_fwd",
-        chunk_fwd,
+        functools.partial(chunk_fwd, in_slots=plan.in_slots),
         plan,
         inputs={**inputs(plan, token_arrays(plan, record)), "initial": layout.states_operand(plan, first, False)},
         outputs={
             "output": layout.wide_operand(plan, "output", output, spec.total_heads, False),
-            "final": layout.states_operand(plan, jax.ShapeDtypeStruct(first.shape, jnp.float32), False),
+            "final": layout.states_operand(plan, final, False),
         },
+        aliases={"initial": "final"} if plan.in_slots else {},
+        chunks=None if plan.places is None else plan.places.used,
     )
-    read = layout.from_operand(plan, "output", made["output"], spec.total_heads)
-    return (plan.unalign(read), unless_empty(record, made["final"], first)), ()
+    read = layout.from_operand(plan, "output", results["output"], spec.total_heads)
+    return plan.unalign(read), results["final"]
 
 
 def token_arrays(plan: Plan, record: LinearRecurrence) -> dict[str, jax.Array]:
@@ -73,9 +94,16 @@ def inputs(plan: Plan, arrays: dict[str, jax.Array], *, backwards: bool = False)
 
 
 def run(
-    name: str, kernel: Any, plan: Plan, *, inputs: dict[str, Operand], outputs: dict[str, Operand]
+    name: str,
+    kernel: Any,
+    plan: Plan,
+    *,
+    inputs: dict[str, Operand],
+    outputs: dict[str, Operand],
+    aliases: dict[str, str] | None = None,
+    chunks: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Runs one of the kernels on all chunks."""
+    """Runs one of the kernels on all chunks, or on the first `chunks` of them."""
     spec = plan.spec
     scratch = {"state": pltpu.VMEM((spec.heads, spec.keys, spec.values), jnp.float32)}
     return launch(
@@ -83,13 +111,14 @@ def run(
             name=f"ejkernel_linear_recurrence_{name}",
             kernel=functools.partial(kernel, spec=spec, chunks=plan.chunks, packed=plan.places is not None),
             refs=RecurrenceRefs,
-            grid=(plan.rows, spec.steps, plan.chunks),
+            grid=(plan.rows, spec.steps, plan.chunks if chunks is None else chunks),
             # Rows and heads are parallel; the chunks of a row are sequential.
             parallel=2,
             tables={"table": plan.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
+            aliases=aliases or {},
         )
     )
 

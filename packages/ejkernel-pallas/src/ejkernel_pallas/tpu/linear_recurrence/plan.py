@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, segment_roles
+from ejkernel.families.linear_recurrence import LinearRecurrence, in_slots, segment_roles
+from ejkernel.families.linear_recurrence.record import InSlots
 from ejkernel_pallas.tpu.linear_recurrence.spec import COLUMNS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
@@ -33,11 +34,13 @@ class Places(NamedTuple):
         source: int32 [T'] the token at each position; T if there is none.
         target: int32 [T] the position of each token.
         owner: int32 [chunks] the sequence of each chunk; that of the last chunk with tokens for later ones.
+        used: int32 scalar, chunks with tokens; at least 1.
     """
 
     source: jax.Array
     target: jax.Array
     owner: jax.Array
+    used: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +53,11 @@ class Plan:
         tokens: T.
         chunks: Of a row.
         places: Positions of packed sequences' tokens; None without.
-        table: int32 [B * chunks] for the kernels. Packed sequences: `4 * owner + 2 * is_first + is_last`. Otherwise the
-            number of runs of segments in each chunk.
+        table: int32 [B * chunks] for the kernels. Packed sequences: `4 * owner + 2 * is_first + is_last`, with states
+            in slots `8 * slot + 4 * keeps + 2 * is_first + is_last`. Otherwise the number of runs of segments in each
+            chunk.
         runs: float32 [B, T'] the run of each token in its chunk, -1 for padding; None without segments.
+        in_slots: Whether the states of packed sequences are slots, which the forward kernel updates in place.
     """
 
     spec: RecurrenceSpec
@@ -62,6 +67,7 @@ class Plan:
     places: Places | None
     table: jax.Array
     runs: jax.Array | None
+    in_slots: bool = False
 
     @property
     def length(self) -> int:
@@ -86,7 +92,11 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     rows, tokens = record.query.shape[:2]
     if record.cu_seqlens is not None:
         places = _places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
-        return Plan(spec, rows, tokens, len(places.owner), places, _ends(places.owner), None)
+        held = in_slots(record)
+        table = _ends(places) if held is None else _slot_table(places, held)
+        # JAX's rule for `vmap` drops a traced grid that is not batched where tables are: it depends on them.
+        places = places._replace(used=places.used + 0 * table[0])
+        return Plan(spec, rows, tokens, len(places.owner), places, table, None, held is not None)
     chunks = cdiv(tokens, spec.chunk)
     plan = Plan(spec, rows, tokens, chunks, None, jnp.ones(rows * chunks, jnp.int32), None)
     if record.segment_ids is None:
@@ -104,7 +114,9 @@ def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
     lengths = jnp.diff(bounds)
     counts = cdiv(lengths, chunk)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    chunks = tokens // chunk + min(lengths.shape[0], tokens)
+    # A sequence with tokens has one chunk, and one more for each `chunk` tokens after its first.
+    begun = min(lengths.shape[0], tokens)
+    chunks = begun + (tokens - begun) // chunk
     number = jnp.arange(chunks, dtype=jnp.int32)
     owner = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), lengths.shape[0] - 1)
     # Unused chunks are assigned to the last sequence with tokens, and have none.
@@ -115,15 +127,36 @@ def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
     token = jnp.arange(tokens, dtype=jnp.int32)
     mine = jnp.clip(jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1, 0, lengths.shape[0] - 1)
     target = jnp.where(token < bounds[-1], begin[mine] * chunk + token - bounds[:-1][mine], chunks * chunk)
-    return Places(source, target, owner)
+    return Places(source, target, owner, jnp.maximum(ends[-1], 1))
 
 
-def _ends(owner: jax.Array) -> jax.Array:
-    """Returns the table of packed chunks."""
+def _ends(places: Places) -> jax.Array:
+    """Returns the table of packed chunks.
+
+    A sequence's last chunk may have chunks without tokens after it: the last of these is marked too, for kernels that
+    run them.
+    """
+    owner = places.owner
     changes = owner[1:] != owner[:-1]
     one = jnp.ones(1, bool)
     first, last = jnp.concatenate([one, changes]), jnp.concatenate([changes, one])
+    last = last | (jnp.arange(owner.shape[0], dtype=jnp.int32) == places.used - 1)
     return 4 * owner + 2 * first.astype(jnp.int32) + last.astype(jnp.int32)
+
+
+def _slot_table(places: Places, held: InSlots) -> jax.Array:
+    """Returns the table of packed chunks whose states are in slots.
+
+    A sequence without a slot names that of the sequence before it, and sequences before the first one with a slot name
+    that one: the block of a slot is then copied once, and a step that keeps nothing leaves it as it is.
+    """
+    owner = places.owner
+    slot = held.indices.astype(jnp.int32)[owner]
+    keeps = (slot >= 0) & (slot < held.slots.shape[0])
+    chunk = jnp.arange(owner.shape[0], dtype=jnp.int32)
+    named = jnp.maximum(lax.cummax(jnp.where(keeps, chunk, -1)), jnp.argmax(keeps))
+    slot = jnp.clip(slot[named], 0, held.slots.shape[0] - 1)
+    return 8 * slot + 4 * keeps.astype(jnp.int32) + _ends(places) % 4
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -248,7 +281,8 @@ def states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: b
     block = (None, spec.heads, spec.keys, spec.values)
     if plan.places is None:
         return Operand(x, block, lambda b, h, c, *_: (b, h, 0, 0))
-    return Operand(x, block, lambda b, h, c, table: (divide(table[chunk(c)], 4), h, 0, 0))
+    per_state = 8 if plan.in_slots else 4
+    return Operand(x, block, lambda b, h, c, table: (divide(table[chunk(c)], per_state), h, 0, 0))
 
 
 def chunk_states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:

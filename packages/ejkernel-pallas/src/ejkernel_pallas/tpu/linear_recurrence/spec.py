@@ -6,7 +6,7 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
+from ejkernel_pallas.tpu.linear_recurrence.config import STATES_LIMIT, TpuRecurrence, state_bytes
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Numbers
 
 COLUMNS = ("beta", "dt", "skip")
@@ -69,7 +69,7 @@ class RecurrenceSpec:
 
 def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec:
     """Returns the constants of a record's kernels."""
-    total = head_count(record)
+    total, room = head_count(record), max(1, STATES_LIMIT // max(1, state_bytes(record)))
     shared = record.decay is not None and not by_channel(record)
     wide = {"query": record.query, "key": record.key, "value": record.value}
     wide |= {"decay": record.decay} if by_channel(record) else {}
@@ -81,7 +81,7 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
     return RecurrenceSpec(
         numbers=Numbers(scale=record.softmax_scale, exact=exact),
         chunk=config.chunk_size,
-        heads=_heads(total, config.heads, set(counts.values())),
+        heads=_heads(total, min(config.heads, room), set(counts.values())),
         total_heads=total,
         keys=record.query.shape[3],
         values=record.value.shape[3],

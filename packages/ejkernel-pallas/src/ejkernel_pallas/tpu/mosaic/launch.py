@@ -120,7 +120,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
     inputs, outputs = call.inputs, list(call.outputs)
     names = (*call.tables, *inputs, *outputs, *call.scratch)
     tables = [*call.tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
-    arrays = [x.array for x in inputs.values()]
+    arrays = [_in_hbm(x.array) if name in call.aliases and x.block else x.array for name, x in inputs.items()]
     given = _compat.as_varying([*tables, *arrays], arrays)
 
     def kernel(*refs: Any) -> None:
@@ -152,6 +152,27 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
     )
     with _compat.described_tpu() if call.pipelines else contextlib.nullcontext():
         return dict(zip(outputs, run(*given), strict=True))
+
+
+def _in_hbm(array: Any) -> Any:
+    """Returns an array that XLA does not move to VMEM, and back after the kernel, where it has room for all of it.
+
+    Only an array that is updated in place needs this: the kernel copies the few blocks that it changes itself.
+    """
+    return array if interpreting() else _constrained(array)
+
+
+@jax.custom_batching.custom_vmap
+def _constrained(array: Any) -> Any:
+    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+
+def _constrain_batch(axis_size: int, in_batched: list[bool], array: Any) -> tuple[Any, bool]:
+    """Returns the constraint on all arrays of a batch; JAX has no rule of its own."""
+    return _constrained(array), in_batched[0]
+
+
+_constrained.def_vmap(_constrain_batch)
 
 
 def vmem_limit(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 grid (rows, heads / heads per step, chunks)          chunks in order, states stay in VMEM
 HBM  query, key, value, gates [C, heads per step] ─ double buffer ─► VMEM ─► registers
-     initial states ─► state [heads per step, K, V] in VMEM ◄─► chunk 0, chunk 1, ... ─► final states
+     initial states, maybe slots ─► state [heads per step, K, V] in VMEM ◄─► chunk 0, chunk 1, ... ─► final states
 """
 
 import jax
@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Heads, advance, next_states
 from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import (
     RecurrenceRefs,
+    Step,
     load_all,
     load_runs,
     over_runs,
@@ -21,13 +22,15 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import (
 from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec
 
 
-def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool) -> None:
+def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool, in_slots: bool = False) -> None:
     """Processes one chunk of some heads."""
-    step = step_of(refs, chunks=chunks, packed=packed)
-
-    @pl.when(step.is_first)
-    def _() -> None:
-        refs.state[...] = refs.initial[...]
+    step = step_of(refs, chunks=chunks, packed=packed, in_slots=in_slots)
+    pl.when(step.is_first)(lambda: _load_state(refs, step))
+    if step.keeps is not None:
+        # The first chunk's block of the final states goes back to a slot even where no step writes it.
+        @pl.when((pl.program_id(2) == 0) & ~step.keeps)
+        def _() -> None:
+            refs.final[...] = refs.initial[...]
 
     heads, states = load_all(refs, spec)
     runs = load_runs(refs, spec, step)
@@ -48,9 +51,15 @@ def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed
         refs.state[head] = states[head]
         refs.output[part(refs.output, head, spec.values)] = reads[head].astype(refs.output.dtype)
 
-    @pl.when(step.is_last)
+    @pl.when(step.is_last if step.keeps is None else step.is_last & step.keeps)
     def _() -> None:
-        refs.final[...] = refs.state[...]
+        refs.final[...] = refs.state[...].astype(refs.final.dtype)
+
+
+def _load_state(refs: RecurrenceRefs, step: Step) -> None:
+    """Loads the states before the first chunk of a sequence; zeros of one without a slot."""
+    initial = refs.initial[...].astype(jnp.float32)
+    refs.state[...] = initial if step.keeps is None else jnp.where(step.keeps, initial, 0.0)
 
 
 def chunk_states(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool) -> None:

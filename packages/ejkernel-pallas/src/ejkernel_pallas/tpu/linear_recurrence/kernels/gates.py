@@ -105,7 +105,7 @@ class ChannelGates:
         """Returns the state after the chunk; see `HeadGates`."""
         span = self.spans[-1]
         # The rows of the state are the key channels: the weights of all gates, as a column.
-        total = jnp.broadcast_to(last_row(span.since), (state.shape[1], state.shape[0])).T
+        total = in_rows(last_row(span.since), state.shape[1])
         return state * total + dot(key * span.until, write, (0, 0), exact)
 
 
@@ -236,6 +236,21 @@ def swapped(x: jax.Array, length: int) -> jax.Array:
         return jnp.concatenate(parts, axis=0)
     token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where((token & length) != 0, pltpu.roll(x, length, 0), pltpu.roll(x, x.shape[0] - length, 0))
+
+
+def _in_rows_saved(row: jax.Array, width: int) -> tuple[jax.Array, None]:
+    return in_rows(row, width), None
+
+
+def _in_rows_gradient(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (jnp.sum(cotangent.T, axis=0, keepdims=True),)
+
+
+@with_gradient(_in_rows_saved, _in_rows_gradient, static=(1,))
+def in_rows(row: jax.Array, width: int) -> jax.Array:
+    """Returns [1, n] as [n, width], the same in every lane: one register a lane group is transposed, not `width`."""
+    column = jnp.broadcast_to(row, (ROWS, row.shape[1])).T[:, :1]
+    return jnp.broadcast_to(column, (row.shape[1], width))
 
 
 def _last_row_saved(x: jax.Array) -> tuple[jax.Array, jax.Array]:

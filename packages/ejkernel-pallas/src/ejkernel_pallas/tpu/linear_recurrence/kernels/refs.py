@@ -75,20 +75,24 @@ class Step:
         runs: Passes over the chunk, one per run of a segment; 1 without segments.
         is_first: Whether the chunk is the first of its row or sequence.
         is_last: Whether it is the last.
+        keeps: Whether the sequence has a slot; None where states are not in slots.
     """
 
     runs: Any
     is_first: Any
     is_last: Any
+    keeps: Any = None
 
 
-def step_of(refs: RecurrenceRefs, *, chunks: int, packed: bool, backwards: bool = False) -> Step:
+def step_of(
+    refs: RecurrenceRefs, *, chunks: int, packed: bool, backwards: bool = False, in_slots: bool = False
+) -> Step:
     """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks)."""
     chunk = pl.program_id(2)
     chunk = chunks - 1 - chunk if backwards else chunk
     entry = refs.table[pl.program_id(0) * chunks + chunk]
     if packed:
-        return Step(1, (entry & 2) != 0, (entry & 1) != 0)
+        return Step(1, (entry & 2) != 0, (entry & 1) != 0, (entry & 4) != 0 if in_slots else None)
     return Step(entry, chunk == 0, chunk == chunks - 1)
 
 
