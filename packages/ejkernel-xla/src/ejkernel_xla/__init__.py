@@ -9,6 +9,7 @@ from ejkernel_xla import (
     gated_grouped_matmul,
     gather_reduce,
     grouped_matmul,
+    kl_divergence,
     linear_recurrence,
     paged_attention,
     quantized_matmul,
@@ -37,6 +38,7 @@ FAMILIES = (
     expert_routing,
     gated_grouped_matmul,
     cross_entropy,
+    kl_divergence,
 )
 
 

@@ -49,6 +49,11 @@ from ejkernel.modules.operations.fused_cross_entropy import (
     FusedCrossEntropy as FusedCrossEntropy,
     fused_cross_entropy as fused_cross_entropy,
 )
+from ejkernel.modules.operations.fused_kl_divergence import (
+    FusedKLDivergence as FusedKLDivergence,
+    KLDivergenceOutput as KLDivergenceOutput,
+    fused_kl_divergence as fused_kl_divergence,
+)
 from ejkernel.modules.operations.gather_reduce import GatherReduce as GatherReduce, gather_reduce as gather_reduce
 from ejkernel.modules.operations.grouped_matmul import GroupedMatmul as GroupedMatmul, grouped_matmul as grouped_matmul
 from ejkernel.modules.operations.gru import GRU as GRU, gru as gru

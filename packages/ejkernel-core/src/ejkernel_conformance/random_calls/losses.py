@@ -39,3 +39,24 @@ def cross_entropy(rng: Rng) -> Drawn:
     if some(rng, 0.4):
         options |= {"chunk_size": int(rng.integers(1, 100)), "chunk_strategy": pick(rng, ("vocab", "token", "block"))}
     return Drawn(values, options)
+
+
+def kl_divergence(rng: Rng) -> Drawn:
+    """`fused_kl_divergence`; tokens that are masked are poisoned."""
+    t, v, kind = tokens(rng, 200), pick(rng, ENTRIES), dtype(rng)
+    masked = some(rng, 0.5)
+
+    def values(rng: Rng) -> Arrays:
+        counts = (rng.random(t) < 0.8) | (not masked)
+        student, teacher = (poison(normal(rng, (t, v), kind, 2.0), ~counts) for _ in "st")
+        arrays: Arrays = {"student_logits": student, "teacher_logits": teacher}
+        return {**arrays, "attention_mask": counts} if masked else arrays
+
+    return Drawn(
+        values,
+        {
+            "direction": pick(rng, ("forward", "reverse", "jsd")),
+            "temperature": pick(rng, (0.5, 1.0, 2.0)),
+            "reduction": pick(rng, ("mean", "sum", "none")),
+        },
+    )

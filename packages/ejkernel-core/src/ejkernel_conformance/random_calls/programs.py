@@ -24,6 +24,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "flash_attention": dense.flash_or_packed,
     "flash_mla": dense.latent,
     "fused_cross_entropy": losses.cross_entropy,
+    "fused_kl_divergence": losses.kl_divergence,
     "gated_delta_rule": recurrences.gated_delta,
     "gated_grouped_matmul": experts.gated_grouped,
     "gated_linear_attention": recurrences.gated,

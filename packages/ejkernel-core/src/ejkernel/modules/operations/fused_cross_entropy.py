@@ -358,11 +358,8 @@ def _configure(args: FusedCrossEntropyArguments, cfg: Any) -> Any:
 
 
 def _axes_of(args: FusedCrossEntropyArguments) -> dict[str, Any]:
-    """Returns the axis letters of a call's arrays. The first axis is the slowest of the record's tokens, so that a part
-    of it is a part of them.
-    """
-    rank = _rows(args).ndim - 1
-    tokens = " ".join(["t", *"abcefghi"[: rank - 1]][:rank])
+    """Returns the axis letters of a call's arrays."""
+    tokens = token_losses.token_letters(_rows(args).ndim - 1)
     each = tokens if args.reduction == "none" else ""
     output = (each, each, "") + (() if args.targets is None else ("",))
     return {"logits": f"{tokens} v".strip(), "targets": tokens, "weights": tokens, "output": output}

@@ -167,6 +167,23 @@ class FusedCrossEntropyConfig(_SequenceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class FusedKLDivergenceConfig(_SequenceConfig):
+    """Blocks of `fused_kl_divergence`, which XLA chooses by itself: no kernel reads them.
+
+    Attributes:
+        block_v: Entries of the vocabulary per block of logits.
+        block_m: Tokens per block.
+        num_warps: Warps per program.
+        num_stages: Software pipeline depth.
+    """
+
+    block_v: int | None = None
+    block_m: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class CausalConv1dConfig(_SequenceConfig):
     """Blocks of `causal_conv1d`. `None` lets the heuristics decide.
 

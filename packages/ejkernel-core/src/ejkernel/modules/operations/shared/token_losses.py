@@ -69,6 +69,21 @@ def average(weighted: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 0, weighted / jnp.where(total == 0, 1, total))
 
 
+def reduced(losses: jax.Array, weights: jax.Array, args: Any) -> jax.Array:
+    """Returns losses [...] times their weights, reduced as a call asks for; those of weight 0 count nothing."""
+    weighted = jnp.where(weights == 0, 0, weights * losses)
+    if args.reduction == "none":
+        return weighted
+    return jnp.sum(weighted) if args.reduction == "sum" else average(jnp.sum(weighted), weights)
+
+
+def token_letters(rank: int) -> str:
+    """Returns the axis letters of tokens with so many axes. The first is the slowest of the record's tokens, so that a
+    part of it is a part of them.
+    """
+    return " ".join(["t", *"abcefghi"[: max(rank - 1, 0)]][:rank])
+
+
 def across(x: jax.Array, axis: str | None) -> jax.Array:
     """Returns the sum over a mesh axis; what it is given where there is none."""
     return x if axis is None else lax.psum(x, axis)

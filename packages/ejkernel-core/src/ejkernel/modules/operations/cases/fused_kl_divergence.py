@@ -1,0 +1,73 @@
+"""Inputs for `fused_kl_divergence`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
+from ejkernel.ops.model import Case
+
+
+class Sizes(NamedTuple):
+    """Axes of the tokens, entries of the vocabulary, and the dtypes of the student and the teacher."""
+
+    tokens: tuple[int, ...]
+    entries: int
+    student: Any = jnp.float32
+    teacher: Any = jnp.float32
+
+
+def _inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+    student, teacher = 2 * jax.random.normal(key, (2, *sizes.tokens, sizes.entries))
+    return {"student_logits": student.astype(sizes.student), "teacher_logits": teacher.astype(sizes.teacher)}
+
+
+def _masked(key: jax.Array) -> dict[str, Any]:
+    return {"attention_mask": jnp.arange(12) < jnp.array([[12], [7], [0]]), "reduction": "none", "direction": "jsd"}
+
+
+_ROWS: tuple[Row[Sizes], ...] = (
+    ("forward", Sizes((3, 12), 50), lambda key: {"temperature": 2.0}, (), ()),
+    (
+        "reverse, weights",
+        Sizes((40,), 33),
+        lambda key: {"direction": "reverse", "weights": jax.random.uniform(key, (40,)), "reduction": "sum"},
+        (),
+        (),
+    ),
+    ("jsd, padding", Sizes((3, 12), 65), _masked, (), ()),
+    ("jsd, beta", Sizes((24,), 130), lambda key: {"direction": "jsd", "beta": 0.1, "temperature": 0.5}, (), ()),
+    (
+        "bfloat16, teacher float32",
+        Sizes((2, 32), 200, jnp.bfloat16),
+        lambda key: {"return_teacher_entropy": True},
+        (),
+        (),
+    ),
+    (
+        "each, bfloat16",
+        Sizes((32,), 256, jnp.bfloat16, jnp.bfloat16),
+        lambda key: {"reduction": "none", "direction": "reverse"},
+        (),
+        (),
+    ),
+    ("Llama 3", Sizes((8192,), 128256, jnp.bfloat16, jnp.bfloat16), lambda key: {}, (), ("bench",)),
+    ("small model", Sizes((2, 512), 32000), lambda key: {}, (), ("bench_cpu",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """Returns the named cases as argument records of the given type."""
+    return table(arguments, _inputs, _ROWS)
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Returns concrete arguments of the given shapes, valid as a call."""
+
+    def make(name: str, x: Any, key: jax.Array) -> jax.Array:
+        if name == "attention_mask":
+            return jnp.ones(x.shape, x.dtype)
+        return jnp.abs(normal_like(key, x)) if name == "weights" else normal_like(key, x)
+
+    return fill(args, key, make)
