@@ -9,7 +9,7 @@ import jax
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_NO_CONTEXT: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def standard_promotion() -> contextlib.AbstractContextManager[Any]:
@@ -21,7 +21,7 @@ def standard_promotion() -> contextlib.AbstractContextManager[Any]:
     config: Any = jax.config
     dtypes = config.jax_numpy_dtype_promotion
     if config.jax_numpy_rank_promotion == "allow" and getattr(dtypes, "value", dtypes) == "standard":
-        return _NOTHING
+        return _NO_CONTEXT
     return _entered()
 
 

@@ -64,9 +64,9 @@ def _signatures(theirs: list[str], here: list[str]) -> str:
     positional = [parameter for parameter in here if not parameter.endswith(("=", "*"))]
     moved: list[str] = []
     if not any(parameter.endswith("*") and not parameter.endswith("**") for parameter in here):
-        for place, parameter in enumerate(p for p in expected if not p.endswith("=")):
+        for index, parameter in enumerate(p for p in expected if not p.endswith("=")):
             word = parameter.rstrip("/")
-            at = _names(positional[place]) if place < len(positional) else ()
+            at = _names(positional[index]) if index < len(positional) else ()
             if word not in missing and word not in at and not (parameter.endswith("/") and at):
                 moved.append(word)
     parts = [f"no {', '.join(missing)}"] if missing else []

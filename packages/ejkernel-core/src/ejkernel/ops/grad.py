@@ -204,19 +204,19 @@ def _named_residual(path: Any, value: Any) -> Any:
 
 
 @promoting
-def _backward(plan: CallPlan, kept: _Saved, cotangent: Any) -> tuple[Any]:
-    saved, lse_cotangent = kept.pullback, None
+def _backward(plan: CallPlan, from_forward: _Saved, cotangent: Any) -> tuple[Any]:
+    saved, lse_cotangent = from_forward.pullback, None
     if plan.returns_lse:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
     # The choice depends on shapes and the device alone, so this is the implementation that the forward pass chose.
     _, backward = plan.pick_both(saved.record, saved.wanted)
-    if kept.config is None:
+    if from_forward.config is None:
         backward = plan.configured(backward, saved.record)
     else:
         # A paired kernel must use one configuration in both passes: its private residuals have its tile sizes.
-        backward = dataclasses.replace(backward, config=kept.config)
+        backward = dataclasses.replace(backward, config=from_forward.config)
     pullback = dataclasses.replace(saved, cotangent=cotangent, lse_cotangent=lse_cotangent)
     gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
     # JAX takes None as a cotangent of zeros. Fields without a gradient, such as integer ids, get it; a differentiated

@@ -56,7 +56,7 @@ def complete_docstring(docstring: str | None) -> str | None:
     text = inspect.cleandoc(docstring)
     arguments, separator, results = text.partition("\n\nReturns:\n")
     documented = [line.strip().partition(":")[0] for line in arguments.splitlines()]
-    again = [name for name in CALL_OPTIONS if name in documented]
-    if not separator or "\nArgs:\n" not in arguments or again:
-        raise ValueError(f"docstring: got {'again ' + ', '.join(again) if again else 'none of'} Args and Returns")
+    repeated = [name for name in CALL_OPTIONS if name in documented]
+    if not separator or "\nArgs:\n" not in arguments or repeated:
+        raise ValueError(f"docstring: got {'again ' + ', '.join(repeated) if repeated else 'none of'} Args and Returns")
     return arguments + OPTIONS.rstrip() + separator + results

@@ -111,7 +111,7 @@ def _on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
     everything = [np.unique(ids) for ids in (queries, keys)]
     ends = [int(end) for ids in everything if ids.size for end in (ids[0], ids[-1])]
     if not ends or max(ends) <= _INT32.max:
-        kept = as_int32(queries), as_int32(keys)
+        narrowed = as_int32(queries), as_int32(keys)
     else:
         # Never through one dtype of both: NumPy's of int64 and uint64 is float64.
         known = sorted({int(one) for ids in everything for one in ids if one >= 0})
@@ -121,8 +121,8 @@ def _on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
             values, inverse = np.unique(ids, return_inverse=True)
             return np.array([number.get(int(one), -1) for one in values], np.int32)[inverse].reshape(ids.shape)
 
-        kept = renumber(queries), renumber(keys)
-    return (kept[0], kept[0]) if queries is keys else kept
+        narrowed = renumber(queries), renumber(keys)
+    return (narrowed[0], narrowed[0]) if queries is keys else narrowed
 
 
 def _narrow(name: str, ids: Any) -> jax.Array:

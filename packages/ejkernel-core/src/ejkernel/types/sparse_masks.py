@@ -304,8 +304,8 @@ class MultiHeadMask(Mask):
     @functools.cached_property
     def which(self) -> tuple[int, ...]:
         """For every head, the place of its mask among the distinct ones."""
-        place = {mask: n for n, mask in enumerate(self.distinct)}
-        return tuple(place[mask] for mask in self.masks)
+        index = {mask: n for n, mask in enumerate(self.distinct)}
+        return tuple(index[mask] for mask in self.masks)
 
     def __repr__(self) -> str:
         return f"MultiHeadMask(distinct={self.distinct}, which={self.which})"

@@ -42,8 +42,8 @@ def apply_causal(info: Info, offset: ArrayLike = 0) -> Info:
         ValueError: The mask is empty, or `offset` has another shape.
     """
     mask = get_or_compute_attention_mask(info)
-    q_place, kv_place = _places(info)
-    causal = kv_place <= q_place + _offset(offset, mask)
+    q_positions, kv_positions = _positions(info)
+    causal = kv_positions <= q_positions + _offset(offset, mask)
     return _restricted(info, mask & causal, causal_mask_baked_in=True)
 
 
@@ -81,12 +81,12 @@ def apply_sliding_window(
             check_number("sliding_window", side, minimum=0)
     near, far = (None if side is None else _distance(side) for side in (left, right))
     mask = get_or_compute_attention_mask(info)
-    q_place, kv_place = _places(info)
-    q_place = q_place + _offset(offset, mask)
+    q_positions, kv_positions = _positions(info)
+    q_positions = q_positions + _offset(offset, mask)
     if near is not None:
-        mask = mask & (kv_place >= q_place - near)
+        mask = mask & (kv_positions >= q_positions - near)
     if far is not None:
-        mask = mask & (kv_place <= q_place + far)
+        mask = mask & (kv_positions <= q_positions + far)
     windowed = _restricted(info, mask, sliding_window_baked_in=True)
     if mode == "decode":
         return _decode_part(windowed, left, right, offset, index)
@@ -114,10 +114,10 @@ def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> I
     """
     check_number("chunk_size", chunk_size, minimum=1)
     mask = get_or_compute_attention_mask(info)
-    q_place, kv_place = _places(info)
+    q_positions, kv_positions = _positions(info)
     size = chunk_size if isinstance(chunk_size, jax.Array) else min(int(np.asarray(chunk_size)), NO_LIMIT)
-    q_chunk, kv_chunk = q_place // size, kv_place // size
-    mask = mask & (q_chunk == kv_chunk) & (kv_place <= q_place + _offset(offset, mask))
+    q_chunk, kv_chunk = q_positions // size, kv_positions // size
+    mask = mask & (q_chunk == kv_chunk) & (kv_positions <= q_positions + _offset(offset, mask))
     q_ids, kv_ids = get_or_compute_segment_ids(info)
     return changes.replace(
         info,
@@ -261,11 +261,11 @@ def _stored_ids(info: MaskParts) -> dict[str, jax.Array | None]:
     return {"q_segment_ids": info.explicit_q_segment_ids, "kv_segment_ids": info.explicit_kv_segment_ids}
 
 
-def _places(info: MaskParts) -> tuple[jax.Array, jax.Array]:
+def _positions(info: MaskParts) -> tuple[jax.Array, jax.Array]:
     """Returns the places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
-    q_place = _indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
-    kv_place = _indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
-    return q_place[:, None, :, None], kv_place[:, None, None, :]
+    q_positions = _indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
+    kv_positions = _indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
+    return q_positions[:, None, :, None], kv_positions[:, None, None, :]
 
 
 def _indices(length: int | None) -> jax.Array:

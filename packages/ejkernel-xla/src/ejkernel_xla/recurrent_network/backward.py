@@ -56,8 +56,10 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
     for layer in reversed(range(layers)):
         inputs = _inputs(pullback, layer)
         parts = jnp.split(outputs, directions, axis=-1)
-        places = [Direction.of(record, layer, n) for n in range(directions)]
-        grads = [_direction(pullback, at, inputs, part, config) for at, part in zip(places, parts, strict=True)]
+        layer_directions = [Direction.of(record, layer, n) for n in range(directions)]
+        grads = [
+            _direction(pullback, at, inputs, part, config) for at, part in zip(layer_directions, parts, strict=True)
+        ]
         outputs = functools.reduce(jnp.add, [each["inputs"] for each in grads])
         layer_grads.insert(0, grads)
     grads = _assemble(record, layer_grads)

@@ -86,8 +86,8 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
             grads["bias"] = put_columns(staying["bias"], grads["bias"], ring, source, keys)
         return {name: grads[name] for name in travelling}, {name: grads[name] for name in staying}
 
-    collected, kept = ring.walk(load_of(record), travelling, ring_step, staying)
-    return {**collected, **kept}
+    collected, local = ring.walk(load_of(record), travelling, ring_step, staying)
+    return {**collected, **local}
 
 
 def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:

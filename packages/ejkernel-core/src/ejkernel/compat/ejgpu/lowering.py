@@ -24,19 +24,19 @@ def dense(arrays: Arrays, bias: Any, slopes: Any, lengths: Pair | None, options:
         options: Of `flash_attention`.
     """
     queries, keys = arrays[0].shape[1], arrays[1].shape[1]
-    q_places, k_places = jnp.arange(queries, dtype=jnp.int32)[None], jnp.arange(keys, dtype=jnp.int32)[None]
+    q_positions, k_positions = jnp.arange(queries, dtype=jnp.int32)[None], jnp.arange(keys, dtype=jnp.int32)[None]
     mask: dict[str, Any] = {}
-    ends = q_places + (keys - queries)
+    ends = q_positions + (keys - queries)
     if lengths is not None:
         q_lengths, k_lengths = (x[:, None] for x in lengths)
-        ends = q_places + (k_lengths - q_lengths)
-        mask["_q_segment_ids"] = jnp.where(q_places < q_lengths, 0, -1)
-        mask["_kv_segment_ids"] = jnp.where(k_places < k_lengths, 0, -1)
+        ends = q_positions + (k_lengths - q_lengths)
+        mask["_q_segment_ids"] = jnp.where(q_positions < q_lengths, 0, -1)
+        mask["_kv_segment_ids"] = jnp.where(k_positions < k_lengths, 0, -1)
     # Rows of one length need no positions, and indices let tiles be skipped at compile time.
     if options["causal"] and (lengths is not None or queries != keys):
-        mask |= {"q_positions": ends, "kv_positions": k_places}
+        mask |= {"q_positions": ends, "kv_positions": k_positions}
     if slopes is not None:
-        distance = -k_places[:, None] if options["causal"] else jnp.abs(ends[:, :, None] - k_places[:, None])
+        distance = -k_positions[:, None] if options["causal"] else jnp.abs(ends[:, :, None] - k_positions[:, None])
         alibi = _wide(slopes)[:, :, None, None] * -distance[:, None]
         bias = alibi if bias is None else bias + alibi
     return modules.flash_attention(*arrays, bias, mask_info=MaskInfo(**mask) if mask else None, **options)
@@ -55,15 +55,15 @@ def packed(arrays: Arrays, cu_seqlens: Pair, slopes: Any, options: dict[str, Any
         options: Of `flash_attention`.
     """
     cu_q, cu_k = cu_seqlens
-    k_ids, k_places = packed_ids(cu_k, arrays[1].shape[1])
+    k_ids, k_positions = packed_ids(cu_k, arrays[1].shape[1])
     bias = mask = None
     if slopes is not None:
-        of_keys = _wide(slopes)[jnp.maximum(k_ids[0], 0)] * k_places[0][:, None]
+        of_keys = _wide(slopes)[jnp.maximum(k_ids[0], 0)] * k_positions[0][:, None]
         bias = of_keys.T[None, :, None]
     if options["causal"] and cu_q is not cu_k:
-        q_ids, q_places = packed_ids(cu_q, arrays[0].shape[1])
+        q_ids, q_positions = packed_ids(cu_q, arrays[0].shape[1])
         surplus = (jnp.diff(cu_k) - jnp.diff(cu_q))[jnp.maximum(q_ids, 0)]
-        mask = MaskInfo(q_positions=q_places + surplus, kv_positions=k_places)
+        mask = MaskInfo(q_positions=q_positions + surplus, kv_positions=k_positions)
     lengths = (cu_q, None if cu_q is cu_k else cu_k)
     return modules.flash_attention(*arrays, bias, *lengths, mask_info=mask, **options)
 
@@ -86,8 +86,8 @@ def padded(
         for x, cu, width in zip(arrays, (cu_q, cu_k, cu_k), (widths[0], widths[1], widths[1]), strict=True)
     )
     output = dense((query, key, value), *extras, (jnp.diff(cu_q), jnp.diff(cu_k)), options)
-    ids, places = (x[0] for x in packed_ids(cu_q, arrays[0].shape[1]))
-    return jnp.where((ids >= 0)[:, None, None], output[jnp.maximum(ids, 0), places], 0)
+    ids, positions = (x[0] for x in packed_ids(cu_q, arrays[0].shape[1]))
+    return jnp.where((ids >= 0)[:, None, None], output[jnp.maximum(ids, 0), positions], 0)
 
 
 def _rows(x: jax.Array, cu_seqlens: jax.Array, width: int) -> jax.Array:

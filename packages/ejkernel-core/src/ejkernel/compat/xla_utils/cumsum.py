@@ -167,9 +167,9 @@ def _rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> j
 
 def _unrolled(rows: jax.Array, bounds: jax.Array, size: int, tokens: int) -> jax.Array:
     """Returns the values of the tokens, [B, T, ...], from those of their chunks; 0 for padding tokens."""
-    ids, places = (x[0] for x in packed_ids(bounds, tokens))
+    ids, positions = (x[0] for x in packed_ids(bounds, tokens))
     chunks = -(-jnp.diff(bounds) // size)
     before = (jnp.cumsum(chunks) - chunks)[jnp.maximum(ids, 0)]
     flat = rows.reshape(rows.shape[0], -1, *rows.shape[3:])
-    values = jnp.take(flat, (before + places // size) * size + places % size, axis=1, mode="clip")
+    values = jnp.take(flat, (before + positions // size) * size + positions % size, axis=1, mode="clip")
     return jnp.where((ids >= 0).reshape(1, -1, *[1] * (values.ndim - 2)), values, 0)

@@ -115,8 +115,8 @@ def prepare_token_indices(cu_seqlens: Integer[Array, " n+1"], total: int | None 
     Raises:
         ValueError: As `prepare_sequence_ids`.
     """
-    ids, places = packed_ids(*_row(cu_seqlens, total))
-    return jnp.stack([ids[0], places[0]], axis=1)
+    ids, positions = packed_ids(*_row(cu_seqlens, total))
+    return jnp.stack([ids[0], positions[0]], axis=1)
 
 
 def prepare_chunk_offsets(cu_seqlens: Integer[Array, " n+1"], chunk_size: int) -> Integer[Array, " n+1"]:

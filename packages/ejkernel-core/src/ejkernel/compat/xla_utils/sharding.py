@@ -47,13 +47,13 @@ def get_corrected_named_sharding(shape: Sequence[int], partition_spec: Partition
 def _entry(size: int, entry: Any, mesh: Mesh) -> Any:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return entry
-    kept: list[str] = []
+    axes: list[str] = []
     for name in (entry,) if isinstance(entry, str) else entry:
-        if name in mesh.shape and size % math.prod(mesh.shape[axis] for axis in (*kept, name)) == 0:
-            kept.append(name)
-    if isinstance(entry, str) or not kept:
-        return kept[0] if kept else None
-    return tuple(kept)
+        if name in mesh.shape and size % math.prod(mesh.shape[axis] for axis in (*axes, name)) == 0:
+            axes.append(name)
+    if isinstance(entry, str) or not axes:
+        return axes[0] if axes else None
+    return tuple(axes)
 
 
 @also_called(x="tensor")

@@ -17,8 +17,8 @@ def final_states(record: CausalConvolution) -> States:
         return jnp.concatenate([before, last], axis=2)[:, :, before.shape[2] + last.shape[2] - held :]
     token, slot, inside = _packed(record)
     rows = record.x[0].at[token].get(mode="clip")
-    kept = jnp.take_along_axis(before, jnp.clip(slot, 0, max(0, held - 1))[:, None], axis=2)
-    return jnp.where(inside[:, None], jnp.swapaxes(rows, 1, 2), kept)
+    carried = jnp.take_along_axis(before, jnp.clip(slot, 0, max(0, held - 1))[:, None], axis=2)
+    return jnp.where(inside[:, None], jnp.swapaxes(rows, 1, 2), carried)
 
 
 def add_state_gradients(
@@ -41,15 +41,15 @@ def add_state_gradients(
     if record.cu_seqlens is None:
         num_last = min(held, tokens)
         last = jnp.swapaxes(cotangent[:, :, held - num_last :], 1, 2).astype(dx.dtype)
-        kept = cotangent[:, :, : held - num_last].astype(dbefore.dtype)
-        return dx.at[:, tokens - num_last :].add(last), dbefore.at[:, :, num_last:].add(kept)
+        carried = cotangent[:, :, : held - num_last].astype(dbefore.dtype)
+        return dx.at[:, tokens - num_last :].add(last), dbefore.at[:, :, num_last:].add(carried)
     token, slot, inside = _packed(record)
     rows = jnp.swapaxes(cotangent, 1, 2).astype(dx.dtype)
     dx = dx.at[0, jnp.where(inside, token, tokens)].add(rows, mode="drop")
-    kept = jnp.where(inside[:, None], 0, cotangent).astype(dbefore.dtype)
+    carried = jnp.where(inside[:, None], 0, cotangent).astype(dbefore.dtype)
     sequence = jnp.arange(slot.shape[0])[:, None]
-    places = jnp.where(inside, held, slot)
-    return dx, dbefore.at[sequence, :, places].add(jnp.swapaxes(kept, 1, 2), mode="drop")
+    columns = jnp.where(inside, held, slot)
+    return dx, dbefore.at[sequence, :, columns].add(jnp.swapaxes(carried, 1, 2), mode="drop")
 
 
 def state_sums(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:

@@ -52,6 +52,6 @@ def _final_state(record: CausalConvolution, before: jax.Array) -> jax.Array:
     slot, bounds = jnp.arange(held, dtype=jnp.int32), jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
     length = jnp.diff(bounds)[:, None]
     at = jnp.clip(bounds[1:, None] - held + slot, 0, tokens - 1)
-    kept = jnp.take_along_axis(before, jnp.clip(slot + length, 0, max(0, held - 1))[:, None], axis=2)
+    carried = jnp.take_along_axis(before, jnp.clip(slot + length, 0, max(0, held - 1))[:, None], axis=2)
     inside = (slot + length >= held)[:, None]
-    return jnp.where(inside, jnp.swapaxes(record.x[0, at], 1, 2), kept)
+    return jnp.where(inside, jnp.swapaxes(record.x[0, at], 1, 2), carried)

@@ -46,6 +46,6 @@ def sorted_by_expert(experts: jax.Array, count: int) -> Routing:
     """
     key = experts.reshape(-1)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
-    places = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    positions = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
     sizes = jnp.sum(key[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
-    return experts, places.reshape(experts.shape), order, sizes
+    return experts, positions.reshape(experts.shape), order, sizes

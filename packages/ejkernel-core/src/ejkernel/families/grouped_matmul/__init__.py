@@ -83,8 +83,10 @@ def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
     if record.existing_out is None and record.left_over == "zero":
         return {"m": owner, "e": matrices}, {"m": rows}
     # Unassigned rows keep their earlier values.
-    kept = [{n: np.where(owner >= 0, x, UNUSED)[:, None] for n in ("output", "existing_out")} for x in (owner, rows)]
-    return {"m": owner, "e": matrices, **kept[0]}, {"m": rows, **kept[1]}
+    unassigned = [
+        {n: np.where(owner >= 0, x, UNUSED)[:, None] for n in ("output", "existing_out")} for x in (owner, rows)
+    ]
+    return {"m": owner, "e": matrices, **unassigned[0]}, {"m": rows, **unassigned[1]}
 
 
 def _group_of_rows(record: GroupedMatmul) -> np.ndarray:

@@ -80,8 +80,8 @@ def running_sum(x: jax.Array) -> jax.Array:
     """Returns sums of the first elements up to each of a short vector, int32: one small kernel, where a scan is
     several.
     """
-    place = jnp.arange(x.shape[0])
-    return jnp.sum(jnp.where(place[:, None] >= place, x, 0), axis=1, dtype=jnp.int32)
+    index = jnp.arange(x.shape[0])
+    return jnp.sum(jnp.where(index[:, None] >= index, x, 0), axis=1, dtype=jnp.int32)
 
 
 def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> jax.Array:

@@ -178,12 +178,12 @@ def step_record(record: RingAttention, ring: Ring, source: jax.Array, load: Load
     pairs = {
         name: columns(x, ring, source, keys) for name in ("bias", "mask") if (x := getattr(record, name)) is not None
     }
-    places: dict[str, jax.Array] = {}
+    position_fields: dict[str, jax.Array] = {}
     if band(tiled(record)) != (None, None):
         me, queries = lax.axis_index(record.axis_name), record.query.shape[1]
-        places["q_positions"] = ring.indices(me, queries) if record.q_positions is None else record.q_positions
-        places["kv_positions"] = load.get("kv_positions", ring.indices(source, keys))
-    return dataclasses.replace(tiled(record), **{**load, **pairs, **places}, softmax_aux=None)
+        position_fields["q_positions"] = ring.indices(me, queries) if record.q_positions is None else record.q_positions
+        position_fields["kv_positions"] = load.get("kv_positions", ring.indices(source, keys))
+    return dataclasses.replace(tiled(record), **{**load, **pairs, **position_fields}, softmax_aux=None)
 
 
 def columns(x: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:

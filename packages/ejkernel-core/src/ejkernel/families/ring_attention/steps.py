@@ -226,10 +226,10 @@ def _wider(side: int | None, cut: int) -> int | None:
     return None if side is None else side + cut
 
 
-def _put(x: jax.Array, place: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
+def _put(x: jax.Array, span: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
     """Returns an axis of `length` with x at an index, and `fill` around it."""
-    if place == (0, length):
+    if span == (0, length):
         return x
     padding = [(0, 0)] * x.ndim
-    padding[axis] = (place[0], length - place[1])
+    padding[axis] = (span[0], length - span[1])
     return jnp.pad(x, padding, constant_values=fill)

@@ -30,15 +30,15 @@ def isolate_selected_pullback(pullback: Any) -> Any:
         return pullback
     branches = {name: getattr(residuals, name) for name in ("selected", "compressed", "window")}
     branches = {name: branch for name, branch in branches.items() if branch is not None}
-    kept = finite_rows(record.query) & finite_rows(pullback.output) & finite_rows(pullback.cotangent)
+    finite = finite_rows(record.query) & finite_rows(pullback.output) & finite_rows(pullback.cotangent)
     for branch in branches.values():
-        kept &= finite_rows(branch.output) & (jnp.isfinite(branch.lse) | (branch.lse == -jnp.inf))
+        finite &= finite_rows(branch.output) & (jnp.isfinite(branch.lse) | (branch.lse == -jnp.inf))
     for gate in (record.g_slc, record.g_cmp, record.g_swa):
-        kept = kept if gate is None else kept & jnp.isfinite(gate).swapaxes(1, 2)
-    kept |= (record.q_segment_ids < 0)[:, None]
+        finite = finite if gate is None else finite & jnp.isfinite(gate).swapaxes(1, 2)
+    finite |= (record.q_segment_ids < 0)[:, None]
     marked = {
         name: dataclasses.replace(
-            branch, output=finite_or_zero(branch.output), lse=jnp.where(kept, branch.lse, jnp.nan)
+            branch, output=finite_or_zero(branch.output), lse=jnp.where(finite, branch.lse, jnp.nan)
         )
         for name, branch in branches.items()
     }

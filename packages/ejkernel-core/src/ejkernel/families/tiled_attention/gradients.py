@@ -26,10 +26,10 @@ def split_unnormalised_backward(pullback: Pullback) -> tuple[Pullback, Pullback]
     Their scores are shifted differently, by the maximum and by lse, so that no kernel has both.
     """
     normal = dataclasses.replace(pullback.record, normalize_output=True)
-    nothing = jnp.zeros_like(pullback.cotangent)
+    zeros = jnp.zeros_like(pullback.cotangent)
     return (
         dataclasses.replace(pullback, lse_cotangent=None),
-        dataclasses.replace(pullback, record=normal, output=nothing, cotangent=nothing),
+        dataclasses.replace(pullback, record=normal, output=zeros, cotangent=zeros),
     )
 
 

@@ -52,19 +52,19 @@ def isolate_pullback(pullback: Any) -> Any:
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return pullback
     residuals, lse = pullback.residuals, pullback.residuals.lse
-    kept = finite_rows(record.query) & (jnp.isfinite(lse) | (lse == -jnp.inf))
+    finite = finite_rows(record.query) & (jnp.isfinite(lse) | (lse == -jnp.inf))
     for tree in (pullback.output, pullback.cotangent):
         first, *weights = jax.tree.leaves(tree)  # [B, T, H, D], and of some families the weights [B, H, T, S]
-        kept = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all(axis=-1) for x in weights], kept)
-        kept &= finite_rows(first)
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all(axis=-1) for x in weights], finite)
+        finite &= finite_rows(first)
     more: dict[str, Any] = {}
     if pullback.lse_cotangent is not None:
-        kept &= jnp.isfinite(pullback.lse_cotangent)
+        finite &= jnp.isfinite(pullback.lse_cotangent)
         more["lse_cotangent"] = finite_or_zero(pullback.lse_cotangent)
     # Padding has no gradient, whatever it holds.
-    kept |= (record.q_segment_ids < 0)[:, None]
+    finite |= (record.q_segment_ids < 0)[:, None]
     shifts = {name: getattr(residuals, name, None) for name in ("lse", "row_max")}
-    shifts = {name: jnp.where(kept, x, jnp.nan) for name, x in shifts.items() if x is not None}
+    shifts = {name: jnp.where(finite, x, jnp.nan) for name, x in shifts.items() if x is not None}
     return dataclasses.replace(
         pullback,
         record=dataclasses.replace(record, **{name: finite_or_zero(getattr(record, name)) for name in FIELDS}),

@@ -324,21 +324,23 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
     ids = [mask.explicit_q_segment_ids, mask.explicit_kv_segment_ids]
     if ids[0] is not None and ids[1] is not None:
         ids = [jnp.broadcast_to(x, (batch, x.shape[1])) for x in exact_segment_ids(ids[0], ids[1])]
-    places = [x if x is None else clamp_positions(x) for x in (mask.q_positions, mask.kv_positions)]
-    explicit = any(x is not None for x in places)
+    positions = [x if x is None else clamp_positions(x) for x in (mask.q_positions, mask.kv_positions)]
+    explicit = any(x is not None for x in positions)
     if args.cum_seqlens_q is not None:
         cum_k = args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k
         packed = packing.packed_ids if batch == 1 else packing.padded_ids
-        (q_ids, q_places), (k_ids, k_places) = packed(args.cum_seqlens_q, queries), packed(cum_k, keys)
+        (q_ids, q_indices), (k_ids, k_indices) = packed(args.cum_seqlens_q, queries), packed(cum_k, keys)
         explicit_ids = None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
         ids = (q_ids, k_ids) if explicit_ids is None else packing.both_ids(explicit_ids, (q_ids, k_ids))
         # With the same packing on both sides the difference of two indices in a sequence is that of their positions,
         # and indices let tiles be skipped at compile time. In padded rows they are the positions.
         if explicit or (batch == 1 and args.cum_seqlens_k is not None):
-            places = [indices if x is None else x for indices, x in zip((q_places, k_places), places, strict=True)]
+            positions = [
+                indices if x is None else x for indices, x in zip((q_indices, k_indices), positions, strict=True)
+            ]
     # Otherwise nothing compares positions.
     bounded = args.causal or args.sliding_window is not None or args.alibi_slopes is not None
-    return (*ids, *(places if bounded else (None, None)))
+    return (*ids, *(positions if bounded else (None, None)))
 
 
 def reference(args: FlashAttentionArguments) -> Any:

@@ -228,8 +228,8 @@ def _local_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax
 def _chunked(record: Record, info: MaskInfo, size: int) -> Record:
     """Returns the record with chunks for segments, or with segments cut into chunks."""
     rows = record.query.shape[0]
-    places = ((info.q_positions, record.query.shape[1]), (info.kv_positions, record.key.shape[1]))
-    chunks = [_indices(record, n)[None] // size if x is None else clamp_positions(x) // size for x, n in places]
+    positions = ((info.q_positions, record.query.shape[1]), (info.kv_positions, record.key.shape[1]))
+    chunks = [_indices(record, n)[None] // size if x is None else clamp_positions(x) // size for x, n in positions]
     chunks = [jnp.broadcast_to(x, (rows, x.shape[1])) for x in chunks]
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
         chunks = _both_ids(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))

@@ -84,9 +84,9 @@ def policy_override(selector: HasPolicy | None = None, **updates: Any) -> Genera
     owner = None if selector is None else id(selector)
     # Entries that this block overrides are removed. Then each owner has a field once, the order has no meaning, and
     # blocks with the same effect have the same jit key.
-    kept = [each for each in override_updates() if each[1] not in updates or owner not in (None, each[0])]
-    kept += [(owner, name, value) for name, value in updates.items()]
-    with _override(tuple(sorted(kept, key=lambda each: (each[0] or 0, each[1])))):
+    entries = [each for each in override_updates() if each[1] not in updates or owner not in (None, each[0])]
+    entries += [(owner, name, value) for name, value in updates.items()]
+    with _override(tuple(sorted(entries, key=lambda each: (each[0] or 0, each[1])))):
         yield
 
 

@@ -123,8 +123,8 @@ class Executor:
         """
         config = self.choose_config(kernel, *example_args, **kwargs)
 
-        def run(*args: Any, **again: Any) -> Out:
-            call_kwargs: dict[str, Any] = {**kwargs, **again, "cfg": config}
+        def run(*args: Any, **extra: Any) -> Out:
+            call_kwargs: dict[str, Any] = {**kwargs, **extra, "cfg": config}
             return self(kernel, *args, **call_kwargs)
 
         return jax.jit(run)

@@ -22,8 +22,8 @@ def _masked(key: jax.Array) -> dict[str, Any]:
 
 
 def _positioned(key: jax.Array) -> dict[str, Any]:
-    places = jax.random.randint(key, (2, 20), 0, 33)
-    info = MaskInfo(q_positions=places, kv_positions=jnp.arange(33)[None] + 1)
+    positions = jax.random.randint(key, (2, 20), 0, 33)
+    info = MaskInfo(q_positions=positions, kv_positions=jnp.arange(33)[None] + 1)
     return {"mask_info": info, "causal": True, "sliding_window": (20, 0)}
 
 

@@ -40,8 +40,11 @@ def _masked(key: jax.Array) -> dict[str, Any]:
 
 
 def _positioned(key: jax.Array) -> dict[str, Any]:
-    places = jax.random.randint(key, (2, 40), 0, 62)
-    return {"mask_info": MaskInfo(q_positions=places, kv_positions=jnp.arange(62)[None] + 1), "sliding_window": (20, 0)}
+    positions = jax.random.randint(key, (2, 40), 0, 62)
+    return {
+        "mask_info": MaskInfo(q_positions=positions, kv_positions=jnp.arange(62)[None] + 1),
+        "sliding_window": (20, 0),
+    }
 
 
 def _segmented(key: jax.Array) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def _case(arguments: type, row: _Row) -> Case:
 
     def make(key: jax.Array) -> Any:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-        kept = {field: shape for field, shape in shapes.items() if field in ("x", "weight", *optional)}
-        arrays = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in kept.items()}
+        used = {field: shape for field, shape in shapes.items() if field in ("x", "weight", *optional)}
+        arrays = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in used.items()}
         bounds = {"cu_seqlens": jnp.array(BOUNDS, jnp.int32)} if "cu_seqlens" in optional else {}
         return arguments(**arrays, **bounds, **further)
 

@@ -51,14 +51,14 @@ def index_pairs(
 
     Every row has `most` places, which pairs take in a random order; with `drops`, two thirds of them at most are taken.
     """
-    pairs, places = tokens * count, rows * most
-    used = min(pairs, places)
+    pairs, slots = tokens * count, rows * most
+    used = min(pairs, slots)
     used -= used // 3 if drops else 0
-    pair_key, place_key = jax.random.split(key)
+    pair_key, slot_key = jax.random.split(key)
     pair = jax.random.permutation(pair_key, pairs)[:used]
-    place = jax.random.permutation(place_key, places)[:used]
-    indices = jnp.full(pairs, -1, jnp.int32).at[pair].set((place // most).astype(jnp.int32))
-    inverse = jnp.full(places, pairs, jnp.int32).at[place].set(pair.astype(jnp.int32))
+    slot = jax.random.permutation(slot_key, slots)[:used]
+    indices = jnp.full(pairs, -1, jnp.int32).at[pair].set((slot // most).astype(jnp.int32))
+    inverse = jnp.full(slots, pairs, jnp.int32).at[slot].set(pair.astype(jnp.int32))
     return indices.reshape(tokens, count), inverse.reshape(rows, most)
 
 

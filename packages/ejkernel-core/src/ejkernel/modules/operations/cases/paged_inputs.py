@@ -155,10 +155,10 @@ def v3_eight_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 def v3_integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns the same with a cache of int8."""
     fields = v3_inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
-    kept = ("keys", "values", "kv_cache")
+    names = ("keys", "values", "kv_cache")
     integer_fields = {
         name: jax.random.randint(k, fields[name].shape, -128, 128).astype(jnp.int8)
-        for name, k in zip(kept, jax.random.split(key, len(kept)), strict=True)
+        for name, k in zip(names, jax.random.split(key, len(names)), strict=True)
     }
     return {**fields, **integer_fields, **normal(key, jnp.bfloat16, queries=fields["queries"].shape)}
 

@@ -78,11 +78,11 @@ def _relu(case: Case) -> Any:
 
 def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
     name, sizes, optional, lengths, tags = row
-    kept = [field for field in ("x", "weight_ih", "weight_hh", *optional) if field in fields]
+    names = [field for field in ("x", "weight_ih", "weight_hh", *optional) if field in fields]
 
     def make(key: jax.Array) -> Any:
-        shapes, keys = sizes.shapes(GATES[cell]), jax.random.split(key, len(kept))
-        arrays = {field: _normal(field, shapes[field], k) for field, k in zip(kept, keys, strict=True)}
+        shapes, keys = sizes.shapes(GATES[cell]), jax.random.split(key, len(names))
+        arrays = {field: _normal(field, shapes[field], k) for field, k in zip(names, keys, strict=True)}
         arrays = {field: x.astype(sizes.dtype) for field, x in arrays.items()}
         return arguments(**arrays, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
 

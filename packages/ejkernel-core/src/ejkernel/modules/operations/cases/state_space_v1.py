@@ -56,9 +56,9 @@ def _case(arguments: type, row: Row) -> Case:
 
     def make(key: jax.Array) -> Any:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-        kept = {field: shape for field, shape in shapes.items() if field in required or field in optional}
+        used = {field: shape for field, shape in shapes.items() if field in required or field in optional}
         fields: dict[str, Any] = {
-            field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in kept.items()
+            field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in used.items()
         }
         if "states" in fields:
             fields["initial_state"] = fields.pop("states")

@@ -50,8 +50,8 @@ def _oldest(args: Any, state: jax.Array) -> jax.Array:
     lengths = _lengths(args)
     end = jnp.clip(args.cu_seqlens[1:], 0, tokens)
     inside = args.x[0].at[jnp.where(lengths >= width, end - width, 0)].get(mode="clip")
-    kept = jnp.take_along_axis(state, jnp.clip(lengths, 0, width - 1)[:, None, None], axis=2)[..., 0]
-    return jnp.where((lengths >= width)[:, None], inside, kept.astype(inside.dtype))
+    carried = jnp.take_along_axis(state, jnp.clip(lengths, 0, width - 1)[:, None, None], axis=2)[..., 0]
+    return jnp.where((lengths >= width)[:, None], inside, carried.astype(inside.dtype))
 
 
 def _lengths(args: Any) -> jax.Array:

@@ -106,5 +106,5 @@ def listed(blocks: Blocks, indices: jax.Array, counts: int | jax.Array) -> jax.A
     real = (indices >= 0) & (indices <= last) & (slots < count)
     indices = jnp.where(real, indices, -1)
     earlier = slots[:, None] > slots
-    again = ((indices[..., :, None] == indices[..., None, :]) & earlier).any(axis=-1)
-    return jnp.where(real & ~again, indices + blocks.base[:, :, None, None], -1)
+    repeated = ((indices[..., :, None] == indices[..., None, :]) & earlier).any(axis=-1)
+    return jnp.where(real & ~repeated, indices + blocks.base[:, :, None, None], -1)
