@@ -2,6 +2,7 @@
 
     python examples/serve.py                    # 8 requests, a small model with random weights
     python examples/serve.py --check            # and compare every logit with flash attention over whole sequences
+    python examples/serve.py --check --cache float8_e4m3fn --share --draft     # 8-bit caches, a shared prefix, trees
     python examples/serve.py --model large --dtype bfloat16 --requests 256 --pages 16384     # on a GPU
 
 One compiled step serves everything: a batch of query rows, in which a sequence that decodes has one row and a prompt
@@ -10,6 +11,10 @@ has a chunk. Its shapes never change, so nothing is compiled again while request
     waiting --admit--> prefill, chunk by chunk --> decode, one token a step --> done
        ^                    |                         |
        +------ preempted: pages given back <----------+   when no page is free
+
+With --share, what all requests begin with is computed once and lies in pages that all tables begin with. With --draft,
+a sequence that decodes has two guesses of its next token as well, both children of the newest one: a tree, which the
+step checks at once.
 """
 
 import argparse
@@ -57,6 +62,12 @@ class Model:
     hidden: int = 128
     vocabulary: int = ByteTokenizer.size
     dtype: str = "float32"
+    cache: str = ""
+
+    @property
+    def scale(self) -> float | None:
+        """What keys and values are divided by in caches of 8 bits; a server measures it."""
+        return 1 / 16 if self.cache else None
 
     def weights(self, key: jax.Array) -> list[Weights]:
         """Random weights of all layers and, last, of the embedding."""
@@ -84,7 +95,8 @@ class Model:
     def caches(self, pages: int, slots: int) -> list[Cache]:
         """Empty key and value caches [pages, slots, KV heads, head size] of all layers."""
         shape = (pages, slots, self.kv_heads, self.head_dim)
-        return [(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in range(self.layers)]
+        dtype = self.cache or self.dtype
+        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(self.layers)]
 
 
 MODELS = {
@@ -132,23 +144,26 @@ def step(
         caches: The caches, which are updated in place.
         tokens: [T] token of each row; rows behind the last sequence's are of no sequence.
         positions: [T] its position in its sequence.
-        batch: Lengths [N], block tables [N, K] and starts [N + 1], as `chunked_prefill_paged_decode` takes them.
+        batch: Lengths [N], block tables [N, K] and starts [N + 1], as `chunked_prefill_paged_decode` takes them; its
+            further arguments; and the rows whose logits are asked for, [N, R].
 
     Returns:
-        Logits [N, vocabulary] after the last row of every sequence, and the caches.
+        Logits [N, R, vocabulary], and the caches.
     """
     *layers, last = weights
+    (where, options, ends), scale = batch, model.scale
     x = last["embedding"][tokens]
     written: list[Cache] = []
     for own, cache in zip(layers, caches, strict=True):
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, cache: Cache = cache) -> tuple[jax.Array, Cache]:
-            output, *pages = chunked_prefill_paged_decode(query, key, value, *cache, *batch)
+            key, value = ((x / scale if scale else x).astype(cache[0].dtype) for x in (key, value))
+            scales = {"k_scale": scale, "v_scale": scale}
+            output, *pages = chunked_prefill_paged_decode(query, key, value, *cache, *where, **options, **scales)
             return output, (pages[0], pages[1])
 
         x, pages = layer(model, own, x, positions, attend)
         written.append(pages)
-    ends = jnp.maximum(batch[2][1:] - 1, 0)
     return logits_of(x[ends], last), written
 
 
@@ -181,6 +196,7 @@ class Sequence:
         wanted: How many tokens to generate.
         cached: How many tokens are in its pages.
         pages: Its pages, in order.
+        stays: Whether its pages stay in use after its end.
         logits: Those that every generated token was chosen by, if they are kept.
     """
 
@@ -189,6 +205,7 @@ class Sequence:
     wanted: int
     cached: int = 0
     pages: list[int] = dataclasses.field(default_factory=list[int])
+    stays: bool = False
     logits: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
 
     @property
@@ -221,43 +238,82 @@ class Limits:
     table: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A sequence in a step: how many of its missing tokens are computed, and guesses of the one after them."""
+
+    sequence: Sequence
+    rows: int
+    drafts: list[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens in its pages, guesses included."""
+        return self.sequence.cached + self.rows + len(self.drafts)
+
+
 class Server:
     """A continuous-batching loop: a step takes the sequences that run, and as many new ones as there is room for."""
 
-    def __init__(self, model: Model, limits: Limits, weights: list[Weights], keep_logits: bool) -> None:
-        self.model, self.limits, self.weights, self.keep_logits = model, limits, weights, keep_logits
+    def __init__(
+        self, model: Model, limits: Limits, weights: list[Weights], keep_logits: bool, draft: bool = False
+    ) -> None:
+        self.model, self.limits, self.weights = model, limits, weights
+        self.keep_logits, self.draft, self.accepted = keep_logits, draft, 0
+        self.prefix: list[int] | None = None
+        self.shared: list[int] = []
         self.caches = model.caches(limits.pages, limits.slots)
         self.free = list(range(limits.pages))
         self.waiting: collections.deque[Sequence] = collections.deque()
         self.running: list[Sequence] = []
         self.preemptions = self.steps = 0
 
+    def share(self, tokens: list[int]) -> None:
+        """Computes what all requests from now on begin with, as far as it fills pages, and keeps it."""
+        self.prefix = []
+        count = len(tokens) // self.limits.slots * self.limits.slots
+        sequence = self.submit(tokens[:count], 1)
+        sequence.stays = True
+        while not sequence.done:
+            self.step()
+        self.prefix, self.shared = tokens[:count], sequence.pages[: count // self.limits.slots]
+
     def submit(self, tokens: list[int], wanted: int) -> Sequence:
         """Puts a request into the queue.
 
         Raises:
-            ValueError: It could never have as many pages as it needs.
+            ValueError: It could never have as many pages as it needs, or does not begin as all do.
         """
+        begins = self.prefix or []
+        if tokens[: len(begins)] != begins or len(tokens) == len(begins):
+            raise ValueError("tokens: got others than those that all requests begin with, wants more after these")
         needed = -(-(len(tokens) + wanted) // self.limits.slots)
         if needed > min(self.limits.table, self.limits.pages):
             raise ValueError(f"tokens: got {len(tokens)} and {wanted} to generate, which need {needed} pages: too many")
-        self.waiting.append(Sequence(list(tokens), len(tokens), wanted))
+        self.waiting.append(Sequence(list(tokens), len(tokens), wanted, len(begins), list(self.shared)))
         return self.waiting[-1]
 
     def step(self) -> int:
         """Runs one step; returns how many tokens it generated."""
-        plan = self._plan()
+        plan = self._with_drafts(self._plan())
         logits, self.caches = step(self.model, self.weights, self.caches, *self._arrays(plan))
         chosen, self.steps = np.asarray(jnp.argmax(logits, axis=-1)), self.steps + 1
         kept = np.asarray(logits) if self.keep_logits else None
         made = 0
-        for n, (sequence, rows) in enumerate(plan):
-            sequence.cached += rows
-            if sequence.missing == 0:  # all tokens are in: the last row's logits say the next
-                sequence.tokens.append(int(chosen[n]))
+        for n, (planned, sequence) in enumerate((one, one.sequence) for one in plan):
+            sequence.cached += planned.rows
+            row = 0 if sequence.missing == 0 else None  # all tokens are in: the last row's logits say the next
+            while row is not None and not sequence.done:
+                token = int(chosen[n, row])
+                sequence.tokens.append(token)
                 made += 1
                 if kept is not None:
-                    sequence.logits.append(kept[n])
+                    sequence.logits.append(kept[n, row])
+                # A guess that was right has logits of its own. The first lies where its token belongs in the cache.
+                guessed = row == 0 and token in planned.drafts
+                row = 1 + planned.drafts.index(token) if guessed else None
+                sequence.cached += row == 1
+                self.accepted += guessed
             if sequence.done:
                 self._release(sequence)
         return made
@@ -276,13 +332,34 @@ class Server:
             sequence = self.waiting[0]
             rows = min(sequence.missing, room)
             # A new sequence takes only what is free: it preempts nobody.
-            if self._needed(sequence, rows) > len(self.free):
+            if self._needed(sequence, sequence.cached + rows) > len(self.free):
                 break
             self.running.append(self.waiting.popleft())
-            self._reserve(sequence, rows)
+            self._reserve(sequence, sequence.cached + rows)
             plan.append((sequence, rows))
             room -= rows
         return [(sequence, rows) for sequence, rows in plan if sequence in self.running]
+
+    def _with_drafts(self, plan: list[tuple[Sequence, int]]) -> list[Planned]:
+        """The sequences of a step, with guesses where there is room for them."""
+        room = self.limits.rows - sum(rows for _, rows in plan)
+        planned: list[Planned] = []
+        for sequence, rows in plan:
+            left = sequence.prompt + sequence.wanted - len(sequence.tokens)
+            drafts: list[int] = []
+            if self.draft and rows == sequence.missing <= 2 <= min(room, left):
+                end = sequence.cached + rows + 2
+                if self._needed(sequence, end) <= len(self.free) and end <= self.limits.table * self.limits.slots:
+                    self._reserve(sequence, end)
+                    drafts, room = self._guesses(sequence), room - 2
+            planned.append(Planned(sequence, rows, drafts))
+        return planned
+
+    def _guesses(self, sequence: Sequence) -> list[int]:
+        """Two tokens that may come next: those that the newest token was last followed by, or any others."""
+        newest, before = sequence.tokens[-1], sequence.tokens[:-1]
+        followed = [before[n + 1] for n in range(len(before) - 2, -1, -1) if before[n] == newest]
+        return list(dict.fromkeys([*followed, newest, (newest + 1) % self.model.vocabulary]))[:2]
 
     def _needed(self, sequence: Sequence, length: int) -> int:
         """Pages that a sequence lacks for so many tokens."""
@@ -293,7 +370,7 @@ class Server:
         while self._needed(sequence, length) > len(self.free):
             newest = self.running[-1]
             self._release(newest)
-            newest.cached, self.preemptions = 0, self.preemptions + 1
+            newest.cached, self.preemptions = len(self.prefix or []), self.preemptions + 1
             self.waiting.appendleft(newest)
             if newest is sequence:
                 return False
@@ -302,28 +379,39 @@ class Server:
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.free += sequence.pages
-        sequence.pages = []
+        if not sequence.stays:
+            self.free += sequence.pages[len(self.shared) :]
+            sequence.pages = list(self.shared)
 
-    def _arrays(self, plan: list[tuple[Sequence, int]]) -> tuple[Any, ...]:
+    def _arrays(self, plan: list[Planned]) -> tuple[Any, ...]:
         """Tokens, positions and batch of a step, of shapes that never change.
 
         A step in which all decode has rows for nothing else: the second of the two programs.
         """
-        limits = self.limits
-        decoding = sum(rows for _, rows in plan) <= limits.sequences
-        tokens, positions = np.zeros((2, limits.sequences if decoding else limits.rows), np.int32)
+        limits, most = self.limits, 4 if self.draft else 1
+        narrow = min(limits.rows, limits.sequences * most)
+        decoding = sum(one.rows + len(one.drafts) for one in plan) <= narrow
+        tokens, positions = np.zeros((2, narrow if decoding else limits.rows), np.int32)
         lengths, starts = np.zeros(limits.sequences, np.int32), np.zeros(limits.sequences + 1, np.int32)
         tables = np.full((limits.sequences, limits.table), -1, np.int32)
+        ends = np.zeros((limits.sequences, 3 if self.draft else 1), np.int32)
+        trees = np.zeros((limits.sequences, most, most), np.float32)
         at = 0
-        for n, (sequence, rows) in enumerate(plan):
-            end = sequence.cached + rows
-            tokens[at : at + rows] = sequence.tokens[sequence.cached : end]
-            positions[at : at + rows] = np.arange(sequence.cached, end)
-            at += rows
-            lengths[n], tables[n, : len(sequence.pages)] = end, sequence.pages
+        for n, one in enumerate(plan):
+            first, end, drafts = one.sequence.cached, one.sequence.cached + one.rows, len(one.drafts)
+            rows = slice(at, at + one.rows + drafts)
+            tokens[rows] = one.sequence.tokens[first:end] + one.drafts
+            positions[rows] = [*range(first, end), *[end] * drafts]  # guesses are of one position
+            lengths[n], tables[n, : len(one.sequence.pages)] = one.length, one.sequence.pages
+            ends[n] = at + one.rows - 1
+            if drafts:
+                ends[n] += np.arange(3)
+                trees[n, one.rows + 1, one.rows] = -np.inf  # the second does not see the first
+            at += one.rows + drafts
             starts[n + 1 :] = at
-        return tokens, positions, (lengths, tables, starts)
+        options = {"qq_bias": trees if self.draft else None}
+        options["shared_prefix"] = None if self.prefix is None else np.int32(len(self.prefix))
+        return tokens, positions, ((lengths, tables, starts), options, ends)
 
 
 def check(model: Model, weights: list[Weights], sequences: list[Sequence]) -> float:
@@ -366,6 +454,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=8, help="sequences in a step")
     parser.add_argument("--rows", type=int, default=64, help="query rows in a step")
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest sequence")
+    parser.add_argument("--cache", default="", help="dtype of the caches, such as float8_e4m3fn")
+    parser.add_argument("--share", action="store_true", help="compute once what all prompts begin with")
+    parser.add_argument("--draft", action="store_true", help="check two guesses of the next token in each step")
     parser.add_argument("--check", action="store_true", help="compare every logit with flash attention")
     return parser.parse_args(arguments)
 
@@ -376,23 +467,28 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dtype == "float32":
         # GPUs and TPUs round the factors of float32 products unless told otherwise, each program in its own way.
         jax.config.update("jax_default_matmul_precision", "highest")
-    model = dataclasses.replace(MODELS[options.model], dtype=options.dtype)
+    model = dataclasses.replace(MODELS[options.model], dtype=options.dtype, cache=options.cache)
     weights = model.weights(jax.random.key(0))
     table = -(-options.longest // options.slots)
     limits = Limits(options.pages, options.slots, options.sequences, options.rows, table)
-    server = Server(model, limits, weights, options.check)
-    prompts = [f"Request {n}: " + "all work and no play. " * (1 + n % 5) for n in range(options.requests)]
+    server = Server(model, limits, weights, options.check, options.draft)
+    begin = "Answer in the words of the question. " if options.share else ""
+    prompts = [f"{begin}Request {n}: " + "all work and no play. " * (1 + n % 5) for n in range(options.requests)]
+    if options.share:
+        server.share(tokenizer.encode(begin))
     sequences = [server.submit(tokenizer.encode(prompt), options.generate) for prompt in prompts]
     seconds = serve(server, options.generate * len(sequences))
     generated = sum(len(sequence.tokens) - sequence.prompt for sequence in sequences)
     print(
         f"{generated} tokens in {seconds:.2f} s, {generated / seconds:.0f} tokens/s, compilation included; "
         f"{server.steps} steps, {server.preemptions} preemptions"
+        + (f"; {server.accepted} guesses were right" if options.draft else "")
     )
     print(f"the first, of random weights: {tokenizer.decode(sequences[0].tokens[sequences[0].prompt :])!r}")
     if not options.check:
         return 0
-    worst, allowed = check(model, weights, sequences), 1e-3 if options.dtype == "float32" else 0.25
+    exact = options.dtype == "float32" and not options.cache
+    worst, allowed = check(model, weights, sequences), 1e-3 if exact else 0.5 if options.cache else 0.25
     print(f"largest difference {worst:.1e}, allowed {allowed}: {'equal' if worst <= allowed else 'DIFFERENT'}")
     return 0 if worst <= allowed else 1
 

@@ -31,6 +31,16 @@ def test_every_logit_is_flash_attentions_with_and_without_preemption(serve, caps
     assert said.count("largest difference of a logit") == 6
 
 
+def test_shared_prefixes_trees_and_8_bit_caches_serve_together(serve, capsys):
+    options = ["--check", "--requests", "4", "--generate", "12", "--share", "--draft", "--pages", "20"]
+    assert serve.main(options) == 0
+    said = capsys.readouterr().out
+    assert "48 tokens in" in said
+    assert ", 0 preemptions" not in said
+    assert "; 0 guesses were right" not in said
+    assert serve.main([*options, "--cache", "float8_e4m3fn"]) == 0
+
+
 def test_a_wrong_logit_fails_the_check(serve, monkeypatch):
     monkeypatch.setattr(serve, "rotate", lambda x, positions: x * (1 + 0.1 * x.shape[0] / 64))
     assert serve.main(["--check", "--requests", "2", "--generate", "3"]) == 1
@@ -47,7 +57,9 @@ def test_the_tokenizer_returns_the_text(serve):
 @pytest.fixture
 def scheduler(serve, monkeypatch):
     """A server whose model is not run: every sequence's next token is 0."""
-    monkeypatch.setattr(serve, "step", lambda model, weights, caches, tokens, *rest: (jax.numpy.zeros((4, 3)), caches))
+    monkeypatch.setattr(
+        serve, "step", lambda model, weights, caches, tokens, *rest: (jax.numpy.zeros((4, 1, 3)), caches)
+    )
     return serve.Server(serve.Model(layers=0), serve.Limits(12, 4, 4, 16, 8), [], False)
 
 
