@@ -9,6 +9,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace ejkernel {
 
 // Lets the next launch start as soon as all blocks have called this or have exited. It may be called at any time: the
@@ -24,6 +26,23 @@ __device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Requests a kernel's dynamic shared memory. More than 48 KiB must be requested per device and process, so it is
+// requested at each launch.
+template <typename... Given>
+cudaError_t request_shared_memory(void (*kernel)(Given...), size_t bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+// Launches a kernel that starts when the previous launch is complete.
+template <typename Call>
+cudaError_t launch_in_order(
+    void (*kernel)(Call), int64_t blocks, int threads, size_t shared, cudaStream_t stream, const Call& call) {
+  const cudaError_t error = shared == 0 ? cudaSuccess : request_shared_memory(kernel, shared);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(call);
+  return cudaGetLastError();
 }
 
 // Launches a kernel that calls `wait_for_previous_launch` itself, so that it may start early.
@@ -52,9 +71,7 @@ template <typename... Given>
 cudaError_t launch_clusters(
     void (*kernel)(Given...), int clusters, int members, int threads, size_t shared, cudaStream_t stream,
     const Given&... given) {
-  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  const cudaError_t error = request_shared_memory(kernel, shared);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;

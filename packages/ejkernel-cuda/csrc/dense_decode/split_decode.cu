@@ -1,18 +1,13 @@
 // The XLA FFI handler of split-KV decode attention.
 #include <algorithm>
-#include <string>
 
+#include "common/ffi_handler.cuh"
 #include "dense_decode/split_decode.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace ejkernel::dense_decode {
 namespace {
 
-ffi::Error failed(const char* what, cudaError_t error) {
-  return ffi::Error::Internal(std::string("ejkernel split decode: ") + what + ": " + cudaGetErrorString(error));
-}
+constexpr HandlerErrors kErrors{"split decode"};
 
 template <int Size, typename T>
 ffi::Error launch(cudaStream_t stream, const SplitDecode& call) {
@@ -20,26 +15,10 @@ ffi::Error launch(cudaStream_t stream, const SplitDecode& call) {
   const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
   // One axis of the grid, since the others are limited to 65535 blocks.
   const int64_t blocks = int64_t(call.rows) * call.splits * call.kv_heads * parts;
-  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
-  cudaError_t error =
-      cudaFuncSetAttribute(split_kernel<Size, T>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
-  if (error != cudaSuccess) return failed("shared memory", error);
-  split_kernel<Size, T><<<blocks, S::kWarps * 32, S::kBytes, stream>>>(call);
-  if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
-  if (call.splits > 1) {
-    error = launch_early(merge_kernel, int64_t(call.rows) * call.heads, kMergeThreads, 0, stream, call);
-    if (error != cudaSuccess) return failed("merge", error);
-  }
-  return ffi::Error::Success();
-}
-
-template <typename T>
-ffi::Error launch_for_size(cudaStream_t stream, const SplitDecode& call) {
-  // Head dimensions are padded with zeros in shared memory to one of three sizes, the same for keys and values.
-  const int size = std::max(call.size, call.value_size);
-  if (size <= 64) return launch<64, T>(stream, call);
-  if (size <= 128) return launch<128, T>(stream, call);
-  return launch<256, T>(stream, call);
+  const cudaError_t error = launch_in_order(split_kernel<Size, T>, blocks, S::kWarps * 32, S::kBytes, stream, call);
+  if (error != cudaSuccess || call.splits == 1) return kErrors.check("launch", error);
+  return kErrors.check(
+      "merge", launch_early(merge_kernel, int64_t(call.rows) * call.heads, kMergeThreads, 0, stream, call));
 }
 
 struct Arguments {
@@ -54,7 +33,6 @@ struct Arguments {
 
 // Builds the record of a call. Extra leading axes, which jax.vmap adds to all arrays alike, count as more rows.
 SplitDecode decode_call(const Arguments& a) {
-  const auto query = a.query.dimensions(), keys = a.keys.dimensions(), values = a.values.dimensions();
   SplitDecode call{};
   call.query = a.query.untyped_data();
   call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
@@ -66,13 +44,13 @@ SplitDecode decode_call(const Arguments& a) {
   call.partial = a.partial.typed_data();
   call.statistics = a.statistics.typed_data();
   call.rows = a.ends.element_count();
-  call.heads = query[query.size() - 2];
-  call.size = query[query.size() - 1];
-  call.kv_heads = keys[keys.size() - 2];
-  call.value_size = values[values.size() - 1];
+  call.heads = last_dimension(a.query, 1);
+  call.size = last_dimension(a.query);
+  call.kv_heads = last_dimension(a.keys, 1);
+  call.value_size = last_dimension(a.values);
   // A row's keys are a single page.
   call.pages = 1;
-  call.page_size = keys[keys.size() - 3];
+  call.page_size = last_dimension(a.keys, 2);
   const auto strides = [&](int size) {
     const uint32_t head = size / 8, slot = call.kv_heads * head;
     return Strides{call.page_size * slot, slot, head};
@@ -88,7 +66,7 @@ SplitDecode decode_call(const Arguments& a) {
   call.bfloat16 = a.query.element_type() == ffi::BF16;
   // jax.vmap may batch sinks like all arrays: each row of sinks then belongs to the rows of one batch element.
   const int sink_rows = a.sinks.element_count() / call.heads;
-  call.sinks = sink_rows == 0 ? nullptr : a.sinks.typed_data();
+  call.sinks = data_or_null(a.sinks);
   call.rows_a_sink = sink_rows == 0 ? 1 : call.rows / sink_rows;
   return call;
 }
@@ -99,21 +77,10 @@ bool consistent(const Arguments& a, const SplitDecode& call) {
   const int64_t split_heads = call.splits > 1 ? call.splits * heads : 0;
   return call.size % 8 == 0 && call.value_size % 8 == 0 && std::max(call.size, call.value_size) <= 256 &&
          call.heads % call.kv_heads == 0 && call.splits >= 1 && call.splits <= kMostSplits &&
-         rows % call.rows_a_sink == 0 && a.query.element_count() == size_t(heads * call.size) &&
-         a.keys.element_count() == size_t(cached * call.size) &&
-         a.values.element_count() == size_t(cached * call.value_size) && a.starts.element_count() == size_t(rows) &&
-         a.output.element_count() == size_t(heads * call.value_size) && a.lse.element_count() == size_t(heads) &&
-         a.partial.element_count() >= size_t(split_heads * call.value_size) &&
-         a.statistics.element_count() >= size_t(split_heads * 2);
-}
-
-template <typename T>
-ffi::Error run(cudaStream_t stream, const Arguments& arguments) {
-  const SplitDecode call = decode_call(arguments);
-  if (!consistent(arguments, call)) {
-    return ffi::Error::InvalidArgument("ejkernel split decode: the shapes of the arrays do not belong together");
-  }
-  return launch_for_size<T>(stream, call);
+         rows % call.rows_a_sink == 0 && count(a.query) == heads * call.size &&
+         count(a.keys) == cached * call.size && count(a.values) == cached * call.value_size &&
+         count(a.starts) == rows && count(a.output) == heads * call.value_size && count(a.lse) == heads &&
+         count(a.partial) >= split_heads * call.value_size && count(a.statistics) >= split_heads * 2;
 }
 
 ffi::Error split_decode(
@@ -122,28 +89,27 @@ ffi::Error split_decode(
     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
     ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> statistics, int32_t splits,
     int32_t left, int32_t right, float scale, float cap) {
-  const Arguments arguments{query, keys, values,   starts,      ends,   sinks, *output, *lse,
-                            *partial, *statistics, splits, left,  right,   scale, cap};
+  const Arguments arrays{query, keys, values,   starts,      ends,   sinks, *output, *lse,
+                         *partial, *statistics, splits, left,  right,   scale, cap};
   // Also ensures that `heads` is not 0 in the divisions below.
   if (output->element_count() == 0) return ffi::Error::Success();
   if (query.element_type() != keys.element_type() || query.element_type() != values.element_type()) {
-    return ffi::Error::InvalidArgument("ejkernel split decode: query, keys and values differ in dtype");
+    return kErrors.invalid("query, keys and values differ in dtype");
   }
-  switch (query.element_type()) {
-    case ffi::BF16: return run<__nv_bfloat16>(stream, arguments);
-    case ffi::F16: return run<__half>(stream, arguments);
-    default: return ffi::Error::InvalidArgument("ejkernel split decode: dtype is neither bfloat16 nor float16");
-  }
+  const char* const unsupported = "dtype is neither bfloat16 nor float16";
+  return dispatch_dtype<__nv_bfloat16, __half>(query.element_type(), kErrors, unsupported, [&](auto number) {
+    const SplitDecode call = decode_call(arrays);
+    if (!consistent(arrays, call)) return kErrors.invalid_shapes();
+    return dispatch_head_dimension(std::max(call.size, call.value_size), [&](auto size) {
+      return launch<size.value, decltype(number)>(stream, call);
+    });
+  });
 }
 
 }  // namespace
-}  // namespace ejkernel::dense_decode
 
-// A symbol that the library exports.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_split_decode(XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ejkernel_split_decode, ejkernel::dense_decode::split_decode,
+EJKERNEL_FFI_HANDLER(
+    ejkernel_split_decode, split_decode,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::AnyBuffer>()
@@ -160,6 +126,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int32_t>("left")
         .Attr<int32_t>("right")
         .Attr<float>("scale")
-        .Attr<float>("cap"),
-    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
-    {ffi::Traits::kCmdBufferCompatible});
+        .Attr<float>("cap"));
+
+}  // namespace ejkernel::dense_decode

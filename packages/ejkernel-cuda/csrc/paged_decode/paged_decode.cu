@@ -2,35 +2,23 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <string>
 
+#include "common/ffi_handler.cuh"
 #include "paged_decode/paged_write.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace ejkernel::paged_decode {
 namespace {
 
-ffi::Error failed(const char* what, cudaError_t error) {
-  return ffi::Error::Internal(std::string("ejkernel paged decode: ") + what + ": " + cudaGetErrorString(error));
-}
+constexpr HandlerErrors kErrors{"paged decode"};
 
 template <typename C>
 ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blocks) {
   const PagedDecode& call = write.call;
-  cudaError_t error = call.written ? launch_write(stream, write) : cudaSuccess;
-  if (error != cudaSuccess) return failed("write", error);
-  // Head dimensions are padded with zeros in shared memory to one of three sizes, the same for keys and values.
-  const int size = std::max(call.size, call.value_size);
-  if (size <= 64) {
-    error = launch_paged<64, C>(stream, call, blocks);
-  } else if (size <= 128) {
-    error = launch_paged<128, C>(stream, call, blocks);
-  } else {
-    error = launch_paged<256, C>(stream, call, blocks);
-  }
-  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
+  const cudaError_t error = call.written ? launch_write(stream, write) : cudaSuccess;
+  if (error != cudaSuccess) return kErrors.check("write", error);
+  return dispatch_head_dimension(std::max(call.size, call.value_size), [&](auto size) {
+    return kErrors.check("launch", launch_paged<size.value, C>(stream, call, blocks));
+  });
 }
 
 struct Arguments {
@@ -44,10 +32,6 @@ struct Arguments {
   int32_t kv_heads, pages, page_size, lines, left, right;
   float scale, cap, value_scale;
 };
-
-const int* given(const ffi::Buffer<ffi::S32>& buffer) {
-  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
-}
 
 const ffi::AnyBuffer& values_of(const Arguments& a) { return a.values.element_count() == 0 ? a.keys : a.values; }
 
@@ -67,13 +51,13 @@ PagedDecode paged_call(const Arguments& a) {
   // An offset in elements from the array's start: keys and values may be in one array.
   call.values = static_cast<const unsigned char*>(values_of(a).untyped_data()) +
                 a.strides[6] * ffi::ByteWidth(a.keys.element_type());
-  call.tables = given(a.tables);
+  call.tables = data_or_null(a.tables);
   call.lengths = a.lengths.typed_data();
-  call.starts = given(a.starts);
-  call.query_start = given(a.query_start);
+  call.starts = data_or_null(a.starts);
+  call.query_start = data_or_null(a.query_start);
   // The last entry, since one operation passes an array of counts whose last entry is the total.
   call.live = a.live.element_count() == 0 ? nullptr : a.live.typed_data() + a.live.element_count() - 1;
-  call.sinks = a.sinks.element_count() == 0 ? nullptr : a.sinks.typed_data();
+  call.sinks = data_or_null(a.sinks);
   call.output = a.output.untyped_data();
   call.lse = a.lse.typed_data();
   call.partial = a.partial.typed_data();
@@ -122,27 +106,18 @@ bool holds(const PagedDecode& call, const ffi::AnyBuffer& array, ffi::Span<const
 // Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
 bool consistent(const Arguments& a, const PagedDecode& call, int64_t blocks) {
   const int64_t heads = int64_t(call.rows) * call.heads;
-  const auto or_none = [](const auto& buffer, int64_t count) {
-    return buffer.element_count() == 0 || int64_t(buffer.element_count()) == count;
-  };
+  const auto absent_or = [](const auto& buffer, int64_t size) { return count(buffer) == 0 || count(buffer) == size; };
   if (call.kv_heads < 1 || call.heads % call.kv_heads != 0 || call.lines < 1 || blocks < 1) return false;
   const int items = call.kv_heads * ((call.heads / call.kv_heads + kHeads - 1) / kHeads);
   return call.size % 8 == 0 && std::max(call.size, call.value_size) <= kMostValues && items % call.lines == 0 &&
          blocks % call.lines == 0 && blocks / call.lines <= kMostBlocks && call.pages >= 1 && call.page_size >= 1 &&
-         call.columns >= 1 &&
-         (call.query_start != nullptr || call.rows == call.sequences) &&
-         (call.tables != nullptr || call.pages >= call.sequences) &&
-         int64_t(a.query.element_count()) == heads * call.size && or_none(a.starts, call.sequences) &&
-         or_none(a.query_start, call.sequences + 1) && or_none(a.sinks, call.heads) &&
+         call.columns >= 1 && (call.query_start != nullptr || call.rows == call.sequences) &&
+         (call.tables != nullptr || call.pages >= call.sequences) && count(a.query) == heads * call.size &&
+         absent_or(a.starts, call.sequences) && absent_or(a.query_start, call.sequences + 1) &&
+         absent_or(a.sinks, call.heads) &&
          holds(call, a.keys, a.strides, 0, call.size) && holds(call, values_of(a), a.strides, 3, call.value_size) &&
-         int64_t(a.lse.element_count()) == heads &&
-         int64_t(a.partial.element_count()) == blocks * 2 * kHeads * call.value_size &&
-         int64_t(a.statistics.element_count()) == blocks * 2 * kHeads * 2 &&
-         int64_t(a.flags.element_count()) == blocks * 4;
-}
-
-ffi::Error wrong(const char* what) {
-  return ffi::Error::InvalidArgument(std::string("ejkernel paged decode: ") + what);
+         count(a.lse) == heads && count(a.partial) == blocks * 2 * kHeads * call.value_size &&
+         count(a.statistics) == blocks * 2 * kHeads * 2 && count(a.flags) == blocks * 4;
 }
 
 ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const PagedWrite& write, int blocks) {
@@ -159,22 +134,22 @@ ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const Paged
       break;
     default: break;
   }
-  return wrong("a cache of this dtype is not served");
+  return kErrors.invalid("a cache of this dtype is not served");
 }
 
 // Checks a call and fills its record; its cache is the one in the arguments.
 ffi::Error prepare(const Arguments& a, PagedDecode& call) {
   if (a.strides.size() != 7 || a.query.dimensions().size() != 3 || a.output.dimensions().size() != 3) {
-    return wrong("wants seven strides, and queries and outputs of three axes");
+    return kErrors.invalid("wants seven strides, and queries and outputs of three axes");
   }
   const auto query = a.query.element_type();
   if ((query != ffi::BF16 && query != ffi::F16) || a.output.element_type() != query) {
-    return wrong("query and output are not both bfloat16 or both float16");
+    return kErrors.invalid("query and output are not both bfloat16 or both float16");
   }
-  if (a.values.element_type() != a.keys.element_type()) return wrong("keys and values differ in dtype");
+  if (a.values.element_type() != a.keys.element_type()) return kErrors.invalid("keys and values differ in dtype");
   call = paged_call(a);
   const bool fits = consistent(a, call, a.flags.element_count() / 4);
-  return fits ? ffi::Error::Success() : wrong("the shapes of the arrays do not belong together");
+  return fits ? ffi::Error::Success() : kErrors.invalid_shapes();
 }
 
 // Copies a cache array to the result that aliases it, if XLA did not alias them: it does not where the operand is a
@@ -201,7 +176,7 @@ ffi::Error add_tokens(
     if (tokens[n].element_type() != given[n].element_type() ||
         int64_t(tokens[n].element_count()) != int64_t(call.rows) * call.kv_heads * sizes[n] || row < sizes[n] ||
         row * bytes % 16 != 0 || cache_heads < call.kv_heads || !holds(padded, given[n], a.strides, n * 3, row)) {
-      return wrong("new tokens and cache do not belong together");
+      return kErrors.invalid("new tokens and cache do not belong together");
     }
     write.parts[n] = {
         static_cast<const uint4*>(tokens[n].untyped_data()),
@@ -232,17 +207,17 @@ ffi::Error paged_decode(
   for (size_t n = 0; n < written.size(); ++n) {
     ffi::AnyBuffer to = **written.get<ffi::AnyBuffer>(n);
     if (n > 1 || to.element_type() != caches[n]->element_type() || to.size_bytes() != caches[n]->size_bytes()) {
-      return wrong("a written cache is not like the given one");
+      return kErrors.invalid("a written cache is not like the given one");
     }
     const cudaError_t copied = copy_elsewhere(stream, *caches[n], to);
-    if (copied != cudaSuccess) return failed("copy", copied);
+    if (copied != cudaSuccess) return kErrors.check("copy", copied);
     *caches[n] = to;
   }
   ffi::Error error = prepare(arguments, write.call);
   if (error.failure()) return error;
   const size_t arrays = values.element_count() == 0 ? 1 : 2;
   if (tokens.size() != (written.size() == 0 ? 0 : 2) || (written.size() != 0 && written.size() != arrays)) {
-    return wrong("wants new keys and values, and their caches back");
+    return kErrors.invalid("wants new keys and values, and their caches back");
   }
   if (tokens.size() > 0) {
     error = add_tokens(
@@ -253,13 +228,9 @@ ffi::Error paged_decode(
 }
 
 }  // namespace
-}  // namespace ejkernel::paged_decode
 
-// A symbol that the library exports.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_paged_decode(XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ejkernel_paged_decode, ejkernel::paged_decode::paged_decode,
+EJKERNEL_FFI_HANDLER(
+    ejkernel_paged_decode, paged_decode,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::AnyBuffer>()
@@ -288,6 +259,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int32_t>("right")
         .Attr<float>("scale")
         .Attr<float>("cap")
-        .Attr<float>("value_scale"),
-    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
-    {ffi::Traits::kCmdBufferCompatible});
+        .Attr<float>("value_scale"));
+
+}  // namespace ejkernel::paged_decode

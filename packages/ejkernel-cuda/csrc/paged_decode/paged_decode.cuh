@@ -388,9 +388,7 @@ __global__ void __launch_bounds__(Shape<Size, C>::kWarps * 32, Shape<Size, C>::k
 template <int Size, typename C>
 cudaError_t launch_paged(cudaStream_t stream, const PagedDecode& call, int blocks) {
   using S = Shape<Size, C>;
-  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
-  const cudaError_t error =
-      cudaFuncSetAttribute(paged_kernel<Size, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+  const cudaError_t error = request_shared_memory(paged_kernel<Size, C>, S::kBytes);
   if (error != cudaSuccess) return error;
   PagedDecode made = call;
   made.group = call.heads / call.kv_heads;

@@ -1,27 +1,19 @@
 // The XLA FFI handler of the quantised matmul.
-#include <string>
-
+#include "common/ffi_handler.cuh"
 #include "quantized_matmul/columns.cuh"
 #include "quantized_matmul/quantized_matmul.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace ejkernel::quantized_matmul {
 namespace {
 
-constexpr char kName[] = "ejkernel quantized matmul: ";
-
-ffi::Error failed(const char* what, cudaError_t error) {
-  return ffi::Error::Internal(std::string(kName) + what + ": " + cudaGetErrorString(error));
-}
+constexpr HandlerErrors kErrors{"quantized matmul"};
 
 template <typename L>
 ffi::Error launch(cudaStream_t stream, const QuantizedCall& call) {
   const int tiles = (call.n + L::kTile - 1) / L::kTile * ((call.m + L::kRows - 1) / L::kRows);
   const cudaError_t error =
       launch_clusters(quantized_kernel<L>, tiles, call.splits, kThreads, shared_bytes<L>(), stream, call);
-  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
+  return kErrors.check("launch", error);
 }
 
 // The layout of `transpose=True`. Rows of x beyond a block's tile go to further blocks.
@@ -36,11 +28,11 @@ template <typename L>
 ffi::Error launch_whole_columns(cudaStream_t stream, const QuantizedCall& call) {
   constexpr int kBytes = L::kWarps * L::kWarpBytes;
   const auto kernel = whole_columns_kernel<L>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return failed("shared memory", error);
+  cudaError_t error = request_shared_memory(kernel, kBytes);
+  if (error != cudaSuccess) return kErrors.check("shared memory", error);
   const unsigned blocks = (call.n + L::kTile - 1) / L::kTile;
   error = launch_early(kernel, dim3(blocks), L::kThreads, kBytes, stream, call);
-  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
+  return kErrors.check("launch", error);
 }
 
 // Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
@@ -76,7 +68,7 @@ ffi::Error quantized_matmul(
   const bool whole = splits == 0;
   if (!consistent(call, transpose, whole, words.element_count(), scales.element_count(), zeros.element_count(),
                   output->element_count())) {
-    return ffi::Error::InvalidArgument(std::string(kName) + "the shapes of the arrays do not belong together");
+    return kErrors.invalid_shapes();
   }
   if (whole) {
     return call.m <= 8 ? launch_whole_columns<WholeColumns<1>>(stream, call)
@@ -86,12 +78,9 @@ ffi::Error quantized_matmul(
 }
 
 }  // namespace
-}  // namespace ejkernel::quantized_matmul
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_quantized_matmul(XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ejkernel_quantized_matmul, ejkernel::quantized_matmul::quantized_matmul,
+EJKERNEL_FFI_HANDLER(
+    ejkernel_quantized_matmul, quantized_matmul,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::Buffer<ffi::BF16>>()
@@ -101,6 +90,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::BF16>>()
         .Attr<int32_t>("log_group")
         .Attr<int32_t>("splits")
-        .Attr<bool>("transpose"),
-    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
-    {ffi::Traits::kCmdBufferCompatible});
+        .Attr<bool>("transpose"));
+
+}  // namespace ejkernel::quantized_matmul

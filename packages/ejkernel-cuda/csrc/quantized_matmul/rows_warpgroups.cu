@@ -1,18 +1,12 @@
 // The XLA FFI handler of the quantised matmul with `transpose=False` by warpgroup products (WGMMA).
-#include <string>
-
-#include "quantized_matmul/rows_warpgroups.cuh"
+#include "common/ffi_handler.cuh"
 #include "common/tensor_map.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "quantized_matmul/rows_warpgroups.cuh"
 
 namespace ejkernel::quantized_matmul {
 namespace {
 
-ffi::Error failed(const char* what, const char* error) {
-  return ffi::Error::Internal(std::string("ejkernel quantized matmul: ") + what + ": " + error);
-}
+constexpr HandlerErrors kErrors{"quantized matmul"};
 
 template <int Rows>
 ffi::Error launch(cudaStream_t stream, const RowsCall& call, const void* x, const uint32_t* words) {
@@ -24,11 +18,11 @@ ffi::Error launch(cudaStream_t stream, const RowsCall& call, const void* x, cons
       CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, call.k, call.n / 8, L::kDepth, 32, CU_TENSOR_MAP_SWIZZLE_128B};
   const char* wrong = describe(&maps.x, x, rows);
   if (!wrong) wrong = describe(&maps.words, words, codes);
-  if (wrong) return failed("tensor map", wrong);
+  if (wrong) return kErrors.internal("tensor map", wrong);
   const int tiles = (call.n + L::kTile - 1) / L::kTile;
   const cudaError_t error =
       launch_clusters(rows_warpgroups_kernel<L>, tiles, call.splits, L::kThreads, L::kBytes, stream, call, maps);
-  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", cudaGetErrorString(error));
+  return kErrors.check("launch", error);
 }
 
 ffi::Error quantized_rows(
@@ -48,7 +42,7 @@ ffi::Error quantized_rows(
   if (call.m > 64 || call.k % 8 || call.n % (2 * kGroup) || words.element_count() != groups * (kGroup / 8) ||
       scales.element_count() != groups || zeros.element_count() != groups ||
       output->element_count() != size_t(call.m) * call.n || splits < 1 || splits > kMostSplits) {
-    return ffi::Error::InvalidArgument("ejkernel quantized matmul: the shapes of the arrays do not belong together");
+    return kErrors.invalid_shapes();
   }
   const void* from = x.untyped_data();
   if (call.m <= 8) return launch<8>(stream, call, from, words.typed_data());
@@ -59,12 +53,9 @@ ffi::Error quantized_rows(
 }
 
 }  // namespace
-}  // namespace ejkernel::quantized_matmul
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_quantized_rows(XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ejkernel_quantized_rows, ejkernel::quantized_matmul::quantized_rows,
+EJKERNEL_FFI_HANDLER(
+    ejkernel_quantized_rows, quantized_rows,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::Buffer<ffi::BF16>>()
@@ -72,6 +63,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::F16>>()
         .Arg<ffi::Buffer<ffi::F16>>()
         .Ret<ffi::Buffer<ffi::BF16>>()
-        .Attr<int32_t>("splits"),
-    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
-    {ffi::Traits::kCmdBufferCompatible});
+        .Attr<int32_t>("splits"));
+
+}  // namespace ejkernel::quantized_matmul

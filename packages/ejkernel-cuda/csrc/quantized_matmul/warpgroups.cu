@@ -1,21 +1,13 @@
 // The XLA FFI handler of the quantised matmul of 17 to 64 rows.
-#include <string>
-
-#include "quantized_matmul/warpgroups.cuh"
+#include "common/ffi_handler.cuh"
 #include "common/tensor_map.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "quantized_matmul/warpgroups.cuh"
 
 namespace ejkernel::quantized_matmul {
 namespace {
 
-constexpr char kName[] = "ejkernel quantized matmul: ";
+constexpr HandlerErrors kErrors{"quantized matmul"};
 constexpr int kMostRows = 64;
-
-ffi::Error failed(const char* what, cudaError_t error) {
-  return ffi::Error::Internal(std::string(kName) + what + ": " + cudaGetErrorString(error));
-}
 
 struct Operands {
   const void *x, *words, *scales, *zeros;
@@ -34,16 +26,16 @@ ffi::Error launch(cudaStream_t stream, const Operands& operands, const Warpgroup
   for (const char* wrong :
        {describe(&maps.words, operands.words, words), describe(&maps.scales, operands.scales, factors),
         describe(&maps.zeros, operands.zeros, factors)}) {
-    if (wrong) return ffi::Error::Internal(std::string(kName) + "tensor map: " + wrong);
+    if (wrong) return kErrors.internal("tensor map", wrong);
   }
   const auto x = static_cast<const __nv_bfloat16*>(operands.x);
   const ArrangeCall arrange = {maps.words, x, operands.arranged, call.m, call.k, call.n, call.splits};
   const dim3 arranging(groups * Rows * 8 / kArrangeThreads);
   cudaError_t error = launch_early(arrange_kernel<Rows>, arranging, kArrangeThreads, 0, stream, arrange);
-  if (error != cudaSuccess) return failed("launch that puts x in order", error);
+  if (error != cudaSuccess) return kErrors.check("launch that puts x in order", error);
   const int tiles = (call.n + L::kTile - 1) / L::kTile;
   error = launch_clusters(warpgroups_kernel<L>, tiles, call.splits, L::kThreads, L::kBytes, stream, call, maps);
-  return error == cudaSuccess ? ffi::Error::Success() : failed("launch", error);
+  return kErrors.check("launch", error);
 }
 
 template <int Rows>
@@ -70,7 +62,7 @@ ffi::Error quantized_warpgroups(
       output->element_count() != size_t(call.m) * call.n ||
       arranged->element_count() != (call.m <= 32 ? arranged_bytes<32>(call.k) : arranged_bytes<64>(call.k)) ||
       splits < 1 || splits > kMostSplits) {
-    return ffi::Error::InvalidArgument(std::string(kName) + "the shapes of the arrays do not belong together");
+    return kErrors.invalid_shapes();
   }
   const Operands operands = {x.untyped_data(), words.untyped_data(), scales.untyped_data(), zeros.untyped_data(),
                              static_cast<char*>(arranged->untyped_data())};
@@ -78,13 +70,9 @@ ffi::Error quantized_warpgroups(
 }
 
 }  // namespace
-}  // namespace ejkernel::quantized_matmul
 
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_quantized_warpgroups(
-    XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ejkernel_quantized_warpgroups, ejkernel::quantized_matmul::quantized_warpgroups,
+EJKERNEL_FFI_HANDLER(
+    ejkernel_quantized_warpgroups, quantized_warpgroups,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::Buffer<ffi::BF16>>()
@@ -93,6 +81,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<ffi::Buffer<ffi::F16>>()
         .Ret<ffi::Buffer<ffi::BF16>>()
         .Ret<ffi::Buffer<ffi::U8>>()
-        .Attr<int32_t>("splits"),
-    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
-    {ffi::Traits::kCmdBufferCompatible});
+        .Attr<int32_t>("splits"));
+
+}  // namespace ejkernel::quantized_matmul

@@ -1,26 +1,19 @@
 // The XLA FFI handler of the decode step of linear recurrences.
-#include <string>
-
+#include "common/dependent_launch.cuh"
+#include "common/ffi_handler.cuh"
 #include "recurrent_step/recurrent_step.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace ejkernel::recurrent_step {
 namespace {
 
-ffi::Error wrong(const char* what) {
-  return ffi::Error::InvalidArgument(std::string("ejkernel recurrent step: ") + what);
-}
+constexpr HandlerErrors kErrors{"recurrent step"};
 
 template <typename T, int K, bool kDelta, bool kChannels, bool kTransposed>
 ffi::Error launch(cudaStream_t stream, const RecurrentStep& call) {
   const int64_t warps = int64_t(call.rows) * call.sequences * call.heads * (call.values / kStepValues);
   constexpr int kWarps = kStepThreads / 32;
-  step_kernel<T, K, kDelta, kChannels, kTransposed><<<(warps + kWarps - 1) / kWarps, kStepThreads, 0, stream>>>(call);
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return ffi::Error::Success();
-  return ffi::Error::Internal(std::string("ejkernel recurrent step: launch: ") + cudaGetErrorString(error));
+  const auto kernel = step_kernel<T, K, kDelta, kChannels, kTransposed>;
+  return kErrors.check("launch", launch_in_order(kernel, (warps + kWarps - 1) / kWarps, kStepThreads, 0, stream, call));
 }
 
 // The template arguments that select a kernel, except for the dtype.
@@ -32,7 +25,9 @@ struct Kind {
 template <typename T, int K>
 ffi::Error launch_for_kind(cudaStream_t stream, const RecurrentStep& call, const Kind& kind) {
   const bool delta = call.beta.data != nullptr;
-  if (kind.transposed && (delta || kind.channels)) return wrong("transposed states have a gate a head and no beta");
+  if (kind.transposed && (delta || kind.channels)) {
+    return kErrors.invalid("transposed states have a gate a head and no beta");
+  }
   if (kind.transposed) return launch<T, K, false, false, true>(stream, call);
   if (kind.channels) {
     return delta ? launch<T, K, true, true, false>(stream, call) : launch<T, K, false, true, false>(stream, call);
@@ -45,7 +40,7 @@ ffi::Error launch_for_keys(cudaStream_t stream, const RecurrentStep& call, const
   switch (kind.keys) {
     case 64: return launch_for_kind<T, 64>(stream, call, kind);
     case 128: return launch_for_kind<T, 128>(stream, call, kind);
-    default: return wrong("keys have neither 64 nor 128 channels");
+    default: return kErrors.invalid("keys have neither 64 nor 128 channels");
   }
 }
 
@@ -66,12 +61,8 @@ bool fits(const ffi::AnyBuffer& array, const RecurrentStep& call, int64_t each, 
   if (array.element_count() == 0) return true;
   const auto shape = array.dimensions();
   return shape.size() >= 3 && (shape[0] == 1 || shape[0] == call.rows) && (shape[1] == 1 || shape[1] == call.tokens) &&
-         int64_t(array.element_count()) == shape[0] * shape[1] * each &&
+         count(array) == shape[0] * shape[1] * each &&
          (array.element_type() == ffi::F32 || array.element_type() == type);
-}
-
-const int* given(const ffi::Buffer<ffi::S32>& buffer) {
-  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
 }
 
 ffi::Error recurrent_step(
@@ -81,7 +72,7 @@ ffi::Error recurrent_step(
     ffi::Result<ffi::Buffer<ffi::F32>> final, bool transposed, float scale) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), o = output->dimensions();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || o.size() != 4) return wrong("an axis is missing");
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || o.size() != 4) return kErrors.invalid("an axis is missing");
   RecurrentStep call{};
   call.query = query.untyped_data(), call.key = key.untyped_data(), call.value = value.untyped_data();
   call.rows = q[0], call.tokens = q[1], call.heads = o[2], call.values = v[3];
@@ -92,8 +83,8 @@ ffi::Error recurrent_step(
   const int64_t each = kind.channels ? o[2] * q[3] : o[2];
   call.decay = numbers_of(decay, each), call.beta = numbers_of(beta, o[2]);
   call.dt = numbers_of(dt, o[2]), call.skip = numbers_of(skip, o[2]);
-  call.bounds = given(bounds), call.slots = given(slots);
-  call.initial = initial.element_count() == 0 ? nullptr : initial.typed_data();
+  call.bounds = data_or_null(bounds), call.slots = data_or_null(slots);
+  call.initial = data_or_null(initial);
   call.output = output->untyped_data(), call.final = final->typed_data();
   call.sequences = call.bounds == nullptr ? 1 : bounds.element_count() - 1;
   call.scale = scale;
@@ -102,34 +93,30 @@ ffi::Error recurrent_step(
   const auto type = query.element_type();
   const bool shapes = k[0] == q[0] && k[1] == q[1] && k[3] == q[3] && v[0] == q[0] && v[1] == q[1] && o[0] == q[0] &&
                       o[1] == q[1] && o[3] == v[3] && o[2] % q[2] == 0 && o[2] % k[2] == 0 && o[2] % v[2] == 0;
-  const bool held = int64_t(final->element_count()) == states * o[2] * q[3] * v[3] &&
+  const bool held = count(*final) == states * o[2] * q[3] * v[3] &&
                     (call.initial == nullptr || initial.element_count() == final->element_count()) &&
                     (call.slots == nullptr ? states == int64_t(call.rows) * call.sequences
-                                           : int64_t(slots.element_count()) == call.sequences) &&
+                                           : count(slots) == call.sequences) &&
                     (call.bounds == nullptr || call.rows == 1);
   if (!shapes || !held || !fits(decay, call, each, type) || !fits(beta, call, o[2], type) ||
       !fits(dt, call, o[2], type) || !fits(skip, call, o[2], type)) {
-    return wrong("the shapes or dtypes of the arrays do not belong together");
+    return kErrors.invalid("the shapes or dtypes of the arrays do not belong together");
   }
   if (key.element_type() != type || value.element_type() != type || output->element_type() != type) {
-    return wrong("query, key, value and output differ in dtype");
+    return kErrors.invalid("query, key, value and output differ in dtype");
   }
-  if (kind.channels && decay.element_type() != ffi::F32) return wrong("gates of channels are not of float32");
-  if (v[3] % kStepValues != 0) return wrong("value channels are no multiple of 32");
-  if (kind.channels && v[3] % kStepThreads != 0) return wrong("gates of channels want n 128 value channels");
-  if (type == ffi::BF16) return launch_for_keys<__nv_bfloat16>(stream, call, kind);
-  if (type == ffi::F16) return launch_for_keys<__half>(stream, call, kind);
-  return wrong("queries are neither of bfloat16 nor of float16");
+  if (kind.channels && decay.element_type() != ffi::F32) return kErrors.invalid("gates of channels are not of float32");
+  if (v[3] % kStepValues != 0) return kErrors.invalid("value channels are no multiple of 32");
+  if (kind.channels && v[3] % kStepThreads != 0) return kErrors.invalid("gates of channels want n 128 value channels");
+  const char* const unsupported = "queries are neither of bfloat16 nor of float16";
+  return dispatch_dtype<__nv_bfloat16, __half>(
+      type, kErrors, unsupported, [&](auto number) { return launch_for_keys<decltype(number)>(stream, call, kind); });
 }
 
 }  // namespace
-}  // namespace ejkernel::recurrent_step
 
-// A symbol that the library exports.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_recurrent_step(XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ejkernel_recurrent_step, ejkernel::recurrent_step::recurrent_step,
+EJKERNEL_FFI_HANDLER(
+    ejkernel_recurrent_step, recurrent_step,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::AnyBuffer>()
@@ -145,6 +132,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::AnyBuffer>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Attr<bool>("transposed")
-        .Attr<float>("scale"),
-    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
-    {ffi::Traits::kCmdBufferCompatible});
+        .Attr<float>("scale"));
+
+}  // namespace ejkernel::recurrent_step

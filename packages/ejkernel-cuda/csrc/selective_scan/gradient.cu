@@ -1,31 +1,18 @@
 // The XLA FFI handler of the backward selective scan.
-#include <string>
-
+#include "common/dependent_launch.cuh"
 #include "selective_scan/call.cuh"
 #include "selective_scan/gradient.cuh"
-
-namespace ffi = xla::ffi;
 
 namespace ejkernel::selective_scan {
 namespace {
 
-ffi::Error failed(const char* what, cudaError_t error) {
-  return ffi::Error::Internal(std::string("ejkernel selective scan: ") + what + ": " + cudaGetErrorString(error));
-}
-
-ffi::Error wrong(const char* what) {
-  return ffi::Error::InvalidArgument(std::string("ejkernel selective scan, backward: ") + what);
-}
+constexpr HandlerErrors kErrors{"selective scan, backward"};
 
 template <typename Tile>
 ffi::Error launch(cudaStream_t stream, const ScanGradient& call, int64_t items) {
   constexpr int kThreads = Tile::kWarpgroups * Tile::kThreads, kBytes = Tile::kWarpgroups * Tile::kBytes;
-  // More than 48 KiB must be requested per device and process, so it is requested at each launch.
-  cudaError_t error = cudaFuncSetAttribute(gradient_kernel<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return failed("shared memory", error);
-  gradient_kernel<Tile><<<(items + Tile::kWarpgroups - 1) / Tile::kWarpgroups, kThreads, kBytes, stream>>>(call);
-  if ((error = cudaGetLastError()) != cudaSuccess) return failed("launch", error);
-  return ffi::Error::Success();
+  const int64_t blocks = (items + Tile::kWarpgroups - 1) / Tile::kWarpgroups;
+  return kErrors.check("launch", launch_in_order(gradient_kernel<Tile>, blocks, kThreads, kBytes, stream, call));
 }
 
 template <typename X>
@@ -47,14 +34,10 @@ ffi::Error selective_scan_gradient(
     ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> ddecay,
     ffi::Result<ffi::Buffer<ffi::F32>> dskip, ffi::Result<ffi::Buffer<ffi::F32>> dfirst, int32_t warpgroups) {
   if (dx->element_count() == 0) return ffi::Error::Success();
-  const auto x_shape = x.dimensions(), decay_shape = decay.dimensions(), columns_shape = columns.dimensions();
-  if (x_shape.size() < 3 || decay_shape.size() < 2 || columns_shape.size() < 4) return wrong("an axis is missing");
+  const ScanOperands operands{x, step, decay, columns, skip, bounds, first_intervals};
+  if (!operands.has_axes()) return kErrors.invalid(kMissingAxis);
   ScanGradient call{};
-  call.x = x.untyped_data();
-  call.step = step.untyped_data();
-  call.decay = decay.typed_data();
-  call.columns = columns.typed_data();
-  call.skip = skip.typed_data();
+  const ScanSizes sizes = set_operands(call, operands);
   call.states = states.typed_data();
   call.cotangent = cotangent.untyped_data();
   call.behind = behind.typed_data();
@@ -64,51 +47,30 @@ ffi::Error selective_scan_gradient(
   call.ddecay = ddecay->typed_data();
   call.dskip = dskip->typed_data();
   call.dfirst = dfirst->typed_data();
-  call.channels = x_shape[x_shape.size() - 1];
-  call.tokens = x_shape[x_shape.size() - 2];
-  call.size = decay_shape[decay_shape.size() - 1];
-  const int64_t row = int64_t(call.tokens) * call.channels, packs = x.element_count() / row;
-  const int64_t elements = int64_t(call.channels) * call.size, maps = decay.element_count() / elements;
-  call.packing = packing_of(bounds, first_intervals);
-  const int64_t rows = call.packing.bounds == nullptr ? packs : packs * call.packing.sequences;
-  const int64_t intervals = stored_intervals(call.packing, packs, call.tokens);
   const int64_t warpgroups_a_row = (call.channels + kGradientChannels - 1) / kGradientChannels;
-  const int64_t items = rows * warpgroups_a_row;
-  call.rows = rows;
-  // Extra leading axes, which jax.vmap adds to all arrays alike, count as more rows, and more A and D.
-  call.rows_a_map = rows / maps;
-  const auto has = [](const auto& buffer, int64_t count) { return int64_t(buffer.element_count()) == count; };
-  if (packs % maps != 0 || !belongs(call.packing, bounds, first_intervals, packs) ||
-      columns_shape[columns_shape.size() - 1] != 16 || call.size > 16 || call.channels % 8 != 0 ||
-      !has(step, packs * row) || !has(skip, maps * call.channels) ||
-      !has(columns, packs * call.tokens * 32) || !has(states, intervals * elements) ||
-      !has(cotangent, packs * row) || !has(behind, rows * elements) || !has(*dx, packs * row) ||
-      !has(*dstep, packs * row) || !has(*partial, packs * warpgroups_a_row * call.tokens * 32) ||
-      !has(*ddecay, rows * elements) || !has(*dskip, rows * call.channels) || !has(*dfirst, rows * elements)) {
-    return wrong("the shapes of the arrays do not belong together");
+  const int64_t items = sizes.rows * warpgroups_a_row, tokens = sizes.packs * sizes.row;
+  const int64_t states_size = sizes.rows * sizes.elements;
+  if (!consistent(call, operands, sizes) || sizes.padded != 16 || call.channels % 8 != 0 ||
+      count(states) != sizes.intervals * sizes.elements || count(cotangent) != tokens ||
+      count(behind) != states_size || count(*dx) != tokens || count(*dstep) != tokens ||
+      count(*partial) != sizes.packs * warpgroups_a_row * call.tokens * 32 || count(*ddecay) != states_size ||
+      count(*dskip) != sizes.rows * call.channels || count(*dfirst) != states_size) {
+    return kErrors.invalid_shapes();
   }
   if (cotangent.element_type() != x.element_type() || dx->element_type() != x.element_type() ||
       dstep->element_type() != step.element_type() ||
       (step.element_type() != ffi::F32 && step.element_type() != x.element_type())) {
-    return wrong("the dtypes of the arrays do not belong together");
+    return kErrors.invalid("the dtypes of the arrays do not belong together");
   }
-  switch (x.element_type()) {
-    case ffi::BF16: return launch_for_step<__nv_bfloat16>(stream, call, items, step.element_type(), warpgroups);
-    case ffi::F16: return launch_for_step<__half>(stream, call, items, step.element_type(), warpgroups);
-    case ffi::F32: return launch_for_step<float>(stream, call, items, step.element_type(), warpgroups);
-    default: return wrong("x is not of bfloat16, float16 or float32");
-  }
+  return dispatch_dtype<__nv_bfloat16, __half, float>(x.element_type(), kErrors, kUnsupported, [&](auto number) {
+    return launch_for_step<decltype(number)>(stream, call, items, step.element_type(), warpgroups);
+  });
 }
 
 }  // namespace
-}  // namespace ejkernel::selective_scan
 
-// A symbol that the library exports.
-extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_selective_scan_gradient(
-    XLA_FFI_CallFrame* frame);
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    ejkernel_selective_scan_gradient, ejkernel::selective_scan::selective_scan_gradient,
+EJKERNEL_FFI_HANDLER(
+    ejkernel_selective_scan_gradient, selective_scan_gradient,
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()
         .Arg<ffi::AnyBuffer>()
@@ -127,6 +89,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>()
-        .Attr<int32_t>("warpgroups"),
-    // Only kernel launches and no host synchronisation: XLA may capture the call in a CUDA graph.
-    {ffi::Traits::kCmdBufferCompatible});
+        .Attr<int32_t>("warpgroups"));
+
+}  // namespace ejkernel::selective_scan

@@ -21,7 +21,7 @@ from typing import Any
 from ejkernel.ops.model import Implementation, Requires
 
 _REFERENCE = re.compile(r"([a-zA-Z_][\w.]*):([a-zA-Z_]\w*)")
-_HANDLER = re.compile(r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+)")
+_HANDLER = re.compile(r"(?:XLA_FFI_DEFINE_HANDLER_SYMBOL|EJKERNEL_FFI_HANDLER)\(\s*(\w+)")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 

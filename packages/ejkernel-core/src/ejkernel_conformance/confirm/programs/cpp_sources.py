@@ -9,7 +9,7 @@ from pathlib import Path
 from ejkernel_conformance.confirm.programs import cubins
 from ejkernel_conformance.confirm.programs.graph import Programs
 
-HANDLER = re.compile(r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+)")
+HANDLER = re.compile(r"(?:XLA_FFI_DEFINE_HANDLER_SYMBOL|EJKERNEL_FFI_HANDLER)\(\s*(\w+)")
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"[^\n]*\n', re.MULTILINE)
 COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 ONCE = re.compile(r"^\s*#\s*pragma\s+once\s*$", re.MULTILINE)
