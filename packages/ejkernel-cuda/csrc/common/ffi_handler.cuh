@@ -6,16 +6,19 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <initializer_list>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
-// Defines the library's symbol of a handler. Handlers only launch kernels and do not synchronise with the host, so XLA
-// may capture their calls in a CUDA graph.
-#define EJKERNEL_FFI_HANDLER(symbol, function, binding)                                              \
+// Defines the library's symbol of a handler, from its function and the names of its attributes, in order. Handlers only
+// launch kernels and do not synchronise with the host, so XLA may capture their calls in a CUDA graph.
+#define EJKERNEL_FFI_HANDLER(symbol, function, ...)                                                  \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, function, binding, {xla::ffi::Traits::kCmdBufferCompatible})
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                     \
+      symbol, function, ejkernel::bind(function, {__VA_ARGS__}), {xla::ffi::Traits::kCmdBufferCompatible})
 
 namespace ejkernel {
 
@@ -84,6 +87,49 @@ auto dispatch_head_dimension(int size, Launch launch) {
   if (size <= 64) return launch(std::integral_constant<int, 64>{});
   if (size <= 128) return launch(std::integral_constant<int, 128>{});
   return launch(std::integral_constant<int, 256>{});
+}
+
+template <typename T>
+constexpr bool kIsResult = false;
+template <typename Buffer>
+constexpr bool kIsResult<ffi::Result<Buffer>> = true;
+template <typename T>
+constexpr bool kIsOperand = std::is_same_v<T, ffi::AnyBuffer>;
+template <ffi::DataType dtype>
+constexpr bool kIsOperand<ffi::Buffer<dtype>> = true;
+
+// Binds a parameter of a handler by its type; of an attribute, the name is next in the list.
+template <typename T, typename Binding>
+auto bind_parameter(Binding&& binding, const char* const*& attribute) {
+  if constexpr (std::is_same_v<T, cudaStream_t>) {
+    return std::move(binding).template Ctx<ffi::PlatformStream<cudaStream_t>>();
+  } else if constexpr (std::is_same_v<T, ffi::RemainingArgs>) {
+    return std::move(binding).RemainingArgs();
+  } else if constexpr (std::is_same_v<T, ffi::RemainingRets>) {
+    return std::move(binding).RemainingRets();
+  } else if constexpr (kIsOperand<T>) {
+    return std::move(binding).template Arg<T>();
+  } else if constexpr (kIsResult<T>) {
+    return std::move(binding).template Ret<std::decay_t<decltype(*std::declval<T&>())>>();
+  } else {
+    return std::move(binding).template Attr<T>(*attribute++);
+  }
+}
+
+// Binds the parameters of a handler in order. A binding can be neither copied nor moved, so that each is a temporary.
+template <typename T, typename... Others, typename Binding>
+auto bind_parameters(Binding&& binding, const char* const*& attribute) {
+  if constexpr (sizeof...(Others) == 0) {
+    return bind_parameter<T>(std::move(binding), attribute);
+  } else {
+    return bind_parameters<Others...>(bind_parameter<T>(std::move(binding), attribute), attribute);
+  }
+}
+
+template <typename... Parameters>
+auto bind(ffi::Error (*)(Parameters...), std::initializer_list<const char*> attributes) {
+  const char* const* attribute = attributes.begin();
+  return bind_parameters<Parameters...>(ffi::Ffi::Bind(), attribute);
 }
 
 }  // namespace ejkernel

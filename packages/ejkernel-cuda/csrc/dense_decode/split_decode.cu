@@ -108,24 +108,6 @@ ffi::Error split_decode(
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(
-    ejkernel_split_decode, split_decode,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Attr<int32_t>("splits")
-        .Attr<int32_t>("left")
-        .Attr<int32_t>("right")
-        .Attr<float>("scale")
-        .Attr<float>("cap"));
+EJKERNEL_FFI_HANDLER(ejkernel_split_decode, split_decode, "splits", "left", "right", "scale", "cap");
 
 }  // namespace ejkernel::dense_decode

@@ -231,34 +231,7 @@ ffi::Error paged_decode(
 
 EJKERNEL_FFI_HANDLER(
     ejkernel_paged_decode, paged_decode,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .RemainingArgs()
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::S32>>()
-        .RemainingRets()
-        .Attr<ffi::Span<const int64_t>>("strides")
-        .Attr<int32_t>("kv_heads")
-        .Attr<int32_t>("cache_heads")
-        .Attr<int32_t>("pages")
-        .Attr<int32_t>("page_size")
-        .Attr<int32_t>("lines")
-        .Attr<int32_t>("left")
-        .Attr<int32_t>("right")
-        .Attr<float>("scale")
-        .Attr<float>("cap")
-        .Attr<float>("value_scale"));
+    "strides", "kv_heads", "cache_heads", "pages", "page_size", "lines", "left", "right", "scale", "cap",
+    "value_scale");
 
 }  // namespace ejkernel::paged_decode

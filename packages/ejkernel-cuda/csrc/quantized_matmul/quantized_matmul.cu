@@ -79,17 +79,6 @@ ffi::Error quantized_matmul(
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(
-    ejkernel_quantized_matmul, quantized_matmul,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::Buffer<ffi::BF16>>()
-        .Arg<ffi::Buffer<ffi::U32>>()
-        .Arg<ffi::Buffer<ffi::F16>>()
-        .Arg<ffi::Buffer<ffi::F16>>()
-        .Ret<ffi::Buffer<ffi::BF16>>()
-        .Attr<int32_t>("log_group")
-        .Attr<int32_t>("splits")
-        .Attr<bool>("transpose"));
+EJKERNEL_FFI_HANDLER(ejkernel_quantized_matmul, quantized_matmul, "log_group", "splits", "transpose");
 
 }  // namespace ejkernel::quantized_matmul

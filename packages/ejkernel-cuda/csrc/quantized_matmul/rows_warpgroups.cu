@@ -54,15 +54,6 @@ ffi::Error quantized_rows(
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(
-    ejkernel_quantized_rows, quantized_rows,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::Buffer<ffi::BF16>>()
-        .Arg<ffi::Buffer<ffi::U32>>()
-        .Arg<ffi::Buffer<ffi::F16>>()
-        .Arg<ffi::Buffer<ffi::F16>>()
-        .Ret<ffi::Buffer<ffi::BF16>>()
-        .Attr<int32_t>("splits"));
+EJKERNEL_FFI_HANDLER(ejkernel_quantized_rows, quantized_rows, "splits");
 
 }  // namespace ejkernel::quantized_matmul

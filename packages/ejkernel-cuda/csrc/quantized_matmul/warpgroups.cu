@@ -71,16 +71,6 @@ ffi::Error quantized_warpgroups(
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(
-    ejkernel_quantized_warpgroups, quantized_warpgroups,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::Buffer<ffi::BF16>>()
-        .Arg<ffi::Buffer<ffi::U32>>()
-        .Arg<ffi::Buffer<ffi::F16>>()
-        .Arg<ffi::Buffer<ffi::F16>>()
-        .Ret<ffi::Buffer<ffi::BF16>>()
-        .Ret<ffi::Buffer<ffi::U8>>()
-        .Attr<int32_t>("splits"));
+EJKERNEL_FFI_HANDLER(ejkernel_quantized_warpgroups, quantized_warpgroups, "splits");
 
 }  // namespace ejkernel::quantized_matmul

@@ -115,23 +115,6 @@ ffi::Error recurrent_step(
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(
-    ejkernel_recurrent_step, recurrent_step,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Attr<bool>("transposed")
-        .Attr<float>("scale"));
+EJKERNEL_FFI_HANDLER(ejkernel_recurrent_step, recurrent_step, "transposed", "scale");
 
 }  // namespace ejkernel::recurrent_step

@@ -69,26 +69,6 @@ ffi::Error selective_scan_gradient(
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(
-    ejkernel_selective_scan_gradient, selective_scan_gradient,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Attr<int32_t>("warpgroups"));
+EJKERNEL_FFI_HANDLER(ejkernel_selective_scan_gradient, selective_scan_gradient, "warpgroups");
 
 }  // namespace ejkernel::selective_scan

@@ -68,22 +68,6 @@ ffi::Error selective_scan(
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(
-    ejkernel_selective_scan, selective_scan,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::F32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Arg<ffi::Buffer<ffi::S32>>()
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>()
-        .Attr<int32_t>("channels")
-        .Attr<int32_t>("lanes"));
+EJKERNEL_FFI_HANDLER(ejkernel_selective_scan, selective_scan, "channels", "lanes");
 
 }  // namespace ejkernel::selective_scan
