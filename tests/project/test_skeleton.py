@@ -1,6 +1,7 @@
 """Every kernel directory has the files of one skeleton: docs/extending/add_backend.md says what each is for."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,24 @@ def test_a_family_registers_passes_that_are_where_the_skeleton_says(backend):
             for name in ("forward", "backward"):
                 if line.strip().startswith(f'{name}="'):
                     assert line.strip().partition('"')[2].split(":")[0].endswith(f".{name}"), (folder.name, line)
+
+
+CPP = Path(__file__).parents[2] / "packages/ejkernel-cuda/csrc"
+CPP_FOLDERS = sorted(path.name for path in CPP.iterdir() if path.is_dir())
+INCLUDED = re.compile(r'^#include "(\w+)/[\w/.]+\.cuh"$', re.MULTILINE)
+NAMESPACES = re.compile(r"^namespace (ejkernel[\w:]*) \{$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("folder", CPP_FOLDERS)
+def test_a_folder_of_cuda_sources_is_one_namespace_and_mirrors_a_python_room(folder):
+    namespace = "ejkernel" if folder == "common" else f"ejkernel::{folder}"
+    assert folder == "common" or (CPP.parent / "src/ejkernel_cuda" / folder / "__init__.py").is_file()
+    for path in sorted([*(CPP / folder).glob("*.cuh"), *(CPP / folder).glob("*.cu")]):
+        text = path.read_text(encoding="utf-8")
+        assert set(NAMESPACES.findall(text)) == {namespace}, path.name
+        assert set(INCLUDED.findall(text)) <= {folder, "common"}, path.name
+
+
+def test_cuda_sources_are_in_the_folders_of_families():
+    assert {"common", "paged_decode", "selective_scan"} <= set(CPP_FOLDERS)
+    assert not [path.name for path in CPP.iterdir() if path.suffix in (".cu", ".cuh", ".cpp")]

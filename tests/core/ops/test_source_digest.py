@@ -134,6 +134,13 @@ def test_what_a_kernel_reaches_counts(digest, file, old, new):
     assert digest() != digest(**{file: (old, new)})
 
 
+@pytest.mark.parametrize("macro", ["XLA_FFI_DEFINE_HANDLER_SYMBOL", "EJKERNEL_FFI_HANDLER"])
+def test_a_handler_counts_whichever_macro_defines_it(digest, macro):
+    old = "return 1; }\nXLA_FFI_DEFINE_HANDLER_SYMBOL("
+    first, second = (digest(scan_cu=(old, f"return {n}; }}\n{macro}(")) for n in (1, 2))
+    assert first != second
+
+
 def test_claims_count(digest):
     wider = dataclasses.replace(REQUIRES, handles=frozenset({"causal", "bias"}))
     assert digest() != digest(dataclasses.replace(IMPLEMENTATION, requires=wider))
