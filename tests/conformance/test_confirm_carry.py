@@ -15,6 +15,7 @@ from ejkernel.ops import evidence
 from ejkernel.ops.evidence import Carried, Confirmation, EvidenceFile, FamilyEvidence, Tally
 from ejkernel_conformance.confirm import carrying, programs
 from ejkernel_conformance.confirm.command import main
+from ejkernel_conformance.confirm.programs.cpp_sources import sources_of
 
 PROGRAM = {"program": "p1", "kernels": [["launch", "k1"]], "aliases": False}
 FOUND = FamilyEvidence(digest="d1", operations={"flash": Tally(passed=3)})
@@ -122,6 +123,11 @@ def test_other_cpp_with_the_same_machine_code_is_carried(tree):
     before, after = (cpp(f"d{n}", f"c{n}", {"handler": ["m1", "m2"]}) for n in (1, 2))
     assert carrying.carry(before, after, {}).refused == 0
     assert {(found.digest, found.stale) for found in families(tree)} == {("d2", False)}
+
+
+def test_the_cpp_of_calls_that_an_earlier_run_lowered_is_known():
+    calls = {"flash, a": {"kernels": [["ejkernel_split_decode", "k1"], ["a_launch_of_triton", "k2"]]}}
+    assert {name: path.name for name, path in sources_of(calls).items()} == {"ejkernel_split_decode": "split_decode.cu"}
 
 
 @pytest.mark.parametrize("machine_code", [{}, {"handler": ["m1", "m3"]}, {"another": ["m1", "m2"]}])

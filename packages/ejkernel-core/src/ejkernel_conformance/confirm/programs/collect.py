@@ -59,7 +59,7 @@ def collect(
         for subject in subjects:
             began, made = time.monotonic(), content["programs"][subject.key]
             _add_programs(subject, made, handlers, texts)
-            files = sources_of(made, handlers)
+            files = sources_of(made)
             content["sources"][subject.key] = {name: digest(tokens(path)) for name, path in files.items()}
             content["machine_code"][subject.key] = machine_code(files, chip)
             out.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")

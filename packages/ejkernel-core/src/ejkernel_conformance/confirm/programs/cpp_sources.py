@@ -15,14 +15,12 @@ COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 ONCE = re.compile(r"^\s*#\s*pragma\s+once\s*$", re.MULTILINE)
 
 
-def sources_of(programs: Programs, handlers: set[str]) -> dict[str, Path]:
+def sources_of(programs: Programs) -> dict[str, Path]:
     """Returns the C++ file of each handler that programs of an implementation call, by the handler's name."""
-    used = {target for one in programs.values() for target, _ in one["kernels"]} & handlers
-    if not used:
-        return {}
+    used = {target for one in programs.values() for target, _ in one["kernels"]}
     files = sorted(_root().rglob("*.cu"))
     defined = {name: path for path in files for name in HANDLER.findall(path.read_text(encoding="utf-8"))}
-    return {name: defined[name] for name in sorted(used)}
+    return {name: defined[name] for name in sorted(used & defined.keys())}
 
 
 def machine_code(files: Mapping[str, Path], chip: str) -> dict[str, list[str]]:
@@ -37,11 +35,10 @@ def machine_code(files: Mapping[str, Path], chip: str) -> dict[str, list[str]]:
 
 @functools.cache
 def _root() -> Path:
-    """Returns the folder of the C++ sources, which their includes are relative to."""
+    """Returns the folder of the C++ sources, which their includes are relative to; it need not exist."""
     spec = importlib.util.find_spec("ejkernel_cuda")
-    assert spec is not None  # its calls were lowered
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]).parents[1] / "csrc"
+    folders = spec.submodule_search_locations if spec else None
+    return (Path(folders[0]).parents[1] if folders else Path()) / "csrc"
 
 
 def tokens(path: Path) -> str:
