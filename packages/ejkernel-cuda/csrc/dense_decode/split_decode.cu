@@ -66,7 +66,7 @@ SplitDecode decode_call(const Arguments& a) {
   call.bfloat16 = a.query.element_type() == ffi::BF16;
   // jax.vmap may batch sinks like all arrays: each row of sinks then belongs to the rows of one batch element.
   const int sink_rows = a.sinks.element_count() / call.heads;
-  call.sinks = data_or_null(a.sinks);
+  call.sinks = sink_rows == 0 ? nullptr : a.sinks.typed_data();
   call.rows_a_sink = sink_rows == 0 ? 1 : call.rows / sink_rows;
   return call;
 }
