@@ -1,4 +1,4 @@
-"""What the conformance suite found on devices, as backends ship it: `evidence/<chip>/<implementation>.json`.
+"""Reads the evidence that backends ship: the suite's results on devices, `evidence/<chip>/<implementation>.json`.
 
 A kernel takes part in dispatch on a GPU in the order of its priority only where a chip of the same kind has run all of
 its tests, and all passed, with the toolchain that runs. Elsewhere it comes after all that are confirmed, XLA's among

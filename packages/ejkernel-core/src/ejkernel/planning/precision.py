@@ -1,4 +1,4 @@
-"""How exact numbers are: products of float32 keep float32's digits on every device, and what is rounded really is."""
+"""Sets the precision: products of float32 keep its digits on every device, and XLA cannot remove a rounding."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The meaning of attention that returns its weights, in plain jnp.
+"""Defines what attention that returns its weights computes, in plain jnp.
 
 The record is `TiledAttention` and means what it means there; the output is a pair:
 

@@ -1,4 +1,4 @@
-"""The meaning of the causal convolution, in plain jnp.
+"""Defines what the causal convolution computes, in plain jnp.
 
 Every channel c is convolved along time with W weights of its own, the last of which meets the token itself:
 

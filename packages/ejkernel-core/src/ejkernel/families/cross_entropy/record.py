@@ -1,4 +1,4 @@
-"""The argument record of the cross-entropy of token logits, and what follows from it alone."""
+"""Defines the argument record of the cross-entropy of token logits, and functions of the record alone."""
 
 from typing import Any
 

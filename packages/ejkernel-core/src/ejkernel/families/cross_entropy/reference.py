@@ -1,4 +1,4 @@
-"""The meaning of the cross-entropy of token logits, in plain jnp.
+"""Defines the cross-entropy of token logits, in plain jnp.
 
 With logits z_t = h_t W + b, or given as they are, and z = cap tanh(z / cap) with a soft cap:
 

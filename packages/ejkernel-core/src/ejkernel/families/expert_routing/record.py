@@ -1,4 +1,4 @@
-"""The argument record of expert routing, and what follows from it alone."""
+"""Defines the argument record of expert routing, and functions of the record alone."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The meaning of expert routing, in plain jnp.
+"""Defines what expert routing computes, in plain jnp.
 
 Every token chooses the K experts with its largest logits, the largest first, of equal ones the first. The T * K pairs
 of a token and an expert, `t * K + n`, are rows of the experts' matrices, in a stable order by expert:

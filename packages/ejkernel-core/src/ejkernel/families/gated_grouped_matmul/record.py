@@ -1,4 +1,4 @@
-"""The argument record of gated grouped matmul, and what follows from it alone."""
+"""Defines the argument record of gated grouped matmul, and functions of the record alone."""
 
 from typing import Any, Protocol
 

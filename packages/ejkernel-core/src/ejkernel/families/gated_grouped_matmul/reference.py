@@ -1,4 +1,4 @@
-"""The meaning of gated grouped matmul, in plain jnp.
+"""Defines what gated grouped matmul computes, in plain jnp.
 
 Every row names a token and is multiplied with the matrix of its group; the first half of the columns gates the second:
 

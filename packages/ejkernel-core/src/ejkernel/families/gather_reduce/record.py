@@ -1,4 +1,4 @@
-"""The argument record of gather and reduce, and what follows from it alone."""
+"""Defines the argument record of gather and reduce, and functions of the record alone."""
 
 from typing import Any
 

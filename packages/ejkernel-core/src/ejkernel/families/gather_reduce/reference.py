@@ -1,4 +1,4 @@
-"""The meaning of gather and reduce, in plain jnp.
+"""Defines what gather and reduce computes, in plain jnp.
 
 Every token names K rows, and gets their weighted sum:
 

@@ -1,4 +1,4 @@
-"""The meaning of grouped matmul, in plain jnp.
+"""Defines what grouped matmul computes, in plain jnp.
 
 The rows of lhs belong to groups, one after another: group g owns the `group_sizes[g]` rows that follow those of the
 groups before it. For a row i of group g, among the groups whose matrices are given:

@@ -1,4 +1,4 @@
-"""The meaning of the divergence of a student's distribution from a teacher's, in plain jnp.
+"""Defines the divergence of a student's distribution from a teacher's, in plain jnp.
 
 With p = softmax(student / tau), q = softmax(teacher / tau) and KL(a, b) = sum over v of a_v (log a_v - log b_v):
 

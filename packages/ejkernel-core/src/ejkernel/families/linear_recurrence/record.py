@@ -1,4 +1,4 @@
-"""The argument record of the chunked linear recurrence, and what follows from it alone."""
+"""Defines the argument record of the chunked linear recurrence, and functions of the record alone."""
 
 import dataclasses
 from typing import Any, NamedTuple

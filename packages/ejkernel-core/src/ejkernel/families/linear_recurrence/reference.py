@@ -1,4 +1,4 @@
-"""The meaning of the chunked linear recurrence, in plain jnp.
+"""Defines what the chunked linear recurrence computes, in plain jnp.
 
 Every head of every row (or packed sequence) carries a state S of shape [K, V]. For each token t, in order:
 

@@ -1,4 +1,4 @@
-"""The argument record of paged softmax attention, and what follows from it alone."""
+"""Defines the argument record of paged softmax attention, and functions of the record alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The meaning of paged softmax attention, in plain jnp.
+"""Defines what paged softmax attention computes, in plain jnp.
 
 Sequence n has `kv_lens[n]` tokens, of which the newest, `q_n`, are its queries: query i sits at position
 `p_i = kv_lens[n] - q_n + i`, and `c_n = kv_lens[n] - q_n` tokens were there before. For its key at position k, query

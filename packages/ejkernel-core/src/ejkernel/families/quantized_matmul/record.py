@@ -1,4 +1,4 @@
-"""The argument record of quantized matmul, and what follows from it alone."""
+"""Defines the argument record of quantized matmul, and functions of the record alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The meaning of quantized matmul, in plain jnp.
+"""Defines what quantized matmul computes, in plain jnp.
 
 With w the [K, N] matrix of the codes (`ejkernel.planning.quantized_formats` says what they mean):
 

@@ -1,4 +1,4 @@
-"""The argument record of recurrent networks, and what follows from it alone."""
+"""Defines the argument record of recurrent networks, and functions of the record alone."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def shape(record: RecurrentNetwork) -> tuple[int, int, int]:
 
 
 def input_weights(record: RecurrentNetwork, layer: int) -> jax.Array:
-    """Returns [R, G * H, inputs] of a layer."""
+    """Returns the weights of a layer's inputs, [R, G * H, inputs]."""
     if layer == 0:
         return record.weight_ih
     if record.weight_ih_deep is None:

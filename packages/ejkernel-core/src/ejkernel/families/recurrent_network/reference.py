@@ -1,4 +1,4 @@
-"""The meaning of recurrent networks, in plain jnp.
+"""Defines what recurrent networks compute, in plain jnp.
 
 Each layer reads the sequence once, or in both directions. With i_t = W_ih x_t + b_ih and
 r_t = W_hh h_{t-1} + b_hh, whose G x H entries are the gates in the order given, H each:

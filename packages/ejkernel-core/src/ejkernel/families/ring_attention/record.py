@@ -1,4 +1,4 @@
-"""The argument record of ring attention, and what follows from it alone."""
+"""Defines the argument record of ring attention, and functions of the record alone."""
 
 import dataclasses
 

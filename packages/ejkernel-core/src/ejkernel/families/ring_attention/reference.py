@@ -1,4 +1,4 @@
-"""The meaning of ring attention, in plain jnp.
+"""Defines what ring attention computes, in plain jnp.
 
 The meaning is that of `ejkernel.families.tiled_attention` on the whole sequence. Device i of the axis holds queries
 `i * T : (i + 1) * T` and keys `i * S : (i + 1) * S`; indices that causal and window compare are those of the whole. An

@@ -1,4 +1,4 @@
-"""The meaning of segment pooling, in plain jnp.
+"""Defines what segment pooling computes, in plain jnp.
 
 Every pool is a run of tokens of one batch row, given by its first token and the token after its last:
 

@@ -1,4 +1,4 @@
-"""The argument record of selected attention, and what follows from it alone."""
+"""Defines the argument record of selected attention, and functions of the record alone."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The meaning of selected attention, in plain jnp.
+"""Defines what selected attention computes, in plain jnp.
 
 Three branches share the query, each of them softmax attention as `ejkernel.families.tiled_attention` defines it:
 

@@ -1,4 +1,4 @@
-"""The argument record of the selective scan, and what follows from it alone."""
+"""Defines the argument record of the selective scan, and functions of the record alone."""
 
 from typing import Any
 

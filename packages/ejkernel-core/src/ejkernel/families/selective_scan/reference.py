@@ -1,4 +1,4 @@
-"""The meaning of the selective scan, in plain jnp.
+"""Defines what the selective scan computes, in plain jnp.
 
 Every channel i of every row carries a state h of E numbers. For each token t, in order:
 

@@ -1,4 +1,4 @@
-"""The meaning of tiled softmax attention, in plain jnp.
+"""Defines what tiled softmax attention computes, in plain jnp.
 
 For a query row i and key j of one batch row and query head h (KV head `h // (H // Hk)`):
 

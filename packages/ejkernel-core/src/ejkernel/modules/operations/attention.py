@@ -249,7 +249,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
 
 
 class Attention(Kernel[AttentionConfig, Any]):
-    """`attention` as an object."""
+    """Calls `attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -296,7 +296,7 @@ def reference(args: BlockSparseAttentionArguments) -> Any:
 
 
 class BlockSparseAttention(Kernel[BlockSparseAttentionConfig, Array]):
-    """`blocksparse_attention` as an object."""
+    """Calls `blocksparse_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -184,7 +184,7 @@ def axes_of(args: CausalConv1dArguments) -> dict[str, Any]:
 
 
 class CausalConv1d(Kernel[CausalConv1dConfig, Array]):
-    """`causal_conv1d` as an object."""
+    """Calls `causal_conv1d` as an object, as executors do."""
 
 
 OP = Op(

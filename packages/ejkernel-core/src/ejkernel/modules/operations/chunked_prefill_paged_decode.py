@@ -169,7 +169,7 @@ def configure(
 
 
 class ChunkedPrefillPagedDecode(Kernel[ChunkedPrefillPagedDecodeConfig, tuple[Array, Array, Array]]):
-    """`chunked_prefill_paged_decode` as an object."""
+    """Calls `chunked_prefill_paged_decode` as an object, as executors do."""
 
 
 OP = Op(

@@ -173,7 +173,7 @@ def configure(args: DecodeAttentionArguments, cfg: DecodeAttentionConfig | None)
 
 
 class DecodeAttention(Kernel[DecodeAttentionConfig, tuple[Array, Array]]):
-    """`decode_attention` as an object."""
+    """Calls `decode_attention` as an object, as executors do."""
 
 
 OP = Op(

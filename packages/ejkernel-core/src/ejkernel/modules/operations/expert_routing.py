@@ -175,7 +175,7 @@ def _axes_of(args: ExpertRoutingArguments) -> dict[str, Any]:
 
 
 class ExpertRouting(Kernel[ExpertRoutingConfig, tuple[Array, Array, Array, Array]]):
-    """`expert_routing` as an object."""
+    """Calls `expert_routing` as an object, as executors do."""
 
 
 OP = Op(

@@ -355,7 +355,7 @@ def _route(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, 
 
 
 class FlashAttention(Kernel[FlashAttentionConfig, Array]):
-    """`flash_attention` as an object."""
+    """Calls `flash_attention` as an object, as executors do."""
 
     def prepare(
         self,

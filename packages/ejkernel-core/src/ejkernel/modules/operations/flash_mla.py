@@ -248,7 +248,7 @@ def reference(args: FlashMLAArguments) -> Any:
 
 
 class FlashMLA(Kernel[FlashMLAConfig, Array]):
-    """`flash_mla` as an object."""
+    """Calls `flash_mla` as an object, as executors do."""
 
 
 OP = Op(

@@ -366,7 +366,7 @@ def _axes_of(args: FusedCrossEntropyArguments) -> dict[str, Any]:
 
 
 class FusedCrossEntropy(Kernel[FusedCrossEntropyConfig, CrossEntropyOutput]):
-    """`fused_cross_entropy` as an object."""
+    """Calls `fused_cross_entropy` as an object, as executors do."""
 
 
 OP = Op(

@@ -168,7 +168,7 @@ def _axes_of(args: FusedKLDivergenceArguments) -> dict[str, Any]:
 
 
 class FusedKLDivergence(Kernel[FusedKLDivergenceConfig, KLDivergenceOutput]):
-    """`fused_kl_divergence` as an object."""
+    """Calls `fused_kl_divergence` as an object, as executors do."""
 
 
 OP = Op(

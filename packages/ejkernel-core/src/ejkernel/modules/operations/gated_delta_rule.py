@@ -148,7 +148,7 @@ def _configure(args: GatedDeltaRuleArguments, cfg: Any) -> Any:
 
 
 class GatedDeltaRule(Kernel[GatedDeltaRuleConfig, Array]):
-    """`gated_delta_rule` as an object."""
+    """Calls `gated_delta_rule` as an object, as executors do."""
 
 
 OP = Op(

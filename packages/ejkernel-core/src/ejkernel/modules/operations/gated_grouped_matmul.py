@@ -225,7 +225,7 @@ def _axes_of(args: GatedGroupedMatmulArguments) -> dict[str, str]:
 
 
 class GatedGroupedMatmul(Kernel[GatedGroupedMatmulConfig, Array]):
-    """`gated_grouped_matmul` as an object."""
+    """Calls `gated_grouped_matmul` as an object, as executors do."""
 
 
 OP = Op(

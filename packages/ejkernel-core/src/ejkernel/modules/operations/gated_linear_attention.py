@@ -119,7 +119,7 @@ def lower(args: GLAttentionArguments) -> LinearRecurrence:
 
 
 class GLAttention(Kernel[GLAttentionConfig, Array]):
-    """`gated_linear_attention` as an object."""
+    """Calls `gated_linear_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -145,7 +145,7 @@ def lower(args: GatherReduceArguments) -> family.GatherReduce:
 
 
 class GatherReduce(Kernel[GatherReduceConfig, Array]):
-    """`gather_reduce` as an object."""
+    """Calls `gather_reduce` as an object, as executors do."""
 
 
 OP = Op(

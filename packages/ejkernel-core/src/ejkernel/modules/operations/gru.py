@@ -83,7 +83,7 @@ class GRUArguments(ArgumentRecord, of=gru):
 
 
 class GRU(Kernel[GRUConfig, tuple[Array, Array]]):
-    """`gru` as an object."""
+    """Calls `gru` as an object, as executors do."""
 
 
 OP = Op(

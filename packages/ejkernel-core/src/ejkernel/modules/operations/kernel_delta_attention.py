@@ -187,7 +187,7 @@ def _configure(args: KernelDeltaAttentionArguments, cfg: Any) -> Any:
 
 
 class KernelDeltaAttention(Kernel[KernelDeltaAttentionConfig, Array]):
-    """`kernel_delta_attention` as an object."""
+    """Calls `kernel_delta_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -141,7 +141,7 @@ def lower(args: LightningAttentionArguments) -> LinearRecurrence:
 
 
 class LightningAttention(Kernel[LightningAttentionConfig, Array]):
-    """`lightning_attention` as an object."""
+    """Calls `lightning_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -85,7 +85,7 @@ class LSTMArguments(ArgumentRecord, of=lstm):
 
 
 class LSTM(Kernel[LSTMConfig, tuple[Array, Array, Array]]):
-    """`lstm` as an object."""
+    """Calls `lstm` as an object, as executors do."""
 
 
 OP = Op(

@@ -177,7 +177,7 @@ def _packed(args: MeanPoolingArguments) -> bool:
 
 
 class MeanPooling(Kernel[MeanPoolingConfig, Array]):
-    """`mean_pooling` as an object."""
+    """Calls `mean_pooling` as an object, as executors do."""
 
 
 OP = Op(

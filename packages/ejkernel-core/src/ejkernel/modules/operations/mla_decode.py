@@ -211,7 +211,7 @@ def reference(args: MLADecodeArguments) -> Any:
 
 
 class MLADecode(Kernel[MLADecodeConfig, Array]):
-    """`mla_decode` as an object."""
+    """Calls `mla_decode` as an object, as executors do."""
 
 
 OP = Op(

@@ -259,7 +259,7 @@ AXES = {
 
 
 class MultiLatentRaggedPageAttention(Kernel[MultiLatentRaggedPageAttentionConfig, tuple[Array, Array]]):
-    """`multi_latent_ragged_page_attention` as an object."""
+    """Calls `multi_latent_ragged_page_attention` as an object, as executors do."""
 
 
 OP = Op(

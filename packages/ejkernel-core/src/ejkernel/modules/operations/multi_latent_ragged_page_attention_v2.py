@@ -120,7 +120,7 @@ class MultiLatentRaggedPageAttentionV2Arguments(
 
 
 class MultiLatentRaggedPageAttentionV2(Kernel[MultiLatentRaggedPageAttentionV2Config, tuple[Array, Array]]):
-    """`multi_latent_ragged_page_attention_v2` as an object."""
+    """Calls `multi_latent_ragged_page_attention_v2` as an object, as executors do."""
 
 
 OP = Op(

@@ -260,7 +260,7 @@ def configure(
 
 
 class NativeSparseAttention(Kernel[NativeSparseAttentionConfig, Array]):
-    """`native_sparse_attention` as an object."""
+    """Calls `native_sparse_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -206,7 +206,7 @@ def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> 
 
 
 class PageAttention(Kernel[PageAttentionConfig, Array]):
-    """`page_attention` as an object."""
+    """Calls `page_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -158,7 +158,7 @@ def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -
 
 
 class PrefillPageAttention(Kernel[PrefillPageAttentionConfig, Array]):
-    """`prefill_page_attention` as an object."""
+    """Calls `prefill_page_attention` as an object, as executors do."""
 
 
 OP = Op(

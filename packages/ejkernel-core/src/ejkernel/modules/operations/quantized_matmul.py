@@ -201,7 +201,7 @@ def finish(args: QuantizedMatmulArguments, output: jax.Array) -> jax.Array:
 
 
 class QuantizedMatmul(Kernel[QuantizedMatmulConfig, Array]):
-    """`quantized_matmul` as an object."""
+    """Calls `quantized_matmul` as an object, as executors do."""
 
 
 OP = Op(

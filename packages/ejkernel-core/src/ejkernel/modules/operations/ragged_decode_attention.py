@@ -158,7 +158,7 @@ def finish(args: RaggedDecodeAttentionArguments, output: tuple[jax.Array, ...]) 
 
 
 class RaggedDecodeAttention(Kernel[RaggedDecodeAttentionConfig, Array]):
-    """`ragged_decode_attention` as an object."""
+    """Calls `ragged_decode_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -139,7 +139,7 @@ def _configure(args: RaggedGatedDeltaRuleArguments, cfg: Any) -> Any:
 
 
 class RaggedGatedDeltaRule(Kernel[RaggedGatedDeltaRuleConfig, tuple[Array, Array]]):
-    """`ragged_gated_delta_rule` as an object."""
+    """Calls `ragged_gated_delta_rule` as an object, as executors do."""
 
 
 OP = Op(

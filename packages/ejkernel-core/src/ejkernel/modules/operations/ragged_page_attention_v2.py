@@ -234,7 +234,7 @@ def configure(
 
 
 class RaggedPageAttentionv2(Kernel[RaggedPageAttentionv2Config, Array]):
-    """`ragged_page_attention_v2` as an object."""
+    """Calls `ragged_page_attention_v2` as an object, as executors do."""
 
 
 RaggedPageAttention = RaggedPageAttentionv2

@@ -272,7 +272,7 @@ def configure(
 
 
 class RaggedPageAttentionv3(Kernel[RaggedPageAttentionv3Config, tuple[Array, Array]]):
-    """`ragged_page_attention_v3` as an object."""
+    """Calls `ragged_page_attention_v3` as an object, as executors do."""
 
 
 OP = Op(

@@ -118,7 +118,7 @@ def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
 
 
 class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
-    """`recurrent_attention` as an object."""
+    """Calls `recurrent_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -263,7 +263,7 @@ def reference(args: RingAttentionArguments) -> Any:
 
 
 class RingAttention(Kernel[RingAttentionConfig, Array]):
-    """`ring_attention` as an object."""
+    """Calls `ring_attention` as an object, as executors do."""
 
 
 def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:

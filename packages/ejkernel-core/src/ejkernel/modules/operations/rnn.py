@@ -104,7 +104,7 @@ def reference(args: RNNArguments) -> tuple[jax.Array, ...]:
 
 
 class RNN(Kernel[RNNConfig, tuple[Array, Array]]):
-    """`rnn` as an object."""
+    """Calls `rnn` as an object, as executors do."""
 
 
 OP = Op(

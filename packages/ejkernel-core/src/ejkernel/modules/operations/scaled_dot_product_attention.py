@@ -161,7 +161,7 @@ def reference(args: ScaledDotProductAttentionArguments) -> Any:
 
 
 class ScaledDotProductAttention(Kernel[ScaledDotProductAttentionConfig, Array]):
-    """`scaled_dot_product_attention` as an object."""
+    """Calls `scaled_dot_product_attention` as an object, as executors do."""
 
 
 OP = Op(

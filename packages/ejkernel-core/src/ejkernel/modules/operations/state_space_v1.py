@@ -181,7 +181,7 @@ def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> 
 
 
 class StateSpaceV1(Kernel[StateSpaceV1Config, tuple[Array, Array, Any]]):
-    """`state_space_v1` as an object."""
+    """Calls `state_space_v1` as an object, as executors do."""
 
 
 OP = Op(

@@ -249,7 +249,7 @@ def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> St
 
 
 class StateSpaceV2(Kernel[StateSpaceV2Config, tuple[Array, Array, Any]]):
-    """`state_space_v2` as an object."""
+    """Calls `state_space_v2` as an object, as executors do."""
 
 
 OP = Op(

@@ -158,7 +158,7 @@ def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | Non
 
 
 class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):
-    """`unified_attention` as an object."""
+    """Calls `unified_attention` as an object, as executors do."""
 
 
 OP = Op(

@@ -28,7 +28,7 @@ class Factors(NamedTuple):
     scale: jax.Array
 
     def cut(self, span: Span) -> "Factors":
-        """Returns those of some tokens."""
+        """Returns the factors of the tokens of a span."""
         return Factors(*(cut(x, span, 0) for x in self))
 
 

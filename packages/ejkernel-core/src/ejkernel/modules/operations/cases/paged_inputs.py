@@ -153,7 +153,7 @@ def v3_eight_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 
 def v3_integers(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Returns the same with a cache of int8."""
+    """Returns the inputs of version 3 with a cache of int8."""
     fields = v3_inputs(key, dataclasses.replace(sizes, dtype=jnp.int8))
     names = ("keys", "values", "kv_cache")
     integer_fields = {

@@ -16,9 +16,7 @@ To type checkers it is `Any`: calls without it have an array and not one of two 
 
 
 def with_lse(args: Any, output: Any, lse: Any, *others: Any) -> Any:
-    """Returns what a public function returns: the output, lse where `return_lse` asks for it, and what
-    else there is.
-    """
+    """Returns the result of a public function: the output, lse if `return_lse` is True, and the other results."""
     results = (output, *((lse,) if args.return_lse else ()), *others)
     return results if len(results) > 1 else output
 
