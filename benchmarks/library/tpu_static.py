@@ -126,7 +126,13 @@ RECURRENCES = tuple(
     for gradient in (False, True)
 )
 STEPS = tuple(
-    case(f"decode steps of {n} tokens in slots, {kind}, ejkernel", "recurrent_steps", OURS, kind=kind, tokens=n)
+    case(
+        f"decode steps of {n} token{'s' * (n > 1)} in slots, {kind}, ejkernel",
+        "recurrent_steps",
+        OURS,
+        kind=kind,
+        tokens=n,
+    )
     for kind in KINDS[1:]
     for n in (1, 8)
 )

@@ -105,7 +105,11 @@ class ChannelGates:
         """Returns the state after the chunk; see `HeadGates`."""
         span = self.spans[-1]
         # The rows of the state are the key channels: the weights of all gates, as a column.
-        total = in_rows(last_row(span.since), state.shape[1])
+        row = last_row(span.since)
+        if key.shape[0] > ROWS:
+            total = jnp.broadcast_to(row, (state.shape[1], state.shape[0])).T
+        else:  # steps of few tokens, which the transposition of whole states would take longest
+            total = in_rows(row, state.shape[1])
         return state * total + dot(key * span.until, write, (0, 0), exact)
 
 
