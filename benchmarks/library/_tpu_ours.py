@@ -1,5 +1,6 @@
 """ejkernel's TPU kernels as workloads that a profile can build by name, in the shapes of `_tpu_peers.py`."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel.modules import (
+    causal_conv1d,
     flash_attention,
     gated_delta_rule,
     gated_grouped_matmul,
@@ -22,6 +24,7 @@ from ejkernel.modules import (
     ragged_gated_delta_rule,
     ragged_page_attention_v2,
     ring_attention,
+    state_space_v1,
 )
 from ejkernel.planning.quantized_formats import make_format
 from ejkernel_pallas.tpu.profile import Workload
@@ -68,6 +71,51 @@ def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workloa
         axes={"sp": devices},
         specs=(spec, spec, spec),
     )
+
+
+def convolution(gradient: bool = False) -> Workload:
+    """The short convolution of 8192 tokens and 4096 channels with SiLU; with the gradients of its sum."""
+    tokens, channels, width = 8192, 4096, 4
+    x = jax.ShapeDtypeStruct((1, tokens, channels), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((channels, width), jnp.float32)
+    bias = jax.ShapeDtypeStruct((channels,), jnp.float32)
+
+    def forward(x: Any, weight: Any, bias: Any) -> Any:
+        return causal_conv1d(x, weight, bias, activation="silu", platform="pallas")
+
+    args, operations, size = (x, weight, bias), 2.0 * width * tokens * channels, 2 * tokens * channels
+    made = _with_gradient(forward, args, operations, size, gradient)
+    # Nothing of the forward pass is kept for its gradients, so XLA leaves it out.
+    return dataclasses.replace(made, flops=2 * operations, bytes=3 * size) if gradient else made
+
+
+def scan(gradient: bool = False) -> Workload:
+    """The selective scan of 8192 tokens, 2048 channels and 16 numbers a state; with the gradients of its sum."""
+    tokens, channels, size = 8192, 2048, 16
+    wide = jax.ShapeDtypeStruct((1, tokens, channels), jnp.bfloat16)
+    narrow = jax.ShapeDtypeStruct((1, tokens, size), jnp.bfloat16)
+    decay = jax.ShapeDtypeStruct((channels, size), jnp.float32)
+    skip = jax.ShapeDtypeStruct((channels,), jnp.float32)
+
+    def forward(x: Any, decay: Any, write: Any, read: Any, skip: Any, step: Any) -> Any:
+        return state_space_v1(x, decay, write, read, skip, step, platform="pallas")[0]
+
+    operations = 6.0 * tokens * channels * size
+    return _with_gradient(
+        forward, (wide, decay, narrow, narrow, skip, wide), operations, 2 * tokens * channels, gradient
+    )
+
+
+def _with_gradient(forward: Any, args: tuple[Any, ...], flops: float, output: int, gradient: bool) -> Workload:
+    """A workload of a function, or of the gradients of its sum, whose forward pass then runs too."""
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in args)
+    if not gradient:
+        return Workload(function=forward, args=args, flops=flops, bytes=size + output)
+
+    def both(*arrays: Any) -> Any:
+        return jax.grad(lambda arrays: forward(*arrays).astype(jnp.float32).sum())(arrays)
+
+    return Workload(function=both, args=args, flops=3 * flops, bytes=3 * size + 2 * output)
 
 
 def recurrence(kind: str, gradient: bool = False) -> Workload:

@@ -136,6 +136,11 @@ STEPS = tuple(
     for kind in KINDS[1:]
     for n in (1, 8)
 )
+VECTORS = tuple(
+    case(f"{what}{', and its gradients' * gradient}, ejkernel", build, OURS, gradient=gradient)
+    for what, build in (("causal convolution", "convolution"), ("selective scan", "scan"))
+    for gradient in (False, True)
+)
 QUICK = (
     case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
@@ -164,6 +169,7 @@ ALL = (
     *RINGS,
     *RECURRENCES,
     *STEPS,
+    *VECTORS,
 )
 
 

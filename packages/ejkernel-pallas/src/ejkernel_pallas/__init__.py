@@ -11,12 +11,14 @@ from ejkernel_pallas.gpu import latent_attention as gpu_latent_attention
 from ejkernel_pallas.gpu import paged_attention as gpu_paged_attention
 from ejkernel_pallas.gpu import ring_attention as gpu_ring_attention
 from ejkernel_pallas.gpu import tiled_attention as gpu_tiled_attention
+from ejkernel_pallas.tpu import causal_convolution as tpu_causal_convolution
 from ejkernel_pallas.tpu import grouped_matmul as tpu_grouped_matmul
 from ejkernel_pallas.tpu import latent_attention as tpu_latent_attention
 from ejkernel_pallas.tpu import linear_recurrence as tpu_linear_recurrence
 from ejkernel_pallas.tpu import paged_attention as tpu_paged_attention
 from ejkernel_pallas.tpu import quantized_matmul as tpu_quantized_matmul
 from ejkernel_pallas.tpu import ring_attention as tpu_ring_attention
+from ejkernel_pallas.tpu import selective_scan as tpu_selective_scan
 from ejkernel_pallas.tpu import tiled_attention as tpu_tiled_attention
 
 
@@ -33,6 +35,8 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tpu_grouped_matmul.implementations(),
         *tpu_quantized_matmul.implementations(),
         *tpu_linear_recurrence.implementations(),
+        *tpu_causal_convolution.implementations(),
+        *tpu_selective_scan.implementations(),
         *tpu_ring_attention.implementations(),
         *tpu_paged_attention.implementations(),
         *tpu_latent_attention.implementations(),

@@ -1,0 +1,50 @@
+"""The causal convolution in Mosaic TPU: blocks of tokens and channels, and the tokens before a block in VMEM.
+
+What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.causal_convolution import FAMILY
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.types.arguments import optional_fields
+from ejkernel_pallas.tpu.causal_convolution import config
+from ejkernel_pallas.tpu.requirements import tpu_requires
+
+WIDTHS = range(2, 9)
+"""Weights of a channel: the rows of one vector register hold the tokens before a block."""
+MOST_SEQUENCES = 2**16
+"""Packed sequences whose bounds scalar memory holds: a quarter of its 1 MiB."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    if not record.x.size:
+        yield "an array is empty"
+    if record.cu_seqlens is not None and record.cu_seqlens.shape[0] - 1 > MOST_SEQUENCES:
+        count = record.cu_seqlens.shape[0] - 1
+        yield f"cu_seqlens: {count} sequences are more than the {MOST_SEQUENCES} whose bounds scalar memory holds"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation."""
+    return (
+        Implementation(
+            family="causal_convolution",
+            name="pallas_tpu",
+            platform="pallas",
+            forward="ejkernel_pallas.tpu.causal_convolution.forward:forward",
+            backward="ejkernel_pallas.tpu.causal_convolution.backward:backward",
+            gradients=frozenset(FAMILY.differentiable),
+            requires=tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=WIDTHS),
+            config=ConfigSpace(
+                forward=config.TpuConvolution,
+                backward=config.TpuConvolution,
+                faces=config.PUBLIC_FIELDS,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=10,
+        ),
+    )

@@ -1,0 +1,96 @@
+"""Backward pass of the causal convolution on TPUs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.causal_convolution import CausalConvolution, reference, states
+from ejkernel.families.causal_convolution.final_states import add_state_gradients
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.causal_convolution import plan
+from ejkernel_pallas.tpu.causal_convolution.config import ROWS, TpuConvolution
+from ejkernel_pallas.tpu.causal_convolution.forward import block_operand, run
+from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd
+from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO
+from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec, make_spec
+from ejkernel_pallas.tpu.mosaic.launch import Operand
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+
+Gradients = dict[str, jax.Array]
+
+
+def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
+    """Gradients of the wanted fields of a record.
+
+    Args:
+        pullback: Record, cotangents of output and final states, and the wanted names.
+        config: Blocks.
+
+    Returns:
+        Each wanted gradient, in its field's shape and dtype.
+    """
+    record: CausalConvolution = pullback.record
+    spec = make_spec(record, config)
+    outputs, final = pullback.cotangent
+    dx, dweights = _gradients(record, spec, outputs)
+    found: Gradients = {"weight": dweights[:-1][::-1].T, "bias": dweights[-1]}
+    before = jnp.zeros(states(record).shape, jnp.float32)
+    if spec.separate_first:
+        first = plan.first_tokens(record)
+        of_first = _first_gradients(first, spec, outputs)
+        dx = plan.add_first(first, spec.packed, dx, of_first["x"].astype(dx.dtype))
+        before = of_first["initial_state"]
+        found = {name: found[name] + of_first[name] if name in of_first else found[name] for name in found}
+    dx, before = add_state_gradients(record, dx, before, final)
+    found |= {"x": dx, "initial_state": before, "sequence_state": before}
+    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+
+
+def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """dx [B, T, C], and the gradients of the weights and the bias, float32 [W + 1, C]."""
+    rows, _, channels = record.x.shape
+
+    def before(*step: Any) -> tuple[Any, ...]:
+        block = (spec.blocks - 1 - step[2]) * (spec.block_t // ROWS) - 1
+        return step[0], jnp.maximum(block, 0), step[1]
+
+    sums = 8 * (spec.width + 1)
+    made = run(
+        "causal_conv_bwd",
+        causal_conv_bwd,
+        record,
+        spec,
+        inputs={
+            "before": Operand(record.x, (None, ROWS, spec.block_c), before),
+            "cotangent": block_operand(spec, outputs.astype(record.x.dtype), backwards=True),
+        },
+        outputs={
+            "dx": block_operand(spec, jax.ShapeDtypeStruct(record.x.shape, record.x.dtype), backwards=True),
+            "dweights": Operand(
+                jax.ShapeDtypeStruct((rows, sums, channels), jnp.float32),
+                (None, sums, spec.block_c),
+                lambda *step: (step[0], 0, step[1]),
+            ),
+        },
+        scratch={"sums": pltpu.VMEM((spec.block_c // LANES, spec.block_t + HALO, LANES), jnp.float32)},
+    )
+    dweights = made["dweights"].reshape(rows, spec.width + 1, 8, channels).sum(axis=(0, 2))
+    return made["dx"], dweights * 0.5 if spec.halved else dweights
+
+
+def _first_gradients(first: plan.FirstTokens, spec: ConvolutionSpec, outputs: jax.Array) -> Gradients:
+    """The gradients by way of the first tokens' outputs, in float32."""
+    record = first.record
+    names = [name for name in ("x", "weight", "bias", "initial_state") if getattr(record, name) is not None]
+    wide = {name: getattr(record, name).astype(jnp.float32) for name in names}
+    if spec.packed:
+        cotangent = jnp.take(outputs[0], first.token, axis=0, mode="fill", fill_value=0)
+    else:
+        cotangent = outputs[:, : record.x.shape[1]]
+
+    def output(fields: Gradients) -> jax.Array:
+        return reference(CausalConvolution(**fields, activation=record.activation))[0][0]
+
+    return jax.vjp(output, wide)[1](cotangent.astype(jnp.float32))[0]

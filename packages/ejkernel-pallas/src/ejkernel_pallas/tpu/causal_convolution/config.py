@@ -1,0 +1,60 @@
+"""The configuration of the causal convolution's kernels: the heuristic, and the candidates worth measuring."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.causal_convolution import CausalConvolution
+from ejkernel.ops.params import Direction
+
+LANES, ROWS = 128, 16
+"""Channels of a vector register, and tokens of one in bfloat16."""
+TOKENS = (128, 256, 512)
+CHANNELS = (256, 512, 1024)
+MOST = 2**20
+"""Elements of a block: 32 MiB of VMEM in the backward pass, which has three blocks twice and two more in float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuConvolution:
+    """The configuration of either pass.
+
+    Attributes:
+        block_t: Tokens of a grid step, a multiple of 16.
+        block_c: Channels of a grid step, a multiple of 128.
+    """
+
+    block_t: int
+    block_c: int
+
+    def __post_init__(self) -> None:
+        if self.block_t < ROWS or self.block_t % ROWS:
+            raise ValueError(f"block_t: got {self.block_t}, wants a multiple of {ROWS}")
+        if self.block_c < LANES or self.block_c % LANES:
+            raise ValueError(f"block_c: got {self.block_c}, wants a multiple of {LANES}")
+        if self.block_t * self.block_c > MOST:
+            raise ValueError(
+                f"block_t and block_c: got {self.block_t} and {self.block_c}, wants at most {MOST} elements in a block:"
+                " blocks and what is computed of them take 32 bytes of VMEM an element"
+            )
+
+
+PUBLIC_FIELDS = {"block_t": "block_t", "block_c": "block_c"}
+"""Fields of the public configuration and what they set here."""
+
+
+def heuristic(record: CausalConvolution, device: Any, direction: Direction) -> TpuConvolution:
+    """The configuration for a record, not measured: predicted best for v5e by the profile."""
+    return _fitting(record, 512, 1024 if direction == "forward" else 512)
+
+
+def candidates(record: CausalConvolution, device: Any, direction: Direction) -> tuple[TpuConvolution, ...]:
+    """Configurations worth measuring."""
+    found = (_fitting(record, t, c) for t in TOKENS for c in CHANNELS)
+    return tuple(dict.fromkeys((heuristic(record, device, direction), *found)))
+
+
+def _fitting(record: CausalConvolution, block_t: int, block_c: int) -> TpuConvolution:
+    """A block no larger than the arrays, up to whole registers."""
+    tokens, channels = (cdiv(size, unit) * unit for size, unit in zip(record.x.shape[1:], (ROWS, LANES), strict=True))
+    return TpuConvolution(block_t=min(block_t, tokens), block_c=min(block_c, channels))

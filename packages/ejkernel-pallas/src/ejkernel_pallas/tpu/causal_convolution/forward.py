@@ -1,0 +1,86 @@
+"""Forward pass of the causal convolution on TPUs."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.causal_convolution import CausalConvolution, reference
+from ejkernel.families.causal_convolution.final_states import final_states
+from ejkernel_pallas.tpu.causal_convolution import plan
+from ejkernel_pallas.tpu.causal_convolution.config import TpuConvolution
+from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_fwd import causal_conv_fwd
+from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO, ConvolutionRefs
+from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec, make_spec
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+
+
+def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Output and final states of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Blocks.
+
+    Returns:
+        Output [B, T, C] and final states, both in x's dtype. There are no residuals.
+    """
+    spec = make_spec(record, config)
+    made = run(
+        "causal_conv_fwd",
+        causal_conv_fwd,
+        record,
+        spec,
+        inputs={},
+        outputs={"output": block_operand(spec, jax.ShapeDtypeStruct(record.x.shape, record.x.dtype))},
+        scratch={},
+    )
+    output = made["output"]
+    if spec.separate_first:
+        first = plan.first_tokens(record)
+        (rows, _), _ = reference(first.record)
+        output = plan.replace_first(first, spec.packed, output, rows)
+    return (output, final_states(record)), ()
+
+
+def block_operand(spec: ConvolutionSpec, x: Any, *, backwards: bool = False) -> Operand:
+    """[B, T, C] as blocks of a grid step."""
+
+    def index(row: Any, tile: Any, block: Any) -> tuple[Any, ...]:
+        return row, spec.blocks - 1 - block if backwards else block, tile
+
+    return Operand(x, (None, spec.block_t, spec.block_c), lambda *step: index(*step[:3]))
+
+
+def run(
+    name: str,
+    kernel: Any,
+    record: CausalConvolution,
+    spec: ConvolutionSpec,
+    *,
+    inputs: Mapping[str, Operand],
+    outputs: Mapping[str, Operand],
+    scratch: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Runs a kernel on all blocks; x and the weights are among its inputs."""
+    backwards = bool(inputs)
+    weights = Operand(plan.weights(record, spec), (spec.width + 1, spec.block_c), lambda *step: (0, step[1]))
+    tokens = pltpu.VMEM((spec.block_c // LANES, HALO + spec.block_t, LANES), jnp.float32)
+    return launch(
+        KernelCall(
+            name=f"ejkernel_causal_convolution_{name}",
+            kernel=functools.partial(kernel, spec=spec),
+            refs=ConvolutionRefs,
+            grid=(record.x.shape[0], spec.tiles, spec.blocks),
+            # Rows and channels; the blocks of a row follow each other.
+            parallel=2,
+            tables=plan.tables(record, spec),
+            inputs={"x": block_operand(spec, record.x, backwards=backwards), "weights": weights, **inputs},
+            outputs=outputs,
+            scratch={"tokens": tokens, **scratch},
+        )
+    )

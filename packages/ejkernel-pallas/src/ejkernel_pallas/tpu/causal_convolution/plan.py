@@ -1,0 +1,87 @@
+"""What is computed before the kernels of the causal convolution: their operands, and the first tokens of sequences.
+
+The kernels take a row as one sequence after zeros. Where it is not, the first W - 1 tokens of each sequence read other
+tokens than the W - 1 before them in the row. Those are few, so they are a record of their own, of N rows and W - 1
+tokens, which the family's reference computes:
+
+    row           | sequence 0         | sequence 1 |         | sequence 2            | padding
+    kernels       . . . - - - - - - - - . . . - - - -         . . . - - - - - - - - - 0 0 0 0
+    first tokens  0 1 2                 0 1 2                 0 1 2
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.causal_convolution import CausalConvolution, states
+from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec
+
+
+class FirstTokens(NamedTuple):
+    """The first W - 1 tokens of every sequence.
+
+    Attributes:
+        record: Of N rows, or B; zeros stand for tokens that a sequence does not have.
+        token: int32 [N, W - 1], each one's token in the packed row; T for those that there are not.
+    """
+
+    record: CausalConvolution
+    token: jax.Array
+
+
+def first_tokens(record: CausalConvolution) -> FirstTokens:
+    """The first tokens of the sequences of a record, or of its rows."""
+    first, tokens = record.weight.shape[1] - 1, record.x.shape[1]
+    if record.cu_seqlens is None:
+        x = record.x[:, :first]
+        token = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    else:
+        bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
+        token = bounds[:-1, None] + jnp.arange(first, dtype=jnp.int32)
+        token = jnp.where(token < bounds[1:, None], token, tokens)
+        x = jnp.take(record.x[0], token, axis=0, mode="fill", fill_value=0)
+    before = states(record)
+    return FirstTokens(
+        dataclasses.replace(record, x=x, initial_state=before, cu_seqlens=None, sequence_state=None), token
+    )
+
+
+def replace_first(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """[B, T, C] with the rows of first tokens replaced."""
+    if not packed:
+        return x.at[:, : rows.shape[1]].set(rows)
+    return x.at[0, first.token].set(rows, mode="drop")
+
+
+def add_first(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """[B, T, C] with rows added to first tokens."""
+    if not packed:
+        return x.at[:, : rows.shape[1]].add(rows)
+    return x.at[0, first.token].add(rows, mode="drop")
+
+
+def tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str, jax.Array]:
+    """What the kernels read as scalars.
+
+    Returns:
+        `bounds`, int32 [N + 1], the cumulative lengths, or [0, T] without packing; and `starts`, int32 [2 * blocks]:
+        for each block the first sequence of which one of the first W - 1 tokens may lie in it, and after all of these
+        the sequence after the last such one of each block.
+    """
+    tokens = record.x.shape[1]
+    if record.cu_seqlens is None:
+        return {"bounds": jnp.asarray([0, tokens], jnp.int32), "starts": jnp.zeros(2 * spec.blocks, jnp.int32)}
+    bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
+    begin = jnp.arange(spec.blocks, dtype=jnp.int32) * spec.block_t
+    first = jnp.searchsorted(bounds[:-1] + spec.width - 1, begin, side="right")
+    after = jnp.searchsorted(bounds[:-1], begin + spec.block_t, side="left")
+    return {"bounds": bounds, "starts": jnp.concatenate([first, after]).astype(jnp.int32)}
+
+
+def weights(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:
+    """The weights by distance and then the bias, float32 [W + 1, C]: row k meets the token k before."""
+    bias = jnp.zeros(record.weight.shape[0], jnp.float32) if record.bias is None else record.bias.astype(jnp.float32)
+    rows = jnp.concatenate([record.weight.astype(jnp.float32).T[::-1], bias[None]])
+    return rows * 0.5 if spec.halved else rows

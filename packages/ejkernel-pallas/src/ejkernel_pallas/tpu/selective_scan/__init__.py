@@ -1,0 +1,50 @@
+"""The selective scan (Mamba-1) in Mosaic TPU: 1024 channels in a register, states in VMEM across the grid.
+
+What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.families.selective_scan import FAMILY
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.types.arguments import optional_fields
+from ejkernel_pallas.tpu.requirements import DTYPES, tpu_requires
+from ejkernel_pallas.tpu.selective_scan import config, plan
+
+SIZES = range(1, 129)
+"""Numbers of a state: B and C of a chunk lie in VMEM with each number in all lanes, 32 KiB a number for each."""
+
+
+def _reasons(record: Any) -> Iterable[str]:
+    """What `Requires` has no word for."""
+    arrays = (record.x, record.decay, record.initial_state)
+    if not all(array.size for array in arrays if array is not None):
+        yield "an array is empty"
+    if str(record.step.dtype) not in DTYPES:
+        yield f"dt of {record.step.dtype} is not among {', '.join(sorted(DTYPES))}"
+    if (chunks := plan.table_size(record)) > plan.MOST_CHUNKS:
+        yield f"x: {chunks} chunks of tokens are more than the {plan.MOST_CHUNKS} whose table scalar memory holds"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """One implementation."""
+    return (
+        Implementation(
+            family="selective_scan",
+            name="pallas_tpu",
+            platform="pallas",
+            forward="ejkernel_pallas.tpu.selective_scan.forward:forward",
+            backward="ejkernel_pallas.tpu.selective_scan.backward:backward",
+            gradients=frozenset(FAMILY.differentiable),
+            requires=tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=SIZES),
+            config=ConfigSpace(
+                forward=config.TpuScan,
+                backward=config.TpuScan,
+                faces=config.PUBLIC_FIELDS,
+                heuristic=config.heuristic,
+                candidates=config.candidates,
+            ),
+            priority=10,
+        ),
+    )

@@ -1,0 +1,165 @@
+"""Forward pass of the selective scan on TPUs."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, first_state, packed_scan
+from ejkernel.families.selective_scan.scan_sequences import with_states
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
+from ejkernel_pallas.tpu.selective_scan.config import TpuScan
+from ejkernel_pallas.tpu.selective_scan.kernels.selective_scan_fwd import selective_scan_fwd
+from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, owner_of
+from ejkernel_pallas.tpu.selective_scan.plan import LOG2E, Plan, make_plan
+from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
+
+Blocks = dict[str, Operand]
+
+
+@with_states
+def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+    """Output and final states of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Channels of a step.
+
+    Returns:
+        Output [B, T, I] in x's dtype, final states [B, I, E] float32, or [N, I, E] of packed sequences, and the states
+        between chunks.
+    """
+    plan = make_plan(record, config)
+    spec, first = plan.spec, first_state(record)
+    x = plan.align(record.x)
+    states = jax.ShapeDtypeStruct((plan.rows, spec.chunks, spec.size, spec.channels), jnp.float32)
+    made = run(
+        "selective_scan_fwd",
+        selective_scan_fwd,
+        plan,
+        inputs={**inputs(plan, record), "initial": owner_operand(spec, first)},
+        outputs={
+            "output": token_operand(spec, jax.ShapeDtypeStruct(x.shape, x.dtype)),
+            "chunk_states": chunk_operand(spec, states),
+            "final": owner_operand(spec, jax.ShapeDtypeStruct(first.shape, jnp.float32)),
+        },
+        scratch={},
+    )
+    final, states = unless_empty(record, made["final"], first), made["chunk_states"]
+    if record.cu_seqlens is not None:
+        states = packed_scan.stored_states(record.cu_seqlens, states)
+    return (plan.unalign(made["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
+
+
+def inputs(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:
+    """What both kernels read of a record."""
+    spec = plan.spec
+    skip = record.skip.astype(jnp.float32)[None]
+    return {
+        "x": token_operand(spec, plan.align(record.x), backwards=backwards),
+        "step": token_operand(spec, plan.align(record.step), backwards=backwards),
+        "write": column_operand(spec, plan.columns(record.write), backwards=backwards),
+        "read": column_operand(spec, plan.columns(record.read), backwards=backwards),
+        "decay": Operand(record.decay.T.astype(jnp.float32) * LOG2E, (spec.size, spec.block), _tile),
+        "skip": Operand(skip, (1, spec.block), _tile),
+    }
+
+
+def _tile(*step: Any) -> tuple[Any, ...]:
+    return 0, step[1]
+
+
+def _chunk_index(spec: ScanSpec, chunk: Any, backwards: bool) -> Any:
+    return spec.chunks - 1 - chunk if backwards else chunk
+
+
+def token_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+    """[B, T, I] as blocks of a chunk's tokens and a step's channels."""
+    return Operand(
+        x, (None, CHUNK, spec.block), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), step[1])
+    )
+
+
+def column_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+    """[B, chunks, E, 64], or another pair of axes, as one block for each chunk."""
+    return Operand(x, (None, None, *x.shape[2:]), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, 0))
+
+
+def chunk_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+    """States [B, chunks, E, I] as blocks of a chunk."""
+    return Operand(
+        x,
+        (None, None, spec.size, spec.block),
+        lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, step[1]),
+    )
+
+
+def owner_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+    """States [N, E, I] as blocks of the row or sequence of a chunk."""
+
+    def index(row: Any, tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
+        return owner_of(table, spec, row, _chunk_index(spec, chunk, backwards)), 0, tile
+
+    return Operand(x, (None, spec.size, spec.block), index)
+
+
+def run(
+    name: str,
+    kernel: Any,
+    plan: Plan,
+    *,
+    inputs: Blocks,
+    outputs: Blocks,
+    scratch: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Runs a kernel on all chunks."""
+    spec = plan.spec
+    return launch(
+        KernelCall(
+            name=f"ejkernel_selective_scan_{name}",
+            kernel=functools.partial(kernel, spec=spec),
+            refs=ScanRefs,
+            grid=(plan.rows, spec.tiles, spec.chunks),
+            # Rows and channels; the chunks of a row follow each other.
+            parallel=2,
+            tables={"table": plan.table},
+            inputs=inputs,
+            outputs=outputs,
+            scratch={
+                "state": number_scratch(spec),
+                "rates": number_scratch(spec),
+                "steps": token_scratch(spec),
+                "inputs": token_scratch(spec),
+                "results": token_scratch(spec),
+                "writes": spread_scratch(spec),
+                "reads": spread_scratch(spec),
+                **scratch,
+            },
+        )
+    )
+
+
+def number_scratch(spec: ScanSpec) -> Any:
+    """Scratch memory of a step's states."""
+    return pltpu.VMEM((spec.groups * spec.size * SUBLANES, LANES), jnp.float32)
+
+
+def token_scratch(spec: ScanSpec) -> Any:
+    """Scratch memory of a chunk's tokens."""
+    return pltpu.VMEM((spec.groups * SUBLANES * CHUNK, LANES), jnp.float32)
+
+
+def spread_scratch(spec: ScanSpec) -> Any:
+    """Scratch memory of a chunk's B or C."""
+    return pltpu.VMEM((CHUNK * spec.size, LANES), jnp.float32)
+
+
+def unless_empty(record: SelectiveScan, found: jax.Array, otherwise: jax.Array) -> jax.Array:
+    """States of sequences: where a sequence has no tokens no step writes one."""
+    if record.cu_seqlens is None:
+        return found
+    return jnp.where((jnp.diff(record.cu_seqlens) > 0)[:, None, None], found, otherwise)

@@ -1,0 +1,201 @@
+"""The backward kernel: chunks of a row in reverse, the states' cotangents in VMEM between them.
+
+    HBM   x, dt, cotangent ─ double buffer ─►  steps, inputs, cotangents
+          chunk states     ─ double buffer ─►  rates, and the state before the chunk
+    VMEM  history    forwards:  the state before and after every token, eight numbers at a time
+          state      backwards: the cotangent of the state after a token, in registers over the tokens of a chunk
+          products   of every token and number, 1024 channels each: the gradients of B and C
+    HBM   dx, dt's gradient ◄─ double buffer ─  results, of_steps
+          dB, dC            ◄─ double buffer ─  products, summed over rows and then over lanes
+          dA, dD            ◄─ once a row ───   sums over tokens
+
+With h the state after a token and h' before it, a = exp(dt A), u = dt x, and G the cotangent of h from later tokens:
+
+    g = G + C dy       dC = sum of h dy       dB = sum of g u       du = sum of g B
+    q = g a h'         d(dt) = sum of q A + x du       dA = sum of q dt       G' = g a
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
+from ejkernel_pallas.tpu.selective_scan.kernels.tile import (
+    ScanRefs,
+    Step,
+    Token,
+    lane_tiles,
+    lanes_of,
+    load_numbers,
+    load_results,
+    load_tile,
+    number_at,
+    over_tokens,
+    spread,
+    step_of,
+    store_numbers,
+    store_tokens,
+)
+from ejkernel_pallas.tpu.selective_scan.plan import LOG2E
+from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
+
+HELD = 8
+"""Numbers of a state at a time: their history takes 2 MiB, and their sums fit registers."""
+LN2 = 1 / LOG2E
+
+
+def selective_scan_bwd(refs: ScanRefs, *, spec: ScanSpec) -> None:
+    """Computes the gradients of one chunk."""
+    step = step_of(refs, spec, backwards=True)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        store_numbers(spec, step, refs.decay, refs.rates)
+        refs.of_rates[...] = jnp.zeros_like(refs.of_rates)
+        refs.dskip[...] = jnp.zeros_like(refs.dskip)
+
+    @pl.when(step.last)
+    def _() -> None:
+        store_numbers(spec, step, refs.final, refs.state)
+
+    @pl.when(step.real)
+    def _() -> None:
+        _chunk(refs, spec, step)
+
+    @pl.when(jnp.logical_not(step.real))
+    def _() -> None:
+        refs.dwrite[...] = jnp.zeros_like(refs.dwrite)
+        refs.dread[...] = jnp.zeros_like(refs.dread)
+
+    @pl.when(step.first)
+    def _() -> None:
+        load_numbers(spec, refs.state, refs.dinitial)
+
+    @pl.when(pl.program_id(2) == spec.chunks - 1)
+    def _() -> None:
+        load_numbers(spec, refs.of_rates, refs.ddecay)
+
+
+def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
+    """Computes a chunk."""
+    spread(spec, refs.write, refs.writes)
+    spread(spec, refs.read, refs.reads)
+    store_numbers(spec, step, refs.chunk_states, refs.before)
+    for tile in lane_tiles(spec):
+        steps = load_tile(refs.step, spec, step, tile)
+        store_tokens(refs.steps, tile, steps)
+        store_tokens(refs.inputs, tile, steps * load_tile(refs.x, spec, step, tile))
+        store_tokens(refs.cotangents, tile, load_tile(refs.cotangent, spec, step, tile))
+    for first in range(0, spec.size, HELD):
+        numbers = range(first, min(first + HELD, spec.size))
+        for group in range(spec.groups):
+            _recompute(refs, spec, group, numbers)
+            _reverse(refs, spec, group, numbers)
+        _sum_rows(refs, spec, numbers)
+    _sum_lanes(refs.of_writes, refs.dwrite)
+    _sum_lanes(refs.of_reads, refs.dread)
+    for tile in lane_tiles(spec):
+        _store(refs, spec, step, tile)
+
+
+def _history(token: Any, index: int) -> Any:
+    """Where the state before a token lies."""
+    return pl.ds(pl.multiple_of((token * HELD + index) * SUBLANES, SUBLANES), SUBLANES)
+
+
+def _row(spec: ScanSpec, token: Token, number: int) -> Any:
+    """Where B or C of a token and number lies."""
+    return pl.ds(token.number * spec.size + number, 1)
+
+
+def _recompute(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None:
+    """Stores the states of some numbers before every token, and after the last."""
+    rates = [refs.rates[number_at(spec, group, number)] for number in numbers]
+
+    def one(token: Token, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        steps, inputs = refs.steps[token.strided(group)], refs.inputs[token.strided(group)]
+        after: list[jax.Array] = []
+        for index, (number, rate, state) in enumerate(zip(numbers, rates, states, strict=True)):
+            state = jnp.exp2(steps * rate) * state + inputs * refs.writes[_row(spec, token, number)]
+            refs.history[_history(token.number + 1, index)] = state
+            after.append(state)
+        return tuple(after)
+
+    states = tuple(refs.before[number_at(spec, group, number)] for number in numbers)
+    for index, state in enumerate(states):
+        refs.history[_history(0, index)] = state
+    over_tokens(spec, one, states)
+
+
+def _reverse(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None:
+    """Adds the gradients by way of some numbers of a group's states."""
+    rates = [refs.rates[number_at(spec, group, number)] for number in numbers]
+
+    def one(token: Token, carry: tuple[tuple[jax.Array, jax.Array], ...]) -> Any:
+        steps, inputs = refs.steps[token.strided(group)], refs.inputs[token.strided(group)]
+        cotangent, at = refs.cotangents[token.strided(group)], token.whole(group)
+        of_inputs, of_steps = (refs.results[at], refs.of_steps[at]) if numbers.start else (None, None)
+        after: list[tuple[jax.Array, jax.Array]] = []
+        for index, (number, rate, (later, of_rate)) in enumerate(zip(numbers, rates, carry, strict=True)):
+            row, product = _row(spec, token, number), _history(token.number, index)
+            gradient = later + refs.reads[row] * cotangent
+            of_read = refs.history[_history(token.number + 1, index)] * cotangent
+            of_write = gradient * inputs
+            if group:
+                of_read, of_write = of_read + refs.read_products[product], of_write + refs.products[product]
+            refs.read_products[product], refs.products[product] = of_read, of_write
+            of_inputs = _add(of_inputs, gradient * refs.writes[row])
+            gradient = gradient * jnp.exp2(steps * rate)
+            of_exponent = gradient * refs.history[product]
+            of_steps = _add(of_steps, of_exponent * rate)
+            after.append((gradient, of_rate + of_exponent * steps))
+        refs.results[at], refs.of_steps[at] = of_inputs, of_steps
+        return tuple(after)
+
+    places = [number_at(spec, group, number) for number in numbers]
+    start = tuple((refs.state[place], refs.of_rates[place]) for place in places)
+    for place, (state, of_rate) in zip(places, over_tokens(spec, one, start, backwards=True), strict=True):
+        refs.state[place], refs.of_rates[place] = state, of_rate
+
+
+def _add(total: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if total is None else total + x
+
+
+def _sum_rows(refs: ScanRefs, spec: ScanSpec, numbers: range) -> None:
+    """Sums products over the rows of their registers: eight numbers of a token become one register."""
+    for products, sums in ((refs.products, refs.of_writes), (refs.read_products, refs.of_reads)):
+
+        def one(token: jax.Array, carry: jax.Array, products: Any = products, sums: Any = sums) -> jax.Array:
+            begin = token * (HELD * SUBLANES)
+            total = products[pl.ds(begin, HELD, stride=SUBLANES)]
+            for row in range(1, SUBLANES):
+                total = total + products[pl.ds(begin + row, HELD, stride=SUBLANES)]
+            sums[pl.ds(token * spec.size + numbers.start, len(numbers))] = total[: len(numbers)]
+            return carry
+
+        lax.fori_loop(np.int32(0), np.int32(CHUNK), one, np.int32(0), unroll=spec.unroll)
+
+
+def _sum_lanes(sums: Any, target: Any) -> None:
+    """Sums over lanes, [64 * E, 128] to a row [1, 64 * E], by a product with ones that keeps float32's digits."""
+    ones = jnp.ones((SUBLANES, LANES), jnp.float32)
+    dims = (((1,), (1,)), ((), ()))
+    total = lax.dot_general(ones, sums[...], dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    target[...] = total[:1]
+
+
+def _store(refs: ScanRefs, spec: ScanSpec, step: Step, tile: int) -> None:
+    """Stores the gradients of a tile's tokens, and adds that of its skip."""
+    lanes = lanes_of(tile)
+    of_inputs, skip = load_results(refs.results, tile), refs.skip[:, lanes]
+    x, steps = load_tile(refs.x, spec, step, tile), load_tile(refs.step, spec, step, tile)
+    cotangent = load_tile(refs.cotangent, spec, step, tile)
+    refs.dx[:, lanes] = (steps * of_inputs + skip * cotangent).astype(refs.dx.dtype)
+    of_steps = load_results(refs.of_steps, tile) * LN2 + x * of_inputs
+    refs.dstep[:, lanes] = of_steps.astype(refs.dstep.dtype)
+    refs.dskip[:, lanes] += jnp.sum(x * cotangent, axis=0, keepdims=True)

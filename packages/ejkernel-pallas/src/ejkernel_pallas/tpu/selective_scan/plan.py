@@ -1,0 +1,109 @@
+"""A record as the kernels read it: chunks of 64 tokens, and B and C of a chunk with tokens in lanes.
+
+    [B, T, I]   x, dt  ──► blocks [64, 1024 n]                        n groups of 1024 channels
+    [B, T, E]   B, C   ──► [B, chunks, E, 64]                          tokens in lanes
+    [N, I, E]   states ──► [N, E, I]                                   as they lie in a TPU's memory: no copy
+
+Packed sequences begin a chunk each: their tokens are gathered so that no chunk has tokens of two of them. Chunks are
+then the intervals of `ejkernel.families.selective_scan.packed_scan`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.selective_scan import SelectiveScan, packed_scan
+from ejkernel_pallas.tpu.selective_scan.config import TpuScan
+from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec, make_spec
+
+LOG2E = 1.4426950408889634
+MOST_CHUNKS = 2**17
+"""Chunks whose table scalar memory holds: half of its 1 MiB."""
+LAST, FIRST, REAL, OWNER = 1, 2, 4, 8
+"""Entries of the table are `OWNER * owner` plus these: whether a chunk is its sequence's last, its first, and any's."""
+
+
+class Places(NamedTuple):
+    """Where packed tokens lie in the kernels' arrays.
+
+    Attributes:
+        source: int32 [T'], the token at each place; T where there is none.
+        target: int32 [T], the place of each token; T' for padding tokens.
+    """
+
+    source: jax.Array
+    target: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A record's chunks.
+
+    Attributes:
+        spec: Constants of the kernels.
+        rows: B.
+        table: int32 [B * chunks], see `OWNER`; the owner is a row or a packed sequence.
+        places: Of packed sequences; None without.
+    """
+
+    spec: ScanSpec
+    rows: int
+    table: jax.Array
+    places: Places | None
+
+    def align(self, x: jax.Array) -> jax.Array:
+        """[B, T, ...] of packed sequences as [B, T', ...], with zeros where there is no token; others as they are."""
+        if self.places is None:
+            return x
+        return jnp.take(x, self.places.source, axis=1, mode="fill", fill_value=0)
+
+    def unalign(self, x: jax.Array) -> jax.Array:
+        """[B, T', ...] as [B, T, ...]."""
+        if self.places is None:
+            return x
+        return jnp.take(x, self.places.target, axis=1, mode="fill", fill_value=0)
+
+    def columns(self, x: jax.Array) -> jax.Array:
+        """B or C [B, T, E] as float32 [B, chunks, E, 64]."""
+        x = self.align(x)
+        x = jnp.pad(x, ((0, 0), (0, self.spec.chunks * CHUNK - x.shape[1]), (0, 0)))
+        x = x.reshape(self.rows, self.spec.chunks, CHUNK, self.spec.size)
+        return jnp.swapaxes(x, 2, 3).astype(jnp.float32)
+
+
+def table_size(record: SelectiveScan) -> int:
+    """Chunks of a call."""
+    rows, tokens, _ = record.x.shape
+    if record.cu_seqlens is None:
+        return rows * cdiv(tokens, CHUNK)
+    return packed_scan.interval_count(tokens, record.cu_seqlens.shape[0] - 1)
+
+
+def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
+    """The chunks of a record."""
+    rows, count = record.x.shape[0], table_size(record)
+    spec = make_spec(record, config, count // rows)
+    if record.cu_seqlens is not None:
+        return _packed_plan(record, record.cu_seqlens, spec)
+    row, chunk = jnp.divmod(jnp.arange(count, dtype=jnp.int32), spec.chunks)
+    ends = FIRST * (chunk == 0) + LAST * (chunk == spec.chunks - 1)
+    return Plan(spec, rows, (OWNER * row + REAL + ends).astype(jnp.int32), None)
+
+
+def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -> Plan:
+    """The chunks of packed sequences."""
+    tokens, last = record.x.shape[1], cu_seqlens.shape[0] - 2
+    at = packed_scan.packed_intervals(cu_seqlens, tokens)
+    real = at.sequence <= last
+    # Chunks that no sequence needs are those of the last one with tokens, whose states stay where they are.
+    owner = jnp.where(real, at.sequence, jnp.max(jnp.where(real, at.sequence, 0)))
+    flags = jnp.where(real, REAL + FIRST * at.opens + LAST * at.closes, 0)
+    token = at.begin[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
+    inside = real[:, None] & (token < at.end[:, None])
+    source = jnp.where(inside, token, tokens).reshape(-1)
+    places = jnp.arange(source.shape[0], dtype=jnp.int32)
+    target = jnp.full(tokens, source.shape[0], jnp.int32).at[source].set(places, mode="drop")
+    return Plan(spec, 1, (OWNER * owner + flags).astype(jnp.int32), Places(source, target))

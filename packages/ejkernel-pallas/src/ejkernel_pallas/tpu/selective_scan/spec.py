@@ -1,0 +1,65 @@
+"""What a kernel of the selective scan is compiled for."""
+
+import dataclasses
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
+from ejkernel_pallas.tpu.selective_scan.config import GROUP, TpuScan
+
+CHUNK = INTERVAL
+"""Tokens of a chunk: the state before each is a residual."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScanSpec:
+    """Constants of a kernel.
+
+    Attributes:
+        size: E.
+        channels: I.
+        groups: Groups of 1024 channels of a grid step.
+        unroll: Tokens whose code is emitted one after another.
+        tiles: Grid steps over channels.
+        tokens: T, of rows that are not packed; their last chunk may have fewer tokens.
+        chunks: Of a row.
+        packed: Whether the chunks are of packed sequences, each of which begins one.
+    """
+
+    size: int
+    channels: int
+    groups: int
+    unroll: int
+    tiles: int
+    tokens: int
+    chunks: int
+    packed: bool
+
+    @property
+    def block(self) -> int:
+        """Channels of a grid step."""
+        return self.groups * GROUP
+
+    @property
+    def cut(self) -> bool:
+        """Whether the last grid step has channels that are none."""
+        return self.channels % self.block > 0
+
+    @property
+    def short(self) -> bool:
+        """Whether the last chunk of a row has tokens that are none."""
+        return not self.packed and self.tokens % CHUNK > 0
+
+
+def make_spec(record: SelectiveScan, config: TpuScan, chunks: int) -> ScanSpec:
+    """The constants of a record's kernels."""
+    _, tokens, channels = record.x.shape
+    return ScanSpec(
+        size=record.decay.shape[1],
+        channels=channels,
+        groups=config.block_channels // GROUP,
+        unroll=config.unroll,
+        tiles=cdiv(channels, config.block_channels),
+        tokens=tokens,
+        chunks=chunks,
+        packed=record.cu_seqlens is not None,
+    )

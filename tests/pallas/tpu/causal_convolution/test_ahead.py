@@ -1,0 +1,40 @@
+"""The causal convolution's kernels compiled for real chips by their own compiler, which needs none of them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tpu_chips import CHIPS, compiled, shaped
+
+from ejkernel.modules import causal_conv1d
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
+
+pytestmark = pytest.mark.needs("libtpu")
+
+T, C = 600, 640
+
+
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_both_passes_of_packed_sequences(name, dtype):
+    def both(x, weight, bias, state, bounds):
+        def call(*arrays):
+            output = causal_conv1d(*arrays, bounds, activation="silu", return_state=True, platform="pallas")
+            return jax.tree.leaves(output)
+
+        output, pull = jax.vjp(call, x, weight, bias, state)
+        return output, pull(output)
+
+    arguments = (
+        shaped((1, T, C), dtype),
+        shaped((C, 4), "float32"),
+        shaped((C,), "float32"),
+        shaped((3, C, 3), dtype),
+        shaped((4,), "int32"),
+    )
+    with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)):
+        made = compiled(both, arguments, name)
+    for kernel in ("fwd", "bwd"):
+        assert f"ejkernel_causal_convolution_causal_conv_{kernel}" in made.as_text()
+    # What is kept between the passes is no more than a few arrays of the size of x.
+    assert made.memory_analysis().temp_size_in_bytes < 4 * T * C * jnp.dtype(dtype).itemsize

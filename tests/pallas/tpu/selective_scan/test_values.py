@@ -1,0 +1,92 @@
+"""The selective scan's TPU kernels, interpreted, against the family's meaning."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tpu_races import found
+from tpu_records import interpreted, simulated
+
+from ejkernel.families.selective_scan import SelectiveScan, reference
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.selective_scan.backward import backward
+from ejkernel_pallas.tpu.selective_scan.config import TpuScan
+from ejkernel_pallas.tpu.selective_scan.forward import forward
+
+FIELDS = ("x", "step", "decay", "write", "read", "skip", "initial_state")
+
+
+def record(shape=(1, 70, 24, 3), dtype="float32", bounds=None, states=0):
+    """A record of (B, T, I, E), with step sizes log-uniform in 1e-3 to 0.1 and rates 1 to 16, as Mamba begins."""
+    rows, tokens, channels, size = shape
+    random = np.random.default_rng(5)
+
+    def normal(*size):
+        return jnp.asarray(random.normal(size=size), dtype)
+
+    return SelectiveScan(
+        x=normal(rows, tokens, channels),
+        step=jnp.asarray(np.exp(random.uniform(np.log(1e-3), np.log(0.1), (rows, tokens, channels))), dtype),
+        decay=-jnp.asarray(random.uniform(1, 16, (channels, size)), jnp.float32),
+        write=normal(rows, tokens, size),
+        read=normal(rows, tokens, size),
+        skip=normal(channels),
+        initial_state=normal(states, channels, size).astype(jnp.float32) if states else None,
+        cu_seqlens=None if bounds is None else jnp.asarray(bounds, jnp.int32),
+    )
+
+
+CASES = {
+    "more channels than a register": record((1, 66, 1100, 2), states=1),
+    "more numbers than registers hold": record((1, 20, 24, 18)),
+    "packed with states": record((1, 100, 24, 3), bounds=[0, 70, 70, 71, 90], states=4),
+    "bfloat16": record((2, 64, 24, 3), "bfloat16"),
+}
+
+
+def passes(made):
+    """Output, final states, residuals and all gradients, of cotangents that are all different."""
+    config = TpuScan(block_channels=2048 if made.x.shape[2] > 1024 else 1024, unroll=1)
+    output, residuals = forward(made, config)
+    cotangent = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), output)
+    wanted = frozenset(name for name in FIELDS if getattr(made, name) is not None)
+    pullback = Pullback(record=made, residuals=residuals, output=None, cotangent=cotangent, wanted=wanted)
+    return (*output, residuals.states), cotangent, backward(pullback, config)
+
+
+def compare(made, got):
+    outputs, cotangent, gradients = got
+
+    def of(fields):
+        output, residuals = reference(dataclasses.replace(made, **fields))
+        return output, residuals.states
+
+    output, pull, states = jax.vjp(of, {name: getattr(made, name) for name in gradients}, has_aux=True)
+    (of_fields,) = pull(cotangent)
+    pairs = dict(zip(("output", "states", "chunk states"), zip(outputs, (*output, states), strict=True), strict=True))
+    for name, (mine, theirs) in (pairs | {name: (gradients[name], of_fields[name]) for name in gradients}).items():
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        error = np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-3)
+        assert error < (2e-6 if made.x.dtype == jnp.float32 else 1e-2), (name, error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name):
+    with interpreted():
+        compare(CASES[name], jax.jit(passes)(CASES[name]))
+
+
+def test_no_races():
+    made = record((1, 66, 24, 1), states=1)
+    with simulated():
+        compare(made, jax.jit(passes)(made))
+    assert not found()
+
+
+@pytest.mark.parametrize(("field", "value"), [("block_channels", 512), ("block_channels", 8192), ("unroll", 3)])
+def test_configurations_are_checked(field, value):
+    with pytest.raises(ValueError, match=field):
+        TpuScan(**{"block_channels": 1024, "unroll": 8, field: value})
