@@ -38,6 +38,8 @@ def compiler() -> str | None:
 def kernels_of(source: Path, root: Path, capability: float) -> tuple[str, ...]:
     """Returns a digest of each kernel that a CUDA source is compiled to, in order of the digests.
 
+    nvcc may order the instructions of a large kernel otherwise the next time: where one differs, compile it again.
+
     Args:
         source: A `.cu` file.
         root: The folder that its includes are relative to.
