@@ -204,7 +204,7 @@ def test_t32_a_cache_of_both_layouts_is_an_error_that_names_the_argument():
     queries, tokens = jnp.ones((2, 2, 64), jnp.bfloat16), jnp.ones((2, 1, 64), jnp.bfloat16)
     cache = jnp.zeros((3, 4, 1, 2, 128), jnp.bfloat16)
     rest = jnp.array([2]), jnp.array([1]), jnp.array([0, 2]), jnp.array([0, 0, 1])
-    with pytest.raises(ValueError, match="kv_layout wants to say which of interleaved, lanes"):
+    with pytest.raises(ValueError, match="fits several layouts; pass kv_layout=, one of interleaved, lanes"):
         ragged_page_attention_v3(queries, tokens, tokens, cache, *rest)
     for layout in ("interleaved", "lanes"):
         output, new = quickly(ragged_page_attention_v3, queries, tokens, tokens, cache, *rest, kv_layout=layout)
