@@ -40,6 +40,7 @@ INABILITY = {
             rf"rows of {N}( and {N})? (scales|numbers)( of \S+)? are (not|no) multiples of {N} bytes",
             rf"a cache of {N} slots a sequence is no multiple of {N}",
             rf"pages of {N} slots are neither a multiple of {N} nor a divisor of at least {N}",
+            rf"key_pages: {N} rows of \S+ per token do not fill (words|tiles); wants .*",
         ]
     ),
     "codes that they do not unpack": "|".join(
@@ -71,6 +72,7 @@ INABILITY = {
     "a computation that is another kernel's": "|".join(
         [
             "beta is not given: that is served by 'triton'",
+            "a shared prefix together with a window or alibi, which count from each query's own position",
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",
             "one query and one key",

@@ -102,7 +102,7 @@ def test_tiles_that_are_none_are_refused(name, value):
         (make(rows=65), []),
         (make(rows=63), ["63 rows"]),
         (make(width=100), ["100 columns"]),
-        (make(blocks=(2, 4)), ["64 contracted elements a scale of matrices"]),
+        (make(blocks=(2, 4)), ["64 contracted elements per scale of matrices"]),
         (make(depth=192, blocks=(1, 1)), ["192 contracted", "192 contracted"]),
         (make(dtype=jnp.float8_e5m2), ["float8_e5m2"]),
         (dataclasses.replace(make(), lhs_scale=None), ["lhs_scale"]),

@@ -96,8 +96,8 @@ def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
 
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"key_pages": jax.ShapeDtypeStruct((4, 7, 256), jnp.bfloat16)}, "pages of 7 slots of bfloat16; wants"),
-    ({"key_pages": jax.ShapeDtypeStruct((4, 8, 200), jnp.bfloat16)}, "rows of 200, rotary part from 128 on"),
-    ({"latent": (1100, 1152)}, "is more than 1024"),
+    ({"key_pages": jax.ShapeDtypeStruct((4, 8, 200), jnp.bfloat16)}, "rows of 200 elements, rotary part at 128"),
+    ({"latent": (1100, 1152)}, "wants at most 1024"),
 ])  # fmt: skip
 def test_caches_that_the_kernel_does_not_read(fields, sentence):
     record = dataclasses.replace(case(PAGED, "window and soft cap, bfloat16"), **fields)

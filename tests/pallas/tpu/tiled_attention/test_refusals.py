@@ -32,7 +32,7 @@ def test_a_plain_call_is_served():
         ({"dtype": "float16"}, "dtype float16 is not among bfloat16, float32"),
         ({"size": 320}, "head size 320, 320 is not in range(1, 257)"),
         ({"length": 0}, "query is empty"),
-        ({"length": 2**20}, "1048576 tile pairs are more than the 131072 that scalar memory lists"),
+        ({"length": 2**20}, "1048576 tile pairs are more than the 131072 that fit scalar memory"),
         ({"device": DeviceInfo(platform="cpu")}, "needs tpu, this is cpu"),
         (
             {"pattern": CausalMask((300, 300))},

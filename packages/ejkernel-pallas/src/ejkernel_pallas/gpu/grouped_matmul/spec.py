@@ -246,7 +246,7 @@ def reasons(record: GroupedMatmul) -> list[str]:
     if record.rhs.dtype != record.lhs.dtype:
         found.append(f"rhs has dtype {record.rhs.dtype}, lhs has {record.lhs.dtype}")
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
-        found.append(f"preferred_element_type {record.out_dtype} is not of 16 or 32 bits")
+        found.append(f"preferred_element_type {record.out_dtype} does not have 16 or 32 bits")
     return found
 
 
@@ -331,10 +331,10 @@ def scaled_reasons(record: GroupedMatmul) -> list[str]:
     for name, blocks in (("rows", record.lhs_scale.shape[1]), ("matrices", record.rhs_scale.shape[1])):
         if contracted % (blocks * SCALED_STEP) or not contracted:
             found.append(
-                f"{contracted // blocks} contracted elements a scale of {name} are not a multiple of {SCALED_STEP}"
+                f"{contracted // blocks} contracted elements per scale of {name} are not a multiple of {SCALED_STEP}"
             )
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
-        found.append(f"preferred_element_type {record.out_dtype} is not of 16 or 32 bits")
+        found.append(f"preferred_element_type {record.out_dtype} does not have 16 or 32 bits")
     return found
 
 
@@ -366,5 +366,5 @@ def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
     if half % SWIZZLE_COLUMNS:
         found.append(f"{half} columns of the output are not a multiple of {SWIZZLE_COLUMNS}")
     if record.indices is not None and size > LARGEST:
-        found.append(f"lhs has {size} bytes, more than the {LARGEST} that gathered rows may lie in")
+        found.append(f"lhs has {size} bytes, more than the {LARGEST} from which rows can be gathered")
     return found

@@ -25,11 +25,11 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     size, value_size = record.query.shape[3], record.value.shape[3]
     if value_size not in config.VALUES.get(size, (value_size,)):
-        yield f"value has head size {value_size}, query has {size}: values of {config.VALUES[size][0]} go with that"
+        yield f"value has head size {value_size}, query has {size}: wants values of {config.VALUES[size][0]}"
     if record.pattern is not None:
         yield from pattern_reasons(record)
     if not record.softmax_scale > 0:
-        yield f"softmax_scale {record.softmax_scale} is not above zero"
+        yield f"softmax_scale {record.softmax_scale} is not positive"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -31,7 +31,7 @@ class TpuRecurrence:
 
     def __post_init__(self) -> None:
         if self.chunk_size < SHORTEST or self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two from {SHORTEST} on")
+            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two of at least {SHORTEST}")
         if self.heads < 1:
             raise ValueError(f"heads: got {self.heads}, wants at least 1")
 

@@ -69,12 +69,12 @@ def reasons(record: PagedAttention) -> Generator[str]:
     pages = record.key_pages
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
     if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
-        yield f"head size {record.query.shape[-1]}, {paged_cache.value_size(record)} is more than {most}"
+        yield f"head sizes {record.query.shape[-1]} and {paged_cache.value_size(record)}: wants at most {most}"
     if pages.dtype.name not in CACHES:
-        yield f"key_pages: caches of {pages.dtype.name} are not read, those of {', '.join(CACHES)} are"
+        yield f"key_pages: dtype {pages.dtype.name} is not among {', '.join(CACHES)}"
         return
     if record.block_tables is None:
-        yield "block_tables: a cache without pages is not read"
+        yield "block_tables: the kernel does not read a cache without pages"
         return
     tiles, entries = _tiles(record), record.block_tables.size
     if entries + tiles * len(FIELDS) > WORDS:
@@ -105,17 +105,17 @@ def _pages(record: PagedAttention) -> Generator[str]:
     if letters in ("phsd", "hpsd"):
         multiple = 32 // dtype.itemsize
         if slots % multiple:
-            yield f"key_pages: pages of {slots} slots where heads come first; wants a multiple of {multiple}"
+            yield f"key_pages: pages of {slots} slots in a head-major layout; wants a multiple of {multiple}"
         return
     if any(size > LANES and size % LANES for size in sizes) or len({cdiv(size, LANES) for size in sizes}) > 1:
-        yield f"key_pages: rows of {' and '.join(map(str, sizes))}; beyond {LANES} wants the same multiple of it"
+        yield f"key_pages: rows of {' and '.join(map(str, sizes))} elements; above {LANES} wants equal multiples of it"
     rows, pack = token_rows(record), paged_cache.packing(dtype)
     if record.new_keys is not None and letters == paged_cache.COMBINED:
         if rows % pack:
-            yield f"key_pages: {rows} rows of {dtype.name} a token do not fill words; wants a multiple of {pack}"
+            yield f"key_pages: {rows} rows of {dtype.name} per token do not fill words; wants a multiple of {pack}"
         return
     if (rows not in DENSE_ROWS and rows % 8) or rows % pack:
-        yield f"key_pages: {rows} rows of {dtype.name} a token do not fill tiles of memory; wants 2, 4, or 8 times some"
+        yield f"key_pages: {rows} rows of {dtype.name} per token do not fill tiles; wants 2, 4, or a multiple of 8"
 
 
 def _latent_pages(record: PagedAttention) -> Generator[str]:
@@ -124,7 +124,7 @@ def _latent_pages(record: PagedAttention) -> Generator[str]:
     if slots % pack:
         yield f"kv_cache: pages of {slots} slots of {pages.dtype.name}; wants a multiple of {pack}"
     if pages.shape[-1] % LANES or start % LANES:
-        yield f"kv_cache: rows of {pages.shape[-1]}, rotary part from {start} on; wants multiples of {LANES}"
+        yield f"kv_cache: rows of {pages.shape[-1]} elements, rotary part at {start}; wants multiples of {LANES}"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -40,9 +40,8 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
     else:
         pairs = queries * keys if (left, right) == (None, None) else queries * (keys + 1) // 2
     if max(queries, 2 * keys) > MAX_TILES:
-        most = f"{MAX_TILES}, or {MAX_TILES // 2},"
-        return (f"{queries} tiles of queries and {keys} of keys are more than {most} that are told apart",)
-    return (f"{pairs} tile pairs are more than the {MAX_PAIRS} that scalar memory lists",) if pairs > MAX_PAIRS else ()
+        return (f"{queries} tiles of queries and {keys} of keys: wants at most {MAX_TILES} and {MAX_TILES // 2}",)
+    return (f"{pairs} tile pairs are more than the {MAX_PAIRS} that fit scalar memory",) if pairs > MAX_PAIRS else ()
 
 
 def implementations() -> tuple[Implementation, ...]:
