@@ -64,6 +64,7 @@ def check_grouped_matmul():
             rhs=normal(1, 5, *((24, 40) if transposed else (40, 24))),
             group_sizes=sizes,
             out_dtype=jnp.dtype(jnp.float32),
+            left_over="zero",
             group_offset=jnp.int32(1),
             transpose_rhs=transposed,
         )
