@@ -41,7 +41,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 forward=config.TpuConvolution,
                 backward=config.TpuConvolution,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),

@@ -41,7 +41,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 forward=config.TpuScan,
                 backward=config.TpuScan,
-                faces=config.PUBLIC_FIELDS,
+                public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
