@@ -32,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         Implementation(
             family="causal_convolution",
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.causal_convolution.forward:forward",
             backward="ejkernel_pallas.tpu.causal_convolution.backward:backward",

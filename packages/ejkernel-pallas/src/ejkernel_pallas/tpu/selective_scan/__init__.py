@@ -32,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         Implementation(
             family="selective_scan",
-            name="pallas_tpu",
+            name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.selective_scan.forward:forward",
             backward="ejkernel_pallas.tpu.selective_scan.backward:backward",
