@@ -114,7 +114,7 @@ MIN_STEP = 32
 
 
 def blocks_of_scales(record: GroupedMatmul) -> tuple[int, int]:
-    """Returns the numbers of contracted elements that share a scale, of rows and of matrices."""
+    """Returns how many scales rows and matrices have along the contracted axis; 1 without scales."""
     left, right = (1 if x is None else x.shape[1] for x in (record.lhs_scale, record.rhs_scale))
     return left, right
 

@@ -56,7 +56,7 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
 
 
 def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
-    """Returns outputs in whole groups of rows, and lse in whole tiles."""
+    """Runs the kernel; returns outputs padded to whole groups of rows, and lse padded to whole tiles."""
     count, blocks = operands["table"].shape[-2], tile_scheduler.multiprocessors()
     plan = tile_scheduler.make_plan(
         count,

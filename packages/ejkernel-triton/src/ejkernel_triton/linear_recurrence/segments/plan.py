@@ -28,8 +28,7 @@ class SegmentSplit(NamedTuple):
 
 
 def split_segments(spec: RecurrenceSpec, *, reverse: bool, zero_start: bool, every: bool = False) -> SegmentSplit:
-    """Returns the sub-segments to scan for the segments' initial states: not the last ones, in reverse not the
-    first.
+    """Returns the sub-segments to scan for the segments' initial states: all but the last, or the first in reverse.
 
     Args:
         spec: Constants.

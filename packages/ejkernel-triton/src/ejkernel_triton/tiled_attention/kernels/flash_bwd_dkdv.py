@@ -65,7 +65,7 @@ def flash_bwd_dkdv_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Accumulates for K_BLOCK keys of one KV head, over its query heads; tiles are [keys, queries].
+    """Accumulates the gradients of K_BLOCK keys of one KV head over its query heads; tiles are [keys, queries].
 
     It computes the gradient of the keys if DK and that of the values if DV: both, if registers suffice.
     """
