@@ -49,10 +49,10 @@ def draw(folder: Path) -> None:
     panel(panels[0], 1, "forward")
     panels[0].invert_yaxis()  # shared
     panel(panels[1], 3, "forward and backward")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower left", ncols=2, frameon=False)
     figure.text(
         0.99,
-        -0.02,
+        0.02,
         "H200, bfloat16, JAX 0.11.2; benchmarks/tiled_attention/flash_attention_gpu.py",
         ha="right",
         fontsize=9,
