@@ -8,14 +8,14 @@ from ejkernel.ops.plugins import Registry
 
 INTRODUCTION = """# Order of choice
 
-Dispatch considers the implementations of an operation in this order and runs the first one that refuses nothing:
+Dispatch orders the implementations of an operation by these rules, and runs the first of those that can serve the call:
 
 1. With `platform=`, only implementations of that toolchain are left.
 2. An implementation is refused if it does not support the device, the dtype, the head size or an argument of the call.
    What it supports is in the [support matrix](support_matrix.md).
 3. On a GPU, implementations that a chip has [confirmed](evidence.md) with the installed toolchain come before all
-   others.
-4. Of those that are left, the highest priority is first; equal priorities go by name.
+   others, whatever their priority.
+4. Among confirmed implementations, and among the others, the highest priority is first; equal priorities go by name.
 
 [`ejkernel.explain`](architecture.md#verdicts-refused-unless-granted) shows the result for a call. The tables list the
 registered implementations, highest priority first. The build of this page generates them.
@@ -59,4 +59,4 @@ def _priority(priority: object) -> str:
     if not callable(priority):
         return str(priority)
     doc = inspect.getdoc(priority) or "computed from the call"
-    return " ".join(doc.split("\n\n")[0].split())
+    return "by call: " + " ".join(doc.split("\n\n")[0].split()).removeprefix("Returns ")
