@@ -23,9 +23,7 @@ PULLBACK_PIECES = frozenset({"lse_cotangent"})  # what a backward pass may handl
 
 
 def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
-    """Returns, by plugin, the sentences about names in its implementations that do not exist; plugins without any are
-    left out.
-    """
+    """Returns the error messages of each plugin whose implementations declare names that do not exist."""
     families = {op.family.name: op.family for op in registry.ops.values()}
     by_plugin: dict[str, list[str]] = {}
     for (op, name), plugin in registry.providers.items():
@@ -39,7 +37,7 @@ def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
 
 
 def problems(implementation: Implementation, family: Family) -> Iterator[str]:
-    """Yields sentences about one implementation's names that do not exist."""
+    """Yields an error message for each name that an implementation declares and that does not exist."""
     yield from _unknown("gradients", implementation.gradients, family.differentiable)
     for field in ("requires", "backward_requires"):
         requires: Requires | None = getattr(implementation, field)

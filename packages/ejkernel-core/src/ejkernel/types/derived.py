@@ -17,14 +17,14 @@ _EMPTY = "an empty MaskInfo says nothing about tokens; make it with a mask or wi
 
 
 def get_or_compute_attention_mask(info: MaskParts, dtype: DTypeLike = jnp.bool_) -> jax.Array:
-    """Writes all parts together out as one mask.
+    """Returns one dense mask that combines the explicit mask and the segment ids of a `MaskInfo`.
 
     Args:
         info: The mask.
-        dtype: Of the result; True becomes 1.
+        dtype: The dtype of the result. Pairs that attend become 1, all others 0.
 
     Returns:
-        [batch, heads or 1, q_len, kv_len].
+        The mask [batch, heads or 1, q_len, kv_len].
 
     Raises:
         ValueError: The mask is empty.

@@ -68,7 +68,7 @@ def _sums(record: GroupedMatmul, grads: Gradients) -> Gradients:
 def _tile(
     record: GroupedMatmul, weights: jax.Array, at: RowTile, cotangent: jax.Array, carry: tuple[Gradients, Gradients]
 ) -> tuple[Gradients, Gradients]:
-    """Adds the contribution of a tile; the cotangent is 0 in rows that are not valid."""
+    """Adds a row tile's contribution to the gradients; `cotangent` is 0 in rows that are not valid."""
     sums, lhs = (dict(part) for part in carry)
     if lhs:
         product = dot(record, cotangent, weights, (1, 0 if record.transpose_rhs else 1))
@@ -93,7 +93,7 @@ def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gr
 
 
 def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
-    """Returns the gradients with those of a group's matrix, scales and bias in them."""
+    """Stores the gradients of group g's matrix, scales and bias in `grads`, and returns the updated `grads`."""
     gradients, scale = {}, None
     if record.rhs_scale is not None:
         scale = lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False).astype(accumulator(record))

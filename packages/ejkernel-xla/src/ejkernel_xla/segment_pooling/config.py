@@ -13,10 +13,10 @@ BLOCK_SIZES = (16, 32, 64, 256)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenTiles:
-    """The configuration of the forward pass, where pools have any length; others have no tiles.
+    """The configuration of the forward pass for pools of any length; pools of one fixed length use no tiles.
 
     Attributes:
-        block_size: Tokens of a tile, whose sum the pools share.
+        block_size: Tokens per tile. The pools that contain a whole tile share its sum.
     """
 
     block_size: int

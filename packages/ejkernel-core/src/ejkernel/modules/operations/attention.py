@@ -249,7 +249,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
 
 
 class Attention(Kernel[AttentionConfig, Any]):
-    """Calls `attention` as an object, as executors do."""
+    """Wraps `attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

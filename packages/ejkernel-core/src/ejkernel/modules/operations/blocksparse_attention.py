@@ -296,7 +296,7 @@ def reference(args: BlockSparseAttentionArguments) -> Any:
 
 
 class BlockSparseAttention(Kernel[BlockSparseAttentionConfig, Array]):
-    """Calls `blocksparse_attention` as an object, as executors do."""
+    """Wraps `blocksparse_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

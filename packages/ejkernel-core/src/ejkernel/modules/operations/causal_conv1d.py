@@ -184,7 +184,7 @@ def axes_of(args: CausalConv1dArguments) -> dict[str, Any]:
 
 
 class CausalConv1d(Kernel[CausalConv1dConfig, Array]):
-    """Calls `causal_conv1d` as an object, as executors do."""
+    """Wraps `causal_conv1d` in an object that an `Executor` can call."""
 
 
 OP = Op(

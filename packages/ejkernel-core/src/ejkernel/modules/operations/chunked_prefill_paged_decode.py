@@ -169,7 +169,7 @@ def configure(
 
 
 class ChunkedPrefillPagedDecode(Kernel[ChunkedPrefillPagedDecodeConfig, tuple[Array, Array, Array]]):
-    """Calls `chunked_prefill_paged_decode` as an object, as executors do."""
+    """Wraps `chunked_prefill_paged_decode` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -173,7 +173,7 @@ def configure(args: DecodeAttentionArguments, cfg: DecodeAttentionConfig | None)
 
 
 class DecodeAttention(Kernel[DecodeAttentionConfig, tuple[Array, Array]]):
-    """Calls `decode_attention` as an object, as executors do."""
+    """Wraps `decode_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -137,7 +137,7 @@ _OF_SCORES = {"selection_bias": None, "n_groups": None, "group_score_experts": 2
 
 
 def _check_groups(args: ExpertRoutingArguments, experts: int) -> None:
-    """Refuses groups that do not divide the experts, and best groups with too few of them."""
+    """Raises ValueError unless `n_groups` divides the experts and the `top_groups` groups have `top_k` experts."""
     groups, best = args.n_groups, args.top_groups
     if (groups is None) != (best is None):
         raise ValueError(f"top_groups: got {best} with n_groups={groups}, wants both or neither")
@@ -158,8 +158,8 @@ def _check_groups(args: ExpertRoutingArguments, experts: int) -> None:
 
 
 def lower(args: ExpertRoutingArguments) -> family.ExpertRouting:
-    """Returns the record of a call: integers have no gradient, so a layer around the call is
-    differentiated without it.
+    """Returns the record of a call. Its logits are constants to JAX's differentiation, since integer results have no
+    gradient.
     """
     return family.ExpertRouting(logits=jax.lax.stop_gradient(expert_scores.choice(args)), top_k=args.top_k)
 
@@ -175,7 +175,7 @@ def _axes_of(args: ExpertRoutingArguments) -> dict[str, Any]:
 
 
 class ExpertRouting(Kernel[ExpertRoutingConfig, tuple[Array, Array, Array, Array]]):
-    """Calls `expert_routing` as an object, as executors do."""
+    """Wraps `expert_routing` in an object that an `Executor` can call."""
 
 
 OP = Op(

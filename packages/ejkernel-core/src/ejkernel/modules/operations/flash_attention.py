@@ -355,7 +355,7 @@ def _route(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, 
 
 
 class FlashAttention(Kernel[FlashAttentionConfig, Array]):
-    """Calls `flash_attention` as an object, as executors do."""
+    """Wraps `flash_attention` in an object that an `Executor` can call."""
 
     def prepare(
         self,

@@ -248,7 +248,7 @@ def reference(args: FlashMLAArguments) -> Any:
 
 
 class FlashMLA(Kernel[FlashMLAConfig, Array]):
-    """Calls `flash_mla` as an object, as executors do."""
+    """Wraps `flash_mla` in an object that an `Executor` can call."""
 
 
 OP = Op(

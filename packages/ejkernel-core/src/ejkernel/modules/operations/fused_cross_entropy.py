@@ -366,7 +366,7 @@ def _axes_of(args: FusedCrossEntropyArguments) -> dict[str, Any]:
 
 
 class FusedCrossEntropy(Kernel[FusedCrossEntropyConfig, CrossEntropyOutput]):
-    """Calls `fused_cross_entropy` as an object, as executors do."""
+    """Wraps `fused_cross_entropy` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -168,7 +168,7 @@ def _axes_of(args: FusedKLDivergenceArguments) -> dict[str, Any]:
 
 
 class FusedKLDivergence(Kernel[FusedKLDivergenceConfig, KLDivergenceOutput]):
-    """Calls `fused_kl_divergence` as an object, as executors do."""
+    """Wraps `fused_kl_divergence` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -148,7 +148,7 @@ def _configure(args: GatedDeltaRuleArguments, cfg: Any) -> Any:
 
 
 class GatedDeltaRule(Kernel[GatedDeltaRuleConfig, Array]):
-    """Calls `gated_delta_rule` as an object, as executors do."""
+    """Wraps `gated_delta_rule` in an object that an `Executor` can call."""
 
 
 OP = Op(

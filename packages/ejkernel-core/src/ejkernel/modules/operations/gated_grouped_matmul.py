@@ -225,7 +225,7 @@ def _axes_of(args: GatedGroupedMatmulArguments) -> dict[str, str]:
 
 
 class GatedGroupedMatmul(Kernel[GatedGroupedMatmulConfig, Array]):
-    """Calls `gated_grouped_matmul` as an object, as executors do."""
+    """Wraps `gated_grouped_matmul` in an object that an `Executor` can call."""
 
 
 OP = Op(

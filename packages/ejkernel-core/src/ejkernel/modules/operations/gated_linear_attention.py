@@ -119,7 +119,7 @@ def lower(args: GLAttentionArguments) -> LinearRecurrence:
 
 
 class GLAttention(Kernel[GLAttentionConfig, Array]):
-    """Calls `gated_linear_attention` as an object, as executors do."""
+    """Wraps `gated_linear_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

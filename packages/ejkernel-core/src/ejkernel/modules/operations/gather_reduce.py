@@ -145,7 +145,7 @@ def lower(args: GatherReduceArguments) -> family.GatherReduce:
 
 
 class GatherReduce(Kernel[GatherReduceConfig, Array]):
-    """Calls `gather_reduce` as an object, as executors do."""
+    """Wraps `gather_reduce` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -83,7 +83,7 @@ class GRUArguments(ArgumentRecord, of=gru):
 
 
 class GRU(Kernel[GRUConfig, tuple[Array, Array]]):
-    """Calls `gru` as an object, as executors do."""
+    """Wraps `gru` in an object that an `Executor` can call."""
 
 
 OP = Op(

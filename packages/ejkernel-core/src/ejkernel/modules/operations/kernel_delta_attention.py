@@ -187,7 +187,7 @@ def _configure(args: KernelDeltaAttentionArguments, cfg: Any) -> Any:
 
 
 class KernelDeltaAttention(Kernel[KernelDeltaAttentionConfig, Array]):
-    """Calls `kernel_delta_attention` as an object, as executors do."""
+    """Wraps `kernel_delta_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

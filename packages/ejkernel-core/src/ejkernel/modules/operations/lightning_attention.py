@@ -141,7 +141,7 @@ def lower(args: LightningAttentionArguments) -> LinearRecurrence:
 
 
 class LightningAttention(Kernel[LightningAttentionConfig, Array]):
-    """Calls `lightning_attention` as an object, as executors do."""
+    """Wraps `lightning_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

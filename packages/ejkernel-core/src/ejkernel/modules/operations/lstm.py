@@ -85,7 +85,7 @@ class LSTMArguments(ArgumentRecord, of=lstm):
 
 
 class LSTM(Kernel[LSTMConfig, tuple[Array, Array, Array]]):
-    """Calls `lstm` as an object, as executors do."""
+    """Wraps `lstm` in an object that an `Executor` can call."""
 
 
 OP = Op(

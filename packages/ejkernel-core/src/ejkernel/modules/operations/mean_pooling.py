@@ -177,7 +177,7 @@ def _packed(args: MeanPoolingArguments) -> bool:
 
 
 class MeanPooling(Kernel[MeanPoolingConfig, Array]):
-    """Calls `mean_pooling` as an object, as executors do."""
+    """Wraps `mean_pooling` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -211,7 +211,7 @@ def reference(args: MLADecodeArguments) -> Any:
 
 
 class MLADecode(Kernel[MLADecodeConfig, Array]):
-    """Calls `mla_decode` as an object, as executors do."""
+    """Wraps `mla_decode` in an object that an `Executor` can call."""
 
 
 OP = Op(

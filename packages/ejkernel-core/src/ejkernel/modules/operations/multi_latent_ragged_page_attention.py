@@ -259,7 +259,7 @@ AXES = {
 
 
 class MultiLatentRaggedPageAttention(Kernel[MultiLatentRaggedPageAttentionConfig, tuple[Array, Array]]):
-    """Calls `multi_latent_ragged_page_attention` as an object, as executors do."""
+    """Wraps `multi_latent_ragged_page_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

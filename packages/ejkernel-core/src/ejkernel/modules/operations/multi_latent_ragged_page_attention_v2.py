@@ -120,7 +120,7 @@ class MultiLatentRaggedPageAttentionV2Arguments(
 
 
 class MultiLatentRaggedPageAttentionV2(Kernel[MultiLatentRaggedPageAttentionV2Config, tuple[Array, Array]]):
-    """Calls `multi_latent_ragged_page_attention_v2` as an object, as executors do."""
+    """Wraps `multi_latent_ragged_page_attention_v2` in an object that an `Executor` can call."""
 
 
 OP = Op(

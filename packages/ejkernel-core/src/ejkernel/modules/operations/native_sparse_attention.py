@@ -260,7 +260,7 @@ def configure(
 
 
 class NativeSparseAttention(Kernel[NativeSparseAttentionConfig, Array]):
-    """Calls `native_sparse_attention` as an object, as executors do."""
+    """Wraps `native_sparse_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

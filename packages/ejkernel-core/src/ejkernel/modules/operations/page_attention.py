@@ -206,7 +206,7 @@ def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> 
 
 
 class PageAttention(Kernel[PageAttentionConfig, Array]):
-    """Calls `page_attention` as an object, as executors do."""
+    """Wraps `page_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

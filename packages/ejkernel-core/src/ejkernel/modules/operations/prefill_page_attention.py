@@ -158,7 +158,7 @@ def finish(args: PrefillPageAttentionArguments, output: tuple[jax.Array, ...]) -
 
 
 class PrefillPageAttention(Kernel[PrefillPageAttentionConfig, Array]):
-    """Calls `prefill_page_attention` as an object, as executors do."""
+    """Wraps `prefill_page_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -201,7 +201,7 @@ def finish(args: QuantizedMatmulArguments, output: jax.Array) -> jax.Array:
 
 
 class QuantizedMatmul(Kernel[QuantizedMatmulConfig, Array]):
-    """Calls `quantized_matmul` as an object, as executors do."""
+    """Wraps `quantized_matmul` in an object that an `Executor` can call."""
 
 
 OP = Op(

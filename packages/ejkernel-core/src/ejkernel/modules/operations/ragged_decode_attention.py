@@ -158,7 +158,7 @@ def finish(args: RaggedDecodeAttentionArguments, output: tuple[jax.Array, ...]) 
 
 
 class RaggedDecodeAttention(Kernel[RaggedDecodeAttentionConfig, Array]):
-    """Calls `ragged_decode_attention` as an object, as executors do."""
+    """Wraps `ragged_decode_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

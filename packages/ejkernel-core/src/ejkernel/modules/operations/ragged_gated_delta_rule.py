@@ -139,7 +139,7 @@ def _configure(args: RaggedGatedDeltaRuleArguments, cfg: Any) -> Any:
 
 
 class RaggedGatedDeltaRule(Kernel[RaggedGatedDeltaRuleConfig, tuple[Array, Array]]):
-    """Calls `ragged_gated_delta_rule` as an object, as executors do."""
+    """Wraps `ragged_gated_delta_rule` in an object that an `Executor` can call."""
 
 
 OP = Op(

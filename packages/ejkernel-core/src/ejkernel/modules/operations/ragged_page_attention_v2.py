@@ -234,7 +234,7 @@ def configure(
 
 
 class RaggedPageAttentionv2(Kernel[RaggedPageAttentionv2Config, Array]):
-    """Calls `ragged_page_attention_v2` as an object, as executors do."""
+    """Wraps `ragged_page_attention_v2` in an object that an `Executor` can call."""
 
 
 RaggedPageAttention = RaggedPageAttentionv2

@@ -272,7 +272,7 @@ def configure(
 
 
 class RaggedPageAttentionv3(Kernel[RaggedPageAttentionv3Config, tuple[Array, Array]]):
-    """Calls `ragged_page_attention_v3` as an object, as executors do."""
+    """Wraps `ragged_page_attention_v3` in an object that an `Executor` can call."""
 
 
 OP = Op(

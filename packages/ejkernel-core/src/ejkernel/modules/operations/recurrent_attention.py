@@ -118,7 +118,7 @@ def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
 
 
 class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
-    """Calls `recurrent_attention` as an object, as executors do."""
+    """Wraps `recurrent_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -263,7 +263,7 @@ def reference(args: RingAttentionArguments) -> Any:
 
 
 class RingAttention(Kernel[RingAttentionConfig, Array]):
-    """Calls `ring_attention` as an object, as executors do."""
+    """Wraps `ring_attention` in an object that an `Executor` can call."""
 
 
 def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:

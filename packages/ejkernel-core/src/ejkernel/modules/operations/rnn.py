@@ -104,7 +104,7 @@ def reference(args: RNNArguments) -> tuple[jax.Array, ...]:
 
 
 class RNN(Kernel[RNNConfig, tuple[Array, Array]]):
-    """Calls `rnn` as an object, as executors do."""
+    """Wraps `rnn` in an object that an `Executor` can call."""
 
 
 OP = Op(

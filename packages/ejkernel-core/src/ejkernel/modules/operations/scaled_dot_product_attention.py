@@ -161,7 +161,7 @@ def reference(args: ScaledDotProductAttentionArguments) -> Any:
 
 
 class ScaledDotProductAttention(Kernel[ScaledDotProductAttentionConfig, Array]):
-    """Calls `scaled_dot_product_attention` as an object, as executors do."""
+    """Wraps `scaled_dot_product_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

@@ -181,7 +181,7 @@ def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> 
 
 
 class StateSpaceV1(Kernel[StateSpaceV1Config, tuple[Array, Array, Any]]):
-    """Calls `state_space_v1` as an object, as executors do."""
+    """Wraps `state_space_v1` in an object that an `Executor` can call."""
 
 
 OP = Op(

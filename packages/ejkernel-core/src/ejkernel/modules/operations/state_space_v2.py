@@ -249,7 +249,7 @@ def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> St
 
 
 class StateSpaceV2(Kernel[StateSpaceV2Config, tuple[Array, Array, Any]]):
-    """Calls `state_space_v2` as an object, as executors do."""
+    """Wraps `state_space_v2` in an object that an `Executor` can call."""
 
 
 OP = Op(

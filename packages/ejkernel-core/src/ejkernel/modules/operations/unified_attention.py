@@ -158,7 +158,7 @@ def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | Non
 
 
 class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):
-    """Calls `unified_attention` as an object, as executors do."""
+    """Wraps `unified_attention` in an object that an `Executor` can call."""
 
 
 OP = Op(

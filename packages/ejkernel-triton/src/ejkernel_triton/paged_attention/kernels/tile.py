@@ -34,7 +34,7 @@ def rounded(x, spec: tl.constexpr):
 
 @triton.jit
 def key_operand(x, spec: tl.constexpr):
-    """Returns a tile of queries or keys in the dtype of their product."""
+    """Returns a tile of queries or keys, converted to the dtype in which queries and keys are multiplied."""
     x = rounded(x, spec)
     if spec.OPERAND == "float32":
         return x.to(tl.float32)
@@ -46,7 +46,7 @@ def key_operand(x, spec: tl.constexpr):
 
 @triton.jit
 def value_operand(x, spec: tl.constexpr):
-    """Returns a tile of values in the dtype of the product of weights and values."""
+    """Returns a tile of values, converted to the dtype in which weights and values are multiplied."""
     x = rounded(x, spec)
     if spec.VALUE == "float32":
         return x.to(tl.float32)

@@ -14,8 +14,8 @@ STEP = 8
 """The largest number of tokens per sequence of the decode step; for packed sequences, on average."""
 
 LONGEST = 256
-"""The largest number of tokens of packed sequences beyond one each: a single sequence may have them all, one after
-another.
+"""The largest number of tokens minus sequences in a packed call. One sequence may have all these tokens, and the kernel
+processes the tokens of a sequence one after another.
 """
 
 WIDEST = 256

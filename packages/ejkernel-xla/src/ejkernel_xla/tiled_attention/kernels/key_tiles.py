@@ -30,10 +30,11 @@ Step = Callable[[jax.Array, Carry], Carry]
 
 @dataclasses.dataclass(frozen=True)
 class KeyTileRuns:
-    """The key tiles of each query tile, a run: `[first, last)`, of which `[full_start, full_end)` are full.
+    """The key tiles of each query tile: tiles `[first, last)` have pairs that attend, `[full_start, full_end)` are
+    full.
 
-    All four are int32 [batch chunks | 1, query tiles]; `any_full` and `any_partial` are False when it is known at trace
-    time that there is no such tile.
+    The four bounds are int32 [batch chunks | 1, query tiles]. `any_full` is False if it is known at trace time that no
+    tile is full, and `any_partial` if it is known that no tile is partial.
     """
 
     first: Any
@@ -44,7 +45,9 @@ class KeyTileRuns:
     any_partial: bool
 
     def fold(self, at: Cursor, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
-        """Applies `full(tile, carry)` or `masked(tile, carry)` to the full and partial key tiles of a query tile."""
+        """Applies `full(tile, carry)` to the full key tiles of a query tile, and `partial(tile, carry)` to the partial
+        ones.
+        """
         first, full_start, full_end, last = (
             jnp.asarray(table)[at.chunk if table.shape[0] != 1 else 0, at.tile]
             for table in (self.first, self.full_start, self.full_end, self.last)

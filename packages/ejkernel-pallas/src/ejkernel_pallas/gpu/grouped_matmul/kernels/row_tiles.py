@@ -68,8 +68,8 @@ def single_rows(call: Call, tile: Tile) -> Any:
 
 
 class TileIndex(NamedTuple):
-    """The position of a tile of the output: tile row, first column, and which half of the columns, negative for
-    both.
+    """The position of an output tile: its tile row, its first column, and its half of the columns. A negative half
+    means all columns.
     """
 
     tile_row: Any
@@ -78,7 +78,9 @@ class TileIndex(NamedTuple):
 
 
 def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
-    """Returns the position of the tile with an index: bands of tile rows, in a band column by column."""
+    """Returns the position of output tile `number`. Tiles are ordered by bands of tile rows, and column by column
+    within a band.
+    """
     spec = call.spec
     half: Any = I32(-1)
     if spec.splits:
@@ -95,7 +97,7 @@ def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
 
 
 def tile_of(call: Call, before: Any, count: Any, number: Any) -> Tile:
-    """Returns the tile of the output with an index."""
+    """Returns output tile `number`."""
     place, members, table = tile_index(call, count, number), call.spec.tile.cluster_m, call.operands["tiles"]
     # If the last member has no tile, it computes the previous one too: both store the same values.
     entry, other = (

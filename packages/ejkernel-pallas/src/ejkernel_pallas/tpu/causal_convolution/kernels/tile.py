@@ -113,7 +113,9 @@ def activation(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
 
 
 def derivative(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
-    """The derivative of the activation at sums; of half sums twice the derivative."""
+    """Returns the derivative of the activation at `total`. If `total` is half of the sum, the result is twice the
+    derivative at the sum.
+    """
     if spec.halved:
         tangent = jnp.tanh(total)
         return (1.0 + tangent) * (1.0 + total * (1.0 - tangent))
@@ -122,7 +124,7 @@ def derivative(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
 
 
 def has_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any) -> Any:
-    """Whether tokens of a block are none of the row or of no sequence."""
+    """Returns whether a block has padding tokens: tokens outside the row, or tokens that belong to no sequence."""
     begin, last = block * spec.block_t, refs.bounds.shape[0] - 1
     return (begin < refs.bounds[0]) | (begin + spec.block_t > refs.bounds[last])
 
@@ -130,7 +132,7 @@ def has_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any) -> Any
 def zero_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any, x: Ref, offset: int) -> None:
     """Zeros the rows of padding tokens, next to last axis, in an array whose row `offset` is the block's first."""
     begin, last = block * spec.block_t - offset, refs.bounds.shape[0] - 1
-    # A choice and no product: padding may hold NaN.
+    # `where` instead of a product with 0, because padding may hold NaN.
     token = begin + lax.broadcasted_iota(jnp.int32, x.shape, len(x.shape) - 2)
     real = (token >= refs.bounds[0]) & (token < refs.bounds[last])
     x[...] = jnp.where(real, x[...].astype(jnp.float32), 0.0).astype(x.dtype)

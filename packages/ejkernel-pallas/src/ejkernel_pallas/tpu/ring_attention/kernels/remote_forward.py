@@ -80,7 +80,7 @@ def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Work:
-    """Processes the tiles of a load.
+    """Processes the pairs of query and key tiles of one load of keys.
 
     Attributes:
         spec: The kernels' constants.
