@@ -114,9 +114,9 @@ def shape_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeS
 
 @contextlib.contextmanager
 def described_tpu() -> Generator[None]:
-    """Within it, JAX traces pipelines of TPU kernels where it sees no TPU, as a machine that exports programs does.
+    """Lets JAX trace pipelines of TPU kernels on a machine without a TPU, such as one that exports programs.
 
-    They depend on the chip in that those before v4 lay arrays out in another way.
+    The pipelines depend on the chip: chips before v4 lay arrays out in another way.
     """
     from jax._src.pallas.mosaic import tpu_info
 

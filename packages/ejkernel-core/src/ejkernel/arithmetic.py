@@ -10,5 +10,5 @@ LN2 = math.log(2.0)
 
 
 def cdiv(dividend: Any, divisor: Any) -> Any:
-    """`dividend / divisor` rounded up, of ints or of integer arrays."""
+    """Returns `dividend / divisor` rounded up, for ints or integer arrays."""
     return -(-dividend // divisor)

@@ -20,7 +20,7 @@ from ejkernel.planning.quantized_formats import WORD, pack, unpack
 from ejkernel.promotion import promoting
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""This is the nibble of a word that holds each of its eight columns in AWQ's order."""
+"""Column n of the eight columns of a word is in nibble `AWQ_ORDER[n]` of the word."""
 
 Arguments = dict[str, Any]
 

@@ -205,7 +205,8 @@ def prepack_quantized_weights(
     transpose: bool = True,
     axis: str | None = None,
 ) -> Quantized:
-    """`quantize`, with the axis as a truth value: `transpose=True` is "row", False is "col"; `axis` wins.
+    """Calls `quantize` with the axis as a truth value: `transpose=True` is "row", False is "col". If `axis` is given,
+    it is used instead.
 
     `transpose` says whether [N, K] weights are turned to [K, N] before they are packed. With `transpose=False` weights
     that are [K, N] already become what `quantized_matmul` takes.

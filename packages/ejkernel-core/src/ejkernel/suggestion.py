@@ -28,7 +28,7 @@ def no_such(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def similar(name: str, known: Iterable[str]) -> list[str]:
-    """At most three known names that contain a name or are spelt like it, the most similar first."""
+    """Returns at most three known names that contain a name or are spelt like it, the most similar first."""
     typed, names = _folded(name), sorted(set(known))
     containing = [one for one in names if len(typed) > 2 and typed in _folded(one)]
     if containing:

@@ -26,13 +26,13 @@ from ejkernel_conformance.subjects import Subject, differentiable_fields, inputs
 
 
 def check_value(subject: Subject) -> None:
-    """Under jit, the output is the reference's."""
+    """Checks that the output under jit is the reference's."""
     want, _ = running.expected(subject.op, subject.case)
     assert_close(running.forward(subject)(subject.args), want, subject.tolerance, str(subject))
 
 
 def check_shapes(subject: Subject) -> None:
-    """Without running: output and residuals have the structure, shapes and dtypes of the reference's."""
+    """Checks, without running, that output and residuals have the structure, shapes and dtypes of the reference's."""
     op, plan = subject.op, pinned_plan(subject.op, subject.implementation)
     output = jax.eval_shape(lambda args: running.call(plan, args), subject.args)
     assert_same_shapes(output, jax.eval_shape(op.reference, subject.args), f"{subject}, output")
@@ -41,7 +41,9 @@ def check_shapes(subject: Subject) -> None:
 
 
 def check_residuals(subject: Subject) -> None:
-    """The floating residuals are the family's: another implementation's backward pass may read them."""
+    """Checks that the floating residuals are those of the family, since another implementation's backward pass may read
+    them.
+    """
     plan = pinned_plan(subject.op, subject.implementation)
     if not _floating(jax.eval_shape(subject.op.family.reference, subject.record)[1]):
         return  # `check_shapes` has seen that there are none on the other side either
@@ -52,7 +54,7 @@ def check_residuals(subject: Subject) -> None:
 
 
 def check_eager(subject: Subject) -> None:
-    """Outside of jit, the public function with `platform=` returns what it returns under jit."""
+    """Checks that the public function with `platform=` returns the same result outside of jit as under jit."""
     op, platform = subject.op, subject.implementation.platform
     served = decide(op, subject.args, platform=platform).forward.implementation
     if served is not None and served.name == subject.implementation.name:
@@ -72,7 +74,7 @@ def public_arguments(op: Op, args: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def check_gradients(subject: Subject) -> None:
-    """The gradients of every floating argument are those of the differentiated reference."""
+    """Checks that the gradients of every floating argument are those of the differentiated reference."""
     cotangent = running.cotangent(subject.op, subject.case)
     _, got = running.forward_and_backward(subject)(subject.args, cotangent)
     _, want = running.expected(subject.op, subject.case)
@@ -80,7 +82,8 @@ def check_gradients(subject: Subject) -> None:
 
 
 def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:
-    """Under `jax.vmap` over two inputs of a case, outputs and any gradients are those of the reference on each.
+    """Checks that outputs and gradients under `jax.vmap` over two inputs of a case are those of the reference for each
+    input.
 
     Args:
         subject: Implementation and case.
@@ -90,7 +93,7 @@ def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:
 
 
 def check_loop(subject: Subject) -> None:
-    """The same in a loop over the two inputs, whose arrays are slices of longer ones."""
+    """Checks the outputs and gradients of a loop over two inputs, whose arrays are slices of longer arrays."""
     _check_mapped(subject, "in a loop", lambda call: lambda *arrays: jax.lax.map(lambda each: call(*each), arrays))
 
 
@@ -120,19 +123,19 @@ def _check_mapped(
 
 
 def check_determinism(subject: Subject) -> None:
-    """Two runs give the same output, bit by bit."""
+    """Checks that two runs give the same output, bit by bit."""
     run = running.forward(subject)
     assert_same_bits(run(subject.args), run(subject.args), str(subject))
 
 
 def check_gradient_determinism(subject: Subject) -> None:
-    """Two runs give the same gradients, bit by bit."""
+    """Checks that two runs give the same gradients, bit by bit."""
     run, cotangent = running.forward_and_backward(subject), running.cotangent(subject.op, subject.case)
     assert_same_bits(run(subject.args, cotangent), run(subject.args, cotangent), str(subject))
 
 
 def check_candidate(subject: Subject, direction: Direction, part: Any) -> None:
-    """With a configuration part of one direction, the answer is the reference's."""
+    """Checks that the result with a configuration of one direction is the reference's."""
     op = subject.op
     plan = _with_part(subject, direction, part)
     output, gradients = running.expected(op, subject.case)

@@ -27,7 +27,9 @@ Cases = Iterable[tuple[Op, Case]]
 
 
 def check_serves_some_case(implementation: Implementation, cases: Cases) -> None:
-    """It serves at least one case on a device it is made for: what refuses everything passes every other test."""
+    """Checks that an implementation serves at least one case on a device it is made for. An implementation that refuses
+    every case would pass every other test.
+    """
     lines: list[str] = []
     for op, case in cases:
         reasons = record_refusals(op, implementation, abstract_record(op, case))
@@ -38,7 +40,7 @@ def check_serves_some_case(implementation: Implementation, cases: Cases) -> None
 
 
 def check_claim(implementation: Implementation, name: str, cases: Cases) -> None:
-    """Some case that it serves gives the named argument, and would have another answer without it.
+    """Checks that some served case passes the named argument and has another result without it.
 
     That it honours the cotangent of lse is shown by the gradients of a case that returns lse. The case's other tests
     then show that the implementation honours the argument. `lax.Precision` arguments are advice on rounding, which the
@@ -69,7 +71,7 @@ def _returns_lse(op: Op, implementation: Implementation, case: Case) -> bool:
 
 
 def check_sharding_fields(op: Op, implementation: Implementation, case: Case) -> None:
-    """What only sharding gives a record is handled by every implementation that serves the whole call.
+    """Checks that every implementation that serves the whole call handles the record fields that only sharding sets.
 
     Such a field is no argument of any operation: a refusal of it would leave the call served on one device and refused,
     or served by another kernel, on two.
@@ -94,7 +96,9 @@ def sharding_fields(family: str) -> frozenset[str]:
 
 
 def check_gradient_claim(op: Op, implementation: Implementation, name: str, case: Case) -> None:
-    """On a case from `gradient_case`, it produces the gradient of the named field, in the field's shape and dtype."""
+    """Checks that the implementation computes the gradient of the named field for a case from `gradient_case`, in the
+    field's shape and dtype.
+    """
     record = abstract_record(op, case)
     gradients = _gradients(op, implementation, record, claimed_gradients(implementation, record))
     got = {field: x for field, x in gradients.items() if field == name}

@@ -18,7 +18,8 @@ LOWEST_CAPABILITY = 8.0
 
 
 def summary(tests: Iterable[tuple[Callable[..., None], Any]]) -> list[str]:
-    """For each device that some implementation is made for and that is not here, what the suite runs there.
+    """Returns, for each device that some implementation is made for and this machine lacks, which tests the suite runs
+    there.
 
     Args:
         tests: Pairs of a test function and a parameter, those that are refused here included.

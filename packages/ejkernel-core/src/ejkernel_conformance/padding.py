@@ -21,7 +21,7 @@ SUFFIX = "segment_ids"
 
 
 def check_padding(subject: Subject) -> None:
-    """NaN in padding reaches no real output, and outputs of padding are 0."""
+    """Checks that NaN in padding reaches no real output, and that outputs of padding are 0."""
     family, record = subject.op.family, padded(subject.record)
     run = running.on_records(subject)
     clean, poisoned = run(record), run(poison_record(family, record))
@@ -30,7 +30,7 @@ def check_padding(subject: Subject) -> None:
 
 
 def check_padding_gradients(subject: Subject) -> None:
-    """NaN in padding, cotangent included, reaches no real gradient, and gradients of padding are 0."""
+    """Checks that NaN in padding and in its cotangent reaches no real gradient, and that gradients of padding are 0."""
     family, record = subject.op.family, padded(subject.record)
     run = running.on_records_with_gradients(subject)
     output = jax.eval_shape(running.on_records(subject), record)

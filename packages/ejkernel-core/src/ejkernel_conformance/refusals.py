@@ -13,7 +13,8 @@ from ejkernel_conformance.subjects import Subject, abstract_args, abstract_recor
 
 
 def check_refusals(implementation: Implementation, cases: claims.Cases) -> None:
-    """Dispatch serves a case here, or refuses it with the reasons that the device and the record give.
+    """Checks that dispatch serves a case on this device, or refuses it with the reasons that the device and the record
+    give.
 
     Calls that are refused on this device are made, one per set of reasons: they raise with the table of reasons.
     """
@@ -39,7 +40,7 @@ def _reasons(op: Op, implementation: Implementation, record: Any) -> tuple[str, 
 
 
 def _check_raises(op: Op, implementation: Implementation, case: Case, reasons: tuple[str, ...]) -> None:
-    """A call of a refused case raises NoImplementationError with all reasons, before anything is computed."""
+    """Checks that a call of a refused case raises NoImplementationError with all reasons before any computation."""
     subject = Subject(op=op, implementation=implementation, case=case)
     plan = pinned_plan(op, implementation)
     try:

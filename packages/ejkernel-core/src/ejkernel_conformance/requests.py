@@ -77,7 +77,7 @@ class Poison:
 
 
 def check_requests(subject: Subject) -> None:
-    """What one request holds reaches no other's output."""
+    """Checks that the values of one request reach no output of another request."""
     run, record = running.on_records(subject, isolates=True), with_padding(subject.record)
     clean = _outputs(run(record))
     for poison in poisons(subject.op.family, record, _largest(subject)):
@@ -87,7 +87,7 @@ def check_requests(subject: Subject) -> None:
 
 
 def check_request_gradients(subject: Subject) -> None:
-    """What one request holds, its cotangent included, reaches no other's gradient."""
+    """Checks that the values and the cotangent of one request reach no gradient of another request."""
     record, run = with_padding(subject.record), running.on_records_with_gradients(subject, isolates=True)
     cotangent = running.normal_like(jax.eval_shape(running.on_records(subject, isolates=True), record))
     clean: Any = None
@@ -125,7 +125,9 @@ def may_have_several(family: Family, record: Any) -> bool:
 
 
 def poisons(family: Family, record: Any, largest: float = np.inf) -> Iterator[Poison]:
-    """For each way in which a record's arrays belong to requests, its two poisons; none of one request alone."""
+    """Yields two poisons for each way in which a record's arrays belong to requests, and none for arrays of a single
+    request.
+    """
     for owners in owners_of(family, record):
         present = [np.unique(x) for x in owners.values()]
         known = np.unique(np.concatenate([x[x >= 0] for x in present])) if present else np.zeros(0, int)

@@ -30,7 +30,7 @@ def call(plan: CallPlan, args: Any) -> Any:
 
 
 def with_gradients(function: Callable[[Any], Any], names: tuple[str, ...]) -> Callable[[Any, Any], Any]:
-    """(inputs, cotangent) -> (output, gradients by name), for the named leaves of the inputs."""
+    """Returns a function (inputs, cotangent) -> (output, gradients by name), for the named leaves of the inputs."""
 
     def both(tree: Any, cotangent: Any) -> tuple[Any, Gradients]:
         leaves, structure = leaves_by_name(tree), jax.tree.structure(tree)

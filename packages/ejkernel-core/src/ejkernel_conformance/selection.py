@@ -35,7 +35,7 @@ class Target:
 
     @property
     def subjects(self) -> list[Subject]:
-        """The implementation on each of its cases."""
+        """Returns the pairs of the implementation and each of its cases."""
         return [Subject(op=self.op, implementation=self.implementation, case=case) for case in self.cases]
 
 
@@ -195,7 +195,7 @@ def _claims(selection: Selection, names: Callable[[Implementation], Iterable[str
 
 
 def _tunables(selection: Selection) -> Iterator[Tunable]:
-    """For each implementation and direction with candidates, the case that has most of them."""
+    """Returns, for each implementation and direction with candidates, the case that has most candidates."""
     for target in _targets(selection):
         for direction in _directions(target.implementation):
             options = [(subject, _candidates(subject, direction)) for subject in target.subjects]

@@ -53,7 +53,7 @@ def refused(*directions: Direction) -> Refused:
 
 @functools.cache
 def _refusal(subject: Subject, direction: Direction) -> str:
-    """Asked once for all tests of a subject."""
+    """Returns the reasons to refuse a subject. They are computed once for all tests of the subject."""
     return refusal(subject, direction)
 
 

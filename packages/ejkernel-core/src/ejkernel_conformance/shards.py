@@ -21,7 +21,7 @@ from ejkernel_conformance.subjects import Subject
 
 
 def check_shard(subject: Subject) -> None:
-    """On the last shard of a call, the output is that part of the reference's output.
+    """Checks that the output of the last shard of a call is that part of the reference's output.
 
     An output that is a sum over a cut axis has size 1 there on each shard, and is the reference's of the shard.
     """
@@ -51,7 +51,7 @@ def abstract_last_shard(family: Family, record: Any) -> Any:
 
 
 def cuts(family: Family, record: Any) -> dict[str, int]:
-    """Where the last shard begins, for every axis letter that is cut."""
+    """Returns where the last shard begins, for every axis letter that is cut."""
     axes, shardable = family.axes_of(record), family.shardable_of(record)
     sizes = {
         letter: size

@@ -38,17 +38,17 @@ class Subject:
 
     @functools.cached_property
     def args(self) -> Any:
-        """The case's argument record."""
+        """Returns the argument record of the case."""
         return inputs(self.case, 0)
 
     @functools.cached_property
     def record(self) -> Any:
-        """The case's family record."""
+        """Returns the family record of the case."""
         return lowered(self.op, self.case)
 
     @property
     def tolerance(self) -> Tolerance:
-        """What the operation accepts at this case's dtype."""
+        """Returns the tolerance of the operation for the dtype of the case."""
         return tolerance(self.op, self.record)
 
 

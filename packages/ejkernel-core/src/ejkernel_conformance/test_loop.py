@@ -7,5 +7,5 @@ from ejkernel_conformance.subjects import Subject
 
 @unless(refused("forward"))
 def test_loop(ejk_kernel_on_gpu: Subject) -> None:
-    """The output, and the gradients where there are any; every array of the call is a slice."""
+    """Output and gradients in a loop are the reference's; every array of the call is a slice."""
     checks.check_loop(ejk_kernel_on_gpu)

@@ -7,11 +7,11 @@ from ejkernel_conformance.subjects import Subject
 
 @unless(refused("forward"))
 def test_padding(ejk_padded: Subject) -> None:
-    """It reaches no output."""
+    """NaN in padding reaches no output."""
     padding.check_padding(ejk_padded)
 
 
 @unless(refused("forward", "backward"))
 def test_padding_gradients(ejk_padded_differentiable: Subject) -> None:
-    """It reaches no gradient."""
+    """NaN in padding reaches no gradient."""
     padding.check_padding_gradients(ejk_padded_differentiable)

@@ -7,11 +7,11 @@ from ejkernel_conformance.subjects import Subject
 
 @unless(refused("forward"))
 def test_requests(ejk_requests: Subject) -> None:
-    """They reach no output and no state of the other requests."""
+    """NaN, infinities and the largest numbers of a request reach no output and no state of the other requests."""
     requests.check_requests(ejk_requests)
 
 
 @unless(refused("forward", "backward"))
 def test_request_gradients(ejk_requests_differentiable: Subject) -> None:
-    """They reach no gradient of the other requests."""
+    """NaN, infinities and the largest numbers of a request reach no gradient of the other requests."""
     requests.check_request_gradients(ejk_requests_differentiable)

@@ -7,23 +7,23 @@ from ejkernel_conformance.subjects import Subject
 
 @unless(refused("forward"))
 def test_value(ejk_subject: Subject) -> None:
-    """Under jit."""
+    """The output under jit is the reference's."""
     checks.check_value(ejk_subject)
 
 
 @unless(refused("forward"))
 def test_shapes(ejk_subject: Subject) -> None:
-    """Structure, shapes and dtypes of output and residuals, without running."""
+    """Output and residuals have the reference's structure, shapes and dtypes; nothing is run."""
     checks.check_shapes(ejk_subject)
 
 
 @unless(refused("forward"))
 def test_residuals(ejk_subject: Subject) -> None:
-    """What is left for a backward pass, which may be another implementation's."""
+    """The residuals are those of the family, so that another implementation's backward pass can use them."""
     checks.check_residuals(ejk_subject)
 
 
 @unless(refused("forward"))
 def test_eager_equals_jit(ejk_subject: Subject) -> None:
-    """Through the public function."""
+    """The public function gives the same result with and without jit."""
     checks.check_eager(ejk_subject)

@@ -7,11 +7,11 @@ from ejkernel_conformance.subjects import Subject
 
 @unless(refused("forward"))
 def test_vmap(ejk_subject: Subject) -> None:
-    """The output, and the gradients where there are any; every array of the call is mapped."""
+    """Output and gradients under `jax.vmap` are the reference's; every array of the call is mapped."""
     checks.check_vmap(ejk_subject)
 
 
 @unless(refused("forward"))
 def test_vmap_shared(ejk_kernel_indexed: Subject) -> None:
-    """The same with masks, ids, lengths and tables that all mapped calls share."""
+    """Output and gradients under `jax.vmap` are the reference's; all mapped calls share masks, ids, lengths and tables."""
     checks.check_vmap(ejk_kernel_indexed, integers_shared=True)

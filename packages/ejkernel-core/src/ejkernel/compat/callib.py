@@ -28,7 +28,8 @@ def ejit(
     inline: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """`jax.jit`, usable with and without arguments, which are those of `jax.jit`.
+    """Compiles a function with `jax.jit`. Can be used as a decorator with or without arguments, which are those of
+    `jax.jit`.
 
     Compiled programs are kept where JAX keeps them: set `jax_compilation_cache_dir` to have them on disk.
 

@@ -83,7 +83,7 @@ class QuantizedArray:
         return dequantize(*self.as_tuple(), group_size=self.group_size, bits=self.bits, mode=self.mode, axis=self.axis)
 
     def matmul(self, x: Float[Array, "m k"], **options: Any) -> Float[Array, "m n"]:
-        """`quantized_matmul` of x; the options are its own."""
+        """Calls `quantized_matmul` with x and these weights; the options are those of `quantized_matmul`."""
         options.setdefault("transpose", self.axis == "col")
         form: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
         return quantized_matmul(x, self.data, self.scales, self.zeros, **form, **options)
@@ -116,7 +116,7 @@ def quantize_array(
     mode: Mode = "affine",
     axis: QuantizationAxis | None = None,
 ) -> QuantizedArray:
-    """`quantize`, as one object; `axis` is `"row"` if it is None."""
+    """Calls `quantize` and returns its arrays as one object; `axis` is `"row"` if it is None."""
     side: QuantizationAxis = axis or "row"
     arrays = quantize(w, group_size, bits, mode, side)
     return QuantizedArray.from_quantized(*arrays, group_size=group_size, bits=bits, mode=mode, axis=side)
@@ -130,7 +130,7 @@ def prepack_quantized_array(
     transpose: bool = True,
     axis: QuantizationAxis | None = None,
 ) -> QuantizedArray:
-    """`prepack_quantized_weights`, as one object."""
+    """Calls `prepack_quantized_weights` and returns its arrays as one object."""
     side: QuantizationAxis = axis or ("row" if transpose else "col")
     arrays = prepack_quantized_weights(w, group_size, bits, mode, transpose, axis)
     return QuantizedArray.from_quantized(*arrays, group_size=group_size, bits=bits, mode=mode, axis=side)

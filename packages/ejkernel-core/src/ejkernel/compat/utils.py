@@ -310,7 +310,7 @@ def get_sharding(arr: Any) -> Any:
 
 
 def narrow(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
-    """`length` elements of a dimension, from `start` on."""
+    """Returns `length` elements of a dimension, from `start` on."""
     return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
 
 

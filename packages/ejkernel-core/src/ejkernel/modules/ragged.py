@@ -43,7 +43,8 @@ def ragged_gated_linear_attention(
     state_indices: Integer[Array, " n"],
     **options: Any,
 ) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
-    """`gated_linear_attention` (Yang et al. 2023, arXiv:2312.06635) of packed requests, each with its own state.
+    """Computes `gated_linear_attention` (Yang et al. 2023, arXiv:2312.06635) of packed requests, each with its own
+    state.
 
     Args:
         query: [T, H, K] floating, packed.
@@ -93,7 +94,7 @@ def ragged_lightning_attention(
     num_layers: int,
     **options: Any,
 ) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
-    """`lightning_attention` (Qin et al. 2024, arXiv:2401.04658) of packed requests, each with its own state.
+    """Computes `lightning_attention` (Qin et al. 2024, arXiv:2401.04658) of packed requests, each with its own state.
 
     Args:
         query: [T, H, K] floating, packed.
@@ -130,7 +131,8 @@ def ragged_kernel_delta_attention(
     state_indices: Integer[Array, " n"],
     **options: Any,
 ) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
-    """`kernel_delta_attention` of packed requests: `ragged_gated_delta_rule` with a decay of every key channel.
+    """Computes `kernel_delta_attention` of packed requests, which is `ragged_gated_delta_rule` with a decay per key
+    channel.
 
     Args:
         query: [T, H, K] floating, packed.
@@ -167,7 +169,7 @@ def ragged_state_space_v1(
     gate: Float[Array, "t i"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "t i"], Float[Array, "slots i e"]]:
-    """`state_space_v1` (Mamba; Gu & Dao 2023, arXiv:2312.00752) of packed requests, each with its own state.
+    """Computes `state_space_v1` (Mamba; Gu & Dao 2023, arXiv:2312.00752) of packed requests, each with its own state.
 
     Args:
         hidden_states: [T, I] floating, packed.
@@ -210,7 +212,7 @@ def ragged_state_space_v2(
     gate: Float[Array, "t h*p"] | None = None,
     **options: Any,
 ) -> tuple[Float[Array, "t h*p"], Float[Array, "slots h p e"]]:
-    """`state_space_v2` (Mamba-2; Dao & Gu 2024, arXiv:2405.21060) of packed requests, each with its own state.
+    """Computes `state_space_v2` (Mamba-2; Dao & Gu 2024, arXiv:2405.21060) of packed requests, each with its own state.
 
     Args:
         x: [T, H, P] floating, packed.

@@ -19,13 +19,13 @@ def device_kind(device: Any = None) -> str:
 
 
 def device_fingerprint(dev: Any = None) -> str:
-    """`"kind|version of the platform"` of a device; of the default device without one."""
+    """Returns `"kind|version of the platform"` of a device, by default of JAX's default device."""
     device = dev or _compat.default_device()
     return f"{device.device_kind}|{getattr(device.client, 'platform_version', '') or device.platform}"
 
 
 def get_device_platform(dev: Any = None) -> str:
-    """`"gpu"`, `"tpu"`, `"cpu"` or `"unknown"`."""
+    """Returns the platform: `"gpu"`, `"tpu"`, `"cpu"` or `"unknown"`."""
     platform = device_info(dev or _compat.default_device()).platform
     return platform if platform in ("gpu", "tpu", "cpu") else "unknown"
 

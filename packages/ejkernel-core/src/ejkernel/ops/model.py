@@ -260,12 +260,12 @@ class Implementation:
 
     @property
     def tuned(self) -> str | None:
-        """`"package:tuned"`, where the shipped tables are; None without any."""
+        """Returns the folder of the shipped tables, `"package:tuned"`; None if the package ships no tables."""
         return _shipped_folder(self.package or self.forward.partition(".")[0], "tuned")
 
     @property
     def evidence(self) -> str | None:
-        """`"package:evidence"`, where the evidence is; None for an implementation that needs none."""
+        """Returns the folder of the evidence, `"package:evidence"`; None if the implementation needs no evidence."""
         return _shipped_folder(self.package or self.forward.partition(".")[0], "evidence")
 
     def serves(self, op: Op) -> bool:
@@ -281,12 +281,12 @@ class Implementation:
         return self.backward_requires or self.requires if direction == "backward" else self.requires
 
     def rank(self, record: Any, device: DeviceInfo, direction: Direction = "forward") -> int:
-        """Its priority for one direction of a call."""
+        """Returns the priority of the implementation for one direction of a call."""
         return self.priority(record, device, direction) if callable(self.priority) else self.priority
 
     @property
     def usual_rank(self) -> int | None:
-        """Its priority for every call; None where it depends on the call."""
+        """Returns the priority of the implementation for every call; None if it depends on the call."""
         return None if callable(self.priority) else self.priority
 
     def function(self, direction: Direction) -> Callable[[Any, Any], Any]:

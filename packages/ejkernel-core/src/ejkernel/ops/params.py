@@ -121,7 +121,9 @@ class BaseOperationConfig:
         return self
 
     def part_of(self, direction: Direction) -> Any:
-        """As `part`. A paired implementation, whose direction is `"both"`, reads the piece of the forward pass."""
+        """Returns the same as `part`. A paired implementation, whose direction is `"both"`, reads the fields of the
+        forward pass.
+        """
         return self.part(piece(direction))
 
     @classmethod

@@ -62,7 +62,7 @@ def second_derivatives_enabled() -> bool:
 
 
 def refusing(op: str, implementation: Implementation, run: Run, argument: Any) -> Any:
-    """`run(argument)`, a pass of a kernel, whose derivatives are refused by name.
+    """Returns `run(argument)`, a pass of a kernel. Differentiating the result raises an error that names the operation.
 
     What XLA is left to compile can be differentiated forwards.
 
@@ -124,7 +124,7 @@ def _untransposed() -> Any:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def forward_pass(family: Family, run: Run, record: Any) -> Results:
-    """`run(record)`, a forward pass, with the reference's derivatives.
+    """Returns `run(record)`, a forward pass, with the reference's derivatives.
 
     Args:
         family: What `run` is an implementation of.
@@ -144,7 +144,7 @@ def _forward_tangent(family: Family, run: Run, primals: tuple[Any], tangents: tu
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def backward_pass(family: Family, run: Run, pullback: Pullback) -> dict[str, Any]:
-    """`run(pullback)`, a backward pass, with the derivatives of the reference's.
+    """Returns `run(pullback)`, a backward pass, with the derivatives of the reference's backward pass.
 
     Args:
         family: What `run` is an implementation of.

@@ -16,7 +16,9 @@ def suspicions(op: Op, args: Any) -> tuple[str, ...]:
 
 
 def _heads_first(op: Op, args: Any) -> list[str]:
-    """Arrays [B, T, H, D] with fewer tokens than heads, which may be [B, H, T, D]; one token is a decoding step."""
+    """Returns the arrays [B, T, H, D] that have fewer tokens than heads, and so may be [B, H, T, D]. An array with one
+    token is a decoding step and is not suspicious.
+    """
     notes: list[str] = []
     for name, axes in op.letters(args)[0].items():
         letters, shape = axes.split(), getattr(getattr(args, name), "shape", ())

@@ -93,7 +93,7 @@ def exact_segment_ids(queries: Any, keys: Any) -> tuple[Any, Any]:
 
 
 def exact_ids(name: str, ids: Any) -> Any:
-    """`exact_segment_ids` of one array.
+    """Returns `exact_segment_ids` of one array.
 
     Raises:
         ValueError: As `exact_segment_ids`, with the argument's name.

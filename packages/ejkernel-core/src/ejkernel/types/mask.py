@@ -186,7 +186,7 @@ class MaskInfo(MaskParts):
 
     @property
     def kv_lens(self) -> jax.Array:
-        """As `q_lens`, of the keys."""
+        """Returns the lengths of the keys, in the same form as `q_lens`."""
         cu_seqlens = self._cu_seqlens_kv
         return _valid_tokens(self.kv_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
 
@@ -216,7 +216,7 @@ class MaskInfo(MaskParts):
 
     @property
     def bias(self) -> jax.Array:
-        """`create_bias` in float32."""
+        """Returns `create_bias` in float32."""
         return self.create_bias()
 
 

@@ -123,5 +123,5 @@ class MaskParts:
 
     @property
     def shape(self) -> tuple[int | None, int | None, int | None]:
-        """`(batch_size, q_len, kv_len)`."""
+        """Returns `(batch_size, q_len, kv_len)`."""
         return self.batch_size, self.q_len, self.kv_len

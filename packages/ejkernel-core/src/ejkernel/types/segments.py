@@ -99,7 +99,7 @@ def mask_to_segment_ids(mask: ArrayLike, per_head: bool = False) -> tuple[jax.Ar
 
 
 def _find_blocks(attends: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`mask_to_segment_ids` of one [q_len, kv_len] mask."""
+    """Returns `mask_to_segment_ids` of one [q_len, kv_len] mask."""
     padding_only = padding_segment_ids(attends)
     if 0 in attends.shape:  # argmax has no answer along an empty axis, and nothing attends anyway
         return padding_only

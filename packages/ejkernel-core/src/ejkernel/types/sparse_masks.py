@@ -303,7 +303,7 @@ class MultiHeadMask(Mask):
 
     @functools.cached_property
     def which(self) -> tuple[int, ...]:
-        """For every head, the place of its mask among the distinct ones."""
+        """Returns, for every head, the index of its mask among the distinct masks."""
         index = {mask: n for n, mask in enumerate(self.distinct)}
         return tuple(index[mask] for mask in self.masks)
 

@@ -51,7 +51,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_renamed(pairs: Iterable[str]) -> dict[str, str]:
-    """Old names and new ones, from `old=new`.
+    """Parses `old=new` to old names and new names.
 
     Raises:
         ValueError: A text is no such pair.
@@ -172,7 +172,7 @@ class _Judge:
         return bool(found)
 
     def judged(self, file: EvidenceFile, family: str, found: FamilyEvidence, same_name: bool) -> FamilyEvidence:
-        """The evidence with the digest of the sources as they are, where they lower to the same."""
+        """Returns the evidence with the digest of the present sources, if they lower to the same programs."""
         key = f"{family}/{file.implementation}"
         new, began = self.new_key(key), found.carried.digest if found.carried else found.digest
         if found.digest == self.current[new] and same_name:

@@ -79,7 +79,7 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
+        """Returns whether the process has ended."""
         return self._process.poll() is not None
 
     def end(self) -> None:

@@ -165,7 +165,7 @@ class _Worker:
                 self._note(unit, writer, running, Result("failed", round(time.time() - began, 2), f"crash: {error}"))
 
     def _last_moment(self) -> float:
-        """When a process that says nothing is ended."""
+        """Returns the time at which a process that sends no message is ended."""
         return min(time.time() + self._settings.longest, self._settings.until + GRACE)
 
     def _note(self, unit: Unit, writer: Writer, test: str, result: Result) -> None:

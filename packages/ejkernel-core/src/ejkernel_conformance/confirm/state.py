@@ -41,7 +41,7 @@ class Run:
 
     @property
     def toolchain(self) -> str:
-        """What has to be equal in runs that are about the same."""
+        """Returns the device and the versions as text. Runs with equal text used the same toolchain."""
         versions: Mapping[str, str] = self.about["versions"]
         return json.dumps([self.about["device"], {name: versions.get(name) for name in COMPILED_WITH}], sort_keys=True)
 

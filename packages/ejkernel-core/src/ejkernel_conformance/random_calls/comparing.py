@@ -133,7 +133,7 @@ def _differentiable(program: Program) -> tuple[str, ...]:
 
 
 def _compiled(program: Program, names: tuple[str, ...], platform: str | None = None) -> Callable[[Any], Results]:
-    """(arguments) -> results, through the public function."""
+    """Returns a compiled function of the arguments that calls the public function."""
     op = program.op
 
     def call(args: Any) -> Any:

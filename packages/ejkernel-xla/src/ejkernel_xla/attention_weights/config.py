@@ -33,7 +33,7 @@ def plan_rows(record: TiledAttention, config: WeightRows) -> TilePlan:
 
 
 def heuristic(record: TiledAttention, device: Any, direction: Direction) -> WeightRows:
-    """As many queries as fit a tile, not measured."""
+    """Returns as many queries as fit a tile. The size is not measured."""
     (_, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
     room = TILE_ELEMENTS * kv_heads // max(1, heads * keys)
     return WeightRows(block_q=max(1, min(length, room)))

@@ -99,7 +99,7 @@ def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> 
 
 
 def _sink_gradient(pullback: Pullback) -> jax.Array:
-    """`-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`, [H]."""
+    """Returns the gradient of the sinks, [H]: `-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
     output = pullback.output.astype(dtype)
     # Padding rows have an output of 0 and contribute 0, whatever their cotangent holds.

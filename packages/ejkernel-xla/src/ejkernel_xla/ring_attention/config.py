@@ -21,7 +21,9 @@ def candidates(record: RingAttention, device: Any, direction: Direction) -> tupl
 
 
 def _halved(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:
-    """In a causal ring a device works on two pieces of the sequence, which are far apart."""
+    """Returns `params` with blocks that divide half of a device's part. In a causal ring, the part consists of two
+    halves, which are far apart in the sequence.
+    """
     if record.axis_name is None or not record.causal:
         return params
     return dataclasses.replace(

@@ -78,7 +78,7 @@ def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Arr
 
 
 def _add_rows(total: jax.Array, rows: jax.Array, first: jax.Array, end: jax.Array, step: int) -> jax.Array:
-    """`total` [C] and the sum of the rows [N, C] from `first` up to `end`, `step` of them at a time."""
+    """Returns `total` [C] plus the sum of the rows [N, C] from `first` up to `end`, `step` rows at a time."""
     step = min(step, rows.shape[0])
 
     def add(n: jax.Array, total: jax.Array) -> jax.Array:

@@ -64,5 +64,5 @@ def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
 
 
 def _clamped(block: int, length: Any) -> int:
-    """A symbolic length is one tile, whatever it is."""
+    """Returns the block size, at most `length`. A symbolic length does not limit it."""
     return max(1, min(block, length)) if isinstance(length, int) else block

@@ -73,7 +73,7 @@ def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, 
 
 
 def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
-    """`forward` with the output in a dtype of choice, so that partial softmaxes stay wide until they are merged."""
+    """Runs `forward` with the output in the passed dtype, so that partial softmaxes stay wide until they are merged."""
     # Inside of `shard_map` a loop's carry has to vary over the mesh axes that its body makes it vary over.
     state = _compat.as_varying(_initial(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:

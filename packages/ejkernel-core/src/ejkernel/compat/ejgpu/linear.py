@@ -22,7 +22,8 @@ def recurrent(
     reverse: bool = False,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
 ) -> States:
-    """`ejkernel.modules.recurrent_attention`, which documents the arguments, with the output and the states.
+    """Calls `ejkernel.modules.recurrent_attention`, which documents the arguments, and returns the output and the
+    states.
 
     Args:
         q: Its `query`.
@@ -80,7 +81,8 @@ def recurrent_gla(
     reverse: bool = False,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
 ) -> States:
-    """`ejkernel.modules.gated_linear_attention`, which documents the arguments, with the output and the states.
+    """Calls `ejkernel.modules.gated_linear_attention`, which documents the arguments, and returns the output and the
+    states.
 
     Args:
         q: Its `query`.
@@ -116,7 +118,8 @@ def lightning_attn(
     reverse: bool = False,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
 ) -> States:
-    """`ejkernel.modules.lightning_attention`, which documents the arguments, with the output and the states.
+    """Calls `ejkernel.modules.lightning_attention`, which documents the arguments, and returns the output and the
+    states.
 
     Args:
         q: Its `query`.

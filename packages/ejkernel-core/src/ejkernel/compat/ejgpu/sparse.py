@@ -24,7 +24,8 @@ def native_spare_attention(
     scale: float | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
 ) -> Float[Array, "b t h v"]:
-    """`ejkernel.modules.native_sparse_attention`, which documents the arguments; the name is as it always was.
+    """Calls `ejkernel.modules.native_sparse_attention`, which documents the arguments. The name is spelled as in
+    `ejgpu`.
 
     Blocks that are given count, with or without `g_cmp`; the older package chose its own where there was `g_cmp`.
 

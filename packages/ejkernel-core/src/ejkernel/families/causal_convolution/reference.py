@@ -35,7 +35,7 @@ def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], t
 
 
 def _back(record: CausalConvolution, before: jax.Array, k: int) -> jax.Array:
-    """For every token the one k before it, [B, T, C]."""
+    """Returns, for every token, the token k positions before it, [B, T, C]."""
     (sequence, position), width = places(record), record.weight.shape[1]
     shifted = jnp.pad(record.x, ((0, 0), (k, 0), (0, 0)))[:, : record.x.shape[1]]
     if width == 1 or k == 0:

@@ -61,7 +61,9 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
 
 
 def _gathered(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
-    """For every query row the keys [T, K, H, D], values and presence bool [T, K] of its table's K slots."""
+    """Returns, for every query row, the keys [T, K, H, D], values and presence bool [T, K] of the K slots of its block
+    table.
+    """
     heads, kv_heads = record.query.shape[1], paged_cache.kv_heads(record)
     position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32)
     page, slot = paged_cache.find(record, sequence[:, None], position[None])

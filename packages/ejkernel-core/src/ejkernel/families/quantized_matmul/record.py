@@ -54,7 +54,7 @@ def columns(record: QuantizedMatmul) -> int:
 
 
 def matrix(record: QuantizedMatmul) -> jax.Array:
-    """w without its tensor scale, rounded to x's dtype: [K, N], or [N, K] if `transpose`."""
+    """Returns the dequantised w without its tensor scale, rounded to x's dtype: [K, N], or [N, K] if `transpose`."""
     return rounded(decode(record.packed, record.scales, record.zeros, record.format), record.x.dtype).astype(
         record.x.dtype
     )

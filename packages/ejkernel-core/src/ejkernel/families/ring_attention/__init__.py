@@ -14,7 +14,9 @@ __all__ = ["FAMILY", "RingAttention", "axis_bound", "axis_size", "gathered", "lo
 
 
 def localise(record: RingAttention, offsets: Mapping[str, jax.Array]) -> RingAttention:
-    """On one device, makes the positions of a part of the queries those of the whole. A ring knows its own."""
+    """Converts the positions of a part of the queries to positions in the whole sequence, for calls on one device. A
+    ring computes its positions itself.
+    """
     if record.axis_name is not None:
         return record
     moved = tiled_attention.localise(tiled(record), offsets)

@@ -247,7 +247,7 @@ def _kept(grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, lo
 
 
 def _of_sinks(pullback: Pullback) -> jax.Array:
-    """`-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`, [H]."""
+    """Returns the gradient of the sinks, [H]: `-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`."""
     dtype = accumulator(pullback.record)
     output = pullback.output.astype(dtype)
     # The output of padding is 0 and contributes nothing, even if its cotangent is NaN.

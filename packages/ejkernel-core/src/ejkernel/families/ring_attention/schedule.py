@@ -173,7 +173,9 @@ def load_of(record: RingAttention) -> Load:
 
 
 def step_record(record: RingAttention, ring: Ring, source: jax.Array, load: Load) -> TiledAttention:
-    """This device's queries and another one's keys. Sinks are left to the caller, who counts them once."""
+    """Returns the record of one ring step: this device's queries and the keys of device `source`. It has no sinks; the
+    caller counts them once.
+    """
     keys = load["key"].shape[1]
     pairs = {
         name: columns(x, ring, source, keys) for name in ("bias", "mask") if (x := getattr(record, name)) is not None

@@ -132,7 +132,9 @@ class ZigzagStep:
 
 
 def ring_of_steps(record: RingAttention) -> Ring | None:
-    """As `ring_of`; in a banded ring no keys go around the end, where their distance would be another."""
+    """Returns `ring_of(record)`. In a banded ring, keys do not travel from the last device to the first, since their
+    distance to the queries would differ.
+    """
     ring = ring_of(record)
     if ring is None or kind_of(record, ring) != "banded":
         return ring

@@ -16,7 +16,9 @@ Pairs = list[tuple[int, int]]
 
 
 def stripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
-    """From the part of the calling device along `axis` to its two halves of the striped layout, the early one first."""
+    """Exchanges the part of the calling device along `axis` for its two halves of the striped layout, the early half
+    first.
+    """
     even, odd = jnp.split(x, 2, axis)
     sends = _sends(lax.axis_size(axis_name))
     even, odd = lax.ppermute(even, axis_name, sends[0]), lax.ppermute(odd, axis_name, sends[1])
@@ -47,7 +49,7 @@ def _sends(size: int) -> tuple[Pairs, Pairs]:
 
 
 def _ordered(even: jax.Array, odd: jax.Array, axis: int, axis_name: str) -> jax.Array:
-    """Half i comes first on device i: the even one that it received if i is even."""
+    """Returns the two received halves in order. Half i comes first on device i: the even half if i is even."""
     swapped = _is_odd(axis_name)
     return jnp.concatenate([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=axis)
 

@@ -226,7 +226,7 @@ def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
 
 
 def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
-    """Without weights, a call of `flash_attention`."""
+    """Routes a call with `return_weights=False` to `flash_attention`."""
     if args.return_weights:
         return OP, args, options
     _check_call(args)
@@ -239,7 +239,7 @@ def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, 
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """As `flash_attention_cases.make_inputs`."""
+    """Returns the inputs of `flash_attention_cases.make_inputs`, with a `dropout_rng`."""
     inputs = flash_attention_cases.make_inputs(dataclasses.replace(args, dropout_rng=None), key)
     rng = args.dropout_rng
     if rng is None:

@@ -146,7 +146,7 @@ def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
 
 
 def conditions(args: ChunkedPrefillPagedDecodeArguments) -> Iterable[Condition]:
-    """Lengths, starts and tables fit each other."""
+    """Yields the conditions that lengths, starts and tables fit each other."""
     yield from batch_conditions(args)
 
 

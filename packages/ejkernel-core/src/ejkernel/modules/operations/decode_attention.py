@@ -140,7 +140,7 @@ def validate(args: DecodeAttentionArguments) -> None:
 
 
 def conditions(args: DecodeAttentionArguments) -> Iterable[Condition]:
-    """No sequence is longer than its pages."""
+    """Yields the condition that no sequence is longer than its pages."""
     if has_rank(args, req_to_tokens=2, kv_lens=1):
         capacity = args.req_to_tokens.shape[1] * args.page_size
         yield from between("kv_lens", args.kv_lens, 0, capacity, "lengths that req_to_tokens has pages for,")

@@ -266,7 +266,7 @@ def _check_dropout_seed(args: FlashAttentionArguments) -> None:
 
 
 def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:
-    """Cumulative lengths fit the arrays, or the pages of a cache."""
+    """Yields the conditions that cumulative lengths fit the arrays or the pages of a cache."""
     if not has_rank(args, query=4, key=4):
         return
     if args.block_tables is not None:
@@ -350,7 +350,7 @@ def reference(args: FlashAttentionArguments) -> Any:
 
 
 def _route(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
-    """A call over a cache of pages is one of `unified_attention`."""
+    """Routes a call over a cache of pages to `unified_attention`."""
     return (OP, args, options) if args.block_tables is None else paged_call(args, options)
 
 

@@ -134,7 +134,9 @@ def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
 
 
 def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
-    """Six specs of a call with a state and no segments are those of a call with the state in the place of segments."""
+    """Routes a call with a state and no segments: if it has six specs, the sixth is the spec of the state instead of
+    that of the segments.
+    """
     specs = options["in_specs"]
     if isinstance(specs, tuple | list) and len(specs) == 6 and args.seg_ids is None:
         options = {**options, "in_specs": (*specs[:5], None, specs[5])}

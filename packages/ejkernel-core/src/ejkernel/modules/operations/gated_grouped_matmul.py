@@ -188,7 +188,7 @@ def _check_activation(args: GatedGroupedMatmulArguments) -> None:
 
 
 def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
-    """There are rows for all groups."""
+    """Yields the condition that there are rows for all groups."""
     name = "lhs" if args.indices is None else "indices"
     if has_rank(args, group_sizes=1) and getattr(getattr(args, name), "shape", ()):
         yield from groups(args.group_sizes, getattr(args, name).shape[0], name)

@@ -129,7 +129,7 @@ def validate(args: GatherReduceArguments) -> None:
 
 
 def conditions(args: GatherReduceArguments) -> Iterable[Condition]:
-    """Both index arrays list the same pairs."""
+    """Yields the condition that both index arrays list the same pairs."""
     if has_rank(args, indices=2, inverse=2):
         yield from same_pairs(args.indices, args.inverse)
 

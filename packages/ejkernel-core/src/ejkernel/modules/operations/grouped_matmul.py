@@ -217,7 +217,7 @@ def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
 
 
 def conditions(args: GroupedMatmulArguments) -> Iterable[Condition]:
-    """There are rows for all groups."""
+    """Yields the condition that there are rows for all groups."""
     if has_rank(args, lhs=2, group_sizes=1):
         yield from groups(args.group_sizes, args.lhs.shape[0], "lhs")
 

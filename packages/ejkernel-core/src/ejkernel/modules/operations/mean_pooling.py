@@ -117,7 +117,7 @@ def validate(args: MeanPoolingArguments) -> None:
 
 
 def conditions(args: MeanPoolingArguments) -> Iterable[Condition]:
-    """Cumulative lengths fit the rows."""
+    """Yields the condition that cumulative lengths fit the rows."""
     if args.cu_seqlens is not None and jnp.ndim(args.x) in AXES:
         rows, tokens = (1, args.x.shape[0]) if jnp.ndim(args.x) == 2 else args.x.shape[:2]
         yield from cumulative("cu_seqlens", args.cu_seqlens, rows, tokens)

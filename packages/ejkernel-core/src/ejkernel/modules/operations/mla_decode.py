@@ -149,7 +149,9 @@ def validate(args: MLADecodeArguments) -> None:
 
 
 def conditions(args: MLADecodeArguments) -> Iterable[Condition]:
-    """No sequence is longer than the cache; the record has checked what can be read."""
+    """Yields the condition that no sequence is longer than the cache. The argument record has already checked values
+    that are not traced.
+    """
     if has_rank(args, latent_cache=3, lengths=1):
         yield from between("lengths", args.lengths, 0, args.latent_cache.shape[1], "lengths", traced_only=True)
 

@@ -198,7 +198,7 @@ def columns(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
 
 
 def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condition]:
-    """Lengths, starts, tables and the numbers of sequences fit each other."""
+    """Yields the conditions that lengths, starts, tables and the numbers of sequences fit each other."""
     if not has_rank(args, queries_nope=3, kv_cache=4):
         return
     yield from packed_conditions(

@@ -157,7 +157,9 @@ def validate(args: PageAttentionArguments) -> None:
 
 
 def conditions(args: PageAttentionArguments) -> Iterable[Condition]:
-    """No sequence is longer than its table, nor than `max_context_len` promises; all have a shared prefix."""
+    """Yields the conditions that no sequence is longer than its table or than `max_context_len`, and that all sequences
+    have the shared prefix.
+    """
     if not has_rank(args, key_cache=4, kv_lens=1, block_tables=2):
         return
     capacity = args.block_tables.shape[1] * args.key_cache.shape[args.kv_layout.index("s")]

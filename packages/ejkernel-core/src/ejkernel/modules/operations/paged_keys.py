@@ -60,7 +60,7 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
 
 
 def of_pages(args: Any) -> Iterable[Condition]:
-    """Cumulative lengths of a call over pages fit the query rows and the tables."""
+    """Yields the conditions that the cumulative lengths of a call over pages fit the query rows and the tables."""
     (batch, tokens), tables, ends = args.query.shape[:2], args.block_tables, args.cum_seqlens_k
     starts = args.cum_seqlens_q
     for name, bounds, most in (("cum_seqlens_q", starts, batch * tokens), ("cum_seqlens_k", ends, _INT32)):

@@ -130,7 +130,7 @@ def validate(args: PrefillPageAttentionArguments) -> None:
 
 
 def conditions(args: PrefillPageAttentionArguments) -> Iterable[Condition]:
-    """The sequence is not longer than its pages."""
+    """Yields the condition that the sequence is not longer than its pages."""
     if has_rank(args, key_cache=4, kv_lens=1, page_indices=1):
         capacity = args.page_indices.shape[0] * args.key_cache.shape[args.kv_layout.index("s")]
         yield from between("kv_lens", args.kv_lens, 0, capacity, "a length that page_indices has pages for,")

@@ -187,7 +187,7 @@ def check_num_seqs(name: str, value: Any) -> None:
 
 
 def conditions(args: RaggedPageAttentionv2Arguments) -> Iterable[Condition]:
-    """Lengths, starts, tables and the number of sequences fit each other."""
+    """Yields the conditions that lengths, starts, tables and the number of sequences fit each other."""
     if not has_rank(args, queries=3, kv_pages=4, block_tables=2):
         return
     yield from packed_conditions(

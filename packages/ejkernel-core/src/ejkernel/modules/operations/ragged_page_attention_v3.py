@@ -222,7 +222,7 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
 
 
 def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
-    """Lengths, starts, tables and the numbers of sequences fit each other."""
+    """Yields the conditions that lengths, starts, tables and the numbers of sequences fit each other."""
     if not has_rank(args, queries=3, kv_cache=5):
         return
     yield from packed_conditions(

@@ -137,7 +137,7 @@ def validate(args: UnifiedAttentionArguments) -> None:
 
 
 def conditions(args: UnifiedAttentionArguments) -> Iterable[Condition]:
-    """Lengths, starts and tables fit each other."""
+    """Yields the conditions that lengths, starts and tables fit each other."""
     yield from batch_conditions(args)
 
 

@@ -37,7 +37,9 @@ class _Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @contextlib.contextmanager
 def only_looking() -> Generator[None]:
-    """Inside, chains neither decide for other processes nor wait for them: one may be asked to explain by itself."""
+    """Returns a context in which chains neither decide for other processes nor wait for them, so that a single process
+    can explain a call.
+    """
     token = _looking.set(True)
     try:
         yield
@@ -72,7 +74,7 @@ class Agreement:
         return self._decided.get(key)
 
     def decide(self, key: ConfigKey, part: type, propose: Callable[[], Selection], anew: bool = False) -> Selection:
-        """Process 0's selection for `key`.
+        """Returns the selection that process 0 makes for `key`.
 
         Args:
             key: The call.

@@ -58,7 +58,9 @@ class HasPolicy(Protocol):
 
 
 def effective(policy: AutotunePolicy, chain: HasPolicy | None = None) -> AutotunePolicy:
-    """`policy` with the enclosing `policy_override` blocks applied: those of every chain and those of its own."""
+    """Returns `policy` with the enclosing `policy_override` blocks applied: the blocks for every chain and the blocks
+    for this chain.
+    """
     updates = {name: value for owner, name, value in override_updates() if owner in (None, id(chain))}
     return dataclasses.replace(policy, **updates) if updates else policy
 

@@ -70,7 +70,7 @@ class Request:
         return self.implementation.config.heuristic(self.record, self.device, self.direction)
 
     def completed(self, part: Any) -> Any:
-        """`part`, in the kernel's own fields, with those that were left unset filled by the implementation's rule."""
+        """Returns `part` in the kernel's own fields, with unset fields filled by the implementation's heuristic."""
         return self.implementation.config.completed(self.heuristic(), part, self.direction)
 
     def relatives(self) -> tuple[Op, ...]:

@@ -84,7 +84,7 @@ class Invocation:
         return f"{signature(self.arguments())} platform={platform}{placed}"
 
     def make_key(self, key_builder: Callable[["Invocation"], str] | None = None) -> str:
-        """`call_key`, or what `key_builder` makes of the call."""
+        """Returns the key of a call: `call_key`, or the result of `key_builder` for the call."""
         return self.call_key if key_builder is None else key_builder(self)
 
     @functools.cached_property
@@ -168,7 +168,7 @@ class Kernel(Generic[Cfg, Out]):
         check_vma: bool = False,
         **kwargs: Any,
     ) -> tuple[Callable[..., Out], tuple[Any, ...]]:
-        """`fn` (such as `run`) bound to a mesh, and the arguments to call it with.
+        """Returns `fn` (such as `run`) bound to a mesh, and the arguments to call it with.
 
         Raises:
             ValueError: `check_vma` is set: kernels are opaque to it.

@@ -25,7 +25,7 @@ class Listed:
 
     @property
     def cases(self) -> list[str]:
-        """The label of each case, served or refused."""
+        """Returns the label of each case, served or refused."""
         return sorted(f"{op.name}, {case.name}" for op in self.ops for case in self._cases_of(op))
 
     def _cases_of(self, op: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ MOST_SEQUENCES = 2**16
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.x.size:
         yield "an array is empty"
     if record.cu_seqlens is not None and record.cu_seqlens.shape[0] - 1 > MOST_SEQUENCES:
@@ -28,7 +28,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns the implementation of this family."""
     return (
         Implementation(
             family="causal_convolution",

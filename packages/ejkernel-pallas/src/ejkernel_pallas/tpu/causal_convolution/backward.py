@@ -49,7 +49,7 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
 
 
 def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """dx [B, T, C], and the gradients of the weights and the bias, float32 [W + 1, C]."""
+    """Returns dx [B, T, C], and the gradients of the weights and the bias, float32 [W + 1, C]."""
     rows, _, channels = record.x.shape
 
     def before(*step: Any) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Ar
 
 
 def _first_gradients(first: plan.FirstTokens, spec: ConvolutionSpec, outputs: jax.Array) -> Gradients:
-    """The gradients by way of the first tokens' outputs, in float32."""
+    """Returns the gradients that come from the outputs of the first tokens, in float32."""
     record = first.record
     names = [name for name in ("x", "weight", "bias", "initial_state") if getattr(record, name) is not None]
     wide = {name: getattr(record, name).astype(jnp.float32) for name in names}

@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 
 def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Output and final states of a record.
+    """Returns the output and the final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -48,7 +48,7 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
 
 
 def block_operand(spec: ConvolutionSpec, x: Any, *, backwards: bool = False) -> Operand:
-    """[B, T, C] as blocks of a grid step."""
+    """Returns the operand that gives a grid step its block of [B, T, C]."""
 
     def index(row: Any, tile: Any, block: Any) -> tuple[Any, ...]:
         return row, spec.blocks - 1 - block if backwards else block, tile

@@ -32,7 +32,7 @@ class FirstTokens(NamedTuple):
 
 
 def first_tokens(record: CausalConvolution) -> FirstTokens:
-    """The first tokens of the sequences of a record, or of its rows."""
+    """Returns the first tokens of the sequences or the rows of a record."""
     first, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     if record.cu_seqlens is None:
         x = record.x[:, :first]
@@ -49,21 +49,21 @@ def first_tokens(record: CausalConvolution) -> FirstTokens:
 
 
 def replace_first(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """[B, T, C] with the rows of first tokens replaced."""
+    """Returns [B, T, C] with the rows of first tokens replaced."""
     if not packed:
         return x.at[:, : rows.shape[1]].set(rows)
     return x.at[0, first.token].set(rows, mode="drop")
 
 
 def add_first(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """[B, T, C] with rows added to first tokens."""
+    """Returns [B, T, C] with rows added to the rows of first tokens."""
     if not packed:
         return x.at[:, : rows.shape[1]].add(rows)
     return x.at[0, first.token].add(rows, mode="drop")
 
 
 def tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str, jax.Array]:
-    """What the kernels read as scalars.
+    """Returns the arrays that the kernels read as scalars.
 
     Returns:
         `bounds`, int32 [N + 1], the cumulative lengths, or [0, T] without packing; and `starts`, int32 [2 * blocks]:
@@ -81,7 +81,9 @@ def tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str, jax.Ar
 
 
 def weights(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:
-    """The weights by distance and then the bias, float32 [W + 1, C]: row k meets the token k before."""
+    """Returns the weights and then the bias, float32 [W + 1, C]. Row k is multiplied with the token k positions
+    earlier.
+    """
     bias = jnp.zeros(record.weight.shape[0], jnp.float32) if record.bias is None else record.bias.astype(jnp.float32)
     rows = jnp.concatenate([record.weight.astype(jnp.float32).T[::-1], bias[None]])
     return rows * 0.5 if spec.halved else rows

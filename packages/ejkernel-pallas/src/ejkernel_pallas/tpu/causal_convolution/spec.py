@@ -40,7 +40,7 @@ class ConvolutionSpec:
 
 
 def make_spec(record: CausalConvolution, config: TpuConvolution) -> ConvolutionSpec:
-    """The constants of a record's kernels."""
+    """Returns the constants of a record's kernels."""
     _, tokens, channels = record.x.shape
     blocks = cdiv(tokens, config.block_t)
     packed = record.cu_seqlens is not None

@@ -17,7 +17,7 @@ SIZES = range(1, 129)
 
 
 def _reasons(record: Any) -> Iterable[str]:
-    """What `Requires` has no word for."""
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
     arrays = (record.x, record.decay, record.initial_state)
     if not all(array.size for array in arrays if array is not None):
         yield "an array is empty"
@@ -28,7 +28,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """One implementation."""
+    """Returns the implementation of this family."""
     return (
         Implementation(
             family="selective_scan",

@@ -71,7 +71,7 @@ def backward(pullback: Pullback, config: TpuScan) -> Gradients:
 
 
 def _outputs(plan: Plan, record: SelectiveScan, tokens: tuple[int, ...], states: tuple[int, ...]) -> Blocks:
-    """The results of the kernel."""
+    """Returns the results of the kernel."""
     spec, rows = plan.spec, plan.rows
     sums = jax.ShapeDtypeStruct((rows, spec.tiles, spec.chunks, 1, CHUNK * spec.size), jnp.float32)
 
@@ -98,7 +98,7 @@ def _outputs(plan: Plan, record: SelectiveScan, tokens: tuple[int, ...], states:
 
 
 def _scratch(spec: ScanSpec) -> dict[str, object]:
-    """Scratch memory of the backward kernel alone."""
+    """Returns the scratch memory that only the backward kernel uses."""
     products = pltpu.VMEM((CHUNK * HELD * SUBLANES, LANES), jnp.float32)
     return {
         "cotangents": token_scratch(spec),
@@ -114,7 +114,7 @@ def _scratch(spec: ScanSpec) -> dict[str, object]:
 
 
 def _tokens(plan: Plan, record: SelectiveScan, sums: jax.Array) -> jax.Array:
-    """The gradient of B or C, [B, T, E], from the sums of every tile."""
+    """Returns the gradient of B or C, [B, T, E], from the sums of every tile."""
     spec = plan.spec
     x = sums.sum(axis=1).reshape(plan.rows, spec.chunks * CHUNK, spec.size)
     return plan.unalign(x)[:, : record.x.shape[1]]

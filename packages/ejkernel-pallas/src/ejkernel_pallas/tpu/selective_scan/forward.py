@@ -23,7 +23,7 @@ Blocks = dict[str, Operand]
 
 @with_states
 def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """Output and final states of a record.
+    """Returns the output and the final states of a record.
 
     Args:
         record: The canonical arguments.
@@ -56,7 +56,7 @@ def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, ja
 
 
 def inputs(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:
-    """What both kernels read of a record."""
+    """Returns the operands that both kernels read."""
     spec = plan.spec
     skip = record.skip.astype(jnp.float32)[None]
     return {
@@ -78,14 +78,14 @@ def _chunk_index(spec: ScanSpec, chunk: Any, backwards: bool) -> Any:
 
 
 def token_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
-    """[B, T, I] as blocks of a chunk's tokens and a step's channels."""
+    """Returns the operand that gives a grid step its chunk of tokens and its channels of [B, T, I]."""
     return Operand(
         x, (None, CHUNK, spec.block), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), step[1])
     )
 
 
 def column_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
-    """[B, chunks, E, 64], or another pair of axes, as one block for each chunk."""
+    """Returns the operand of [B, chunks, E, 64], or an array with another pair of last axes, with one block per chunk."""
     return Operand(x, (None, None, *x.shape[2:]), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, 0))
 
 
@@ -144,17 +144,17 @@ def run(
 
 
 def number_scratch(spec: ScanSpec) -> Any:
-    """Scratch memory of a step's states."""
+    """Returns the scratch memory for the states of a grid step."""
     return pltpu.VMEM((spec.groups * spec.size * SUBLANES, LANES), jnp.float32)
 
 
 def token_scratch(spec: ScanSpec) -> Any:
-    """Scratch memory of a chunk's tokens."""
+    """Returns the scratch memory for the tokens of a chunk."""
     return pltpu.VMEM((spec.groups * SUBLANES * CHUNK, LANES), jnp.float32)
 
 
 def spread_scratch(spec: ScanSpec) -> Any:
-    """Scratch memory of a chunk's B or C."""
+    """Returns the scratch memory for B or C of a chunk."""
     return pltpu.VMEM((CHUNK * spec.size, LANES), jnp.float32)
 
 

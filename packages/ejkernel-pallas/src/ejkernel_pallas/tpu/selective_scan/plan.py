@@ -55,19 +55,21 @@ class Plan:
     places: Places | None
 
     def align(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] of packed sequences as [B, T', ...], with zeros where there is no token; others as they are."""
+        """Converts [B, T, ...] of packed sequences to [B, T', ...], with zeros where there is no token. Arrays of a
+        record without packing are returned unchanged.
+        """
         if self.places is None:
             return x
         return jnp.take(x, self.places.source, axis=1, mode="fill", fill_value=0)
 
     def unalign(self, x: jax.Array) -> jax.Array:
-        """[B, T', ...] as [B, T, ...]."""
+        """Converts [B, T', ...] back to [B, T, ...]."""
         if self.places is None:
             return x
         return jnp.take(x, self.places.target, axis=1, mode="fill", fill_value=0)
 
     def columns(self, x: jax.Array) -> jax.Array:
-        """B or C [B, T, E] as float32 [B, chunks, E, 64]."""
+        """Converts B or C [B, T, E] to float32 [B, chunks, E, 64]."""
         x = self.align(x)
         x = jnp.pad(x, ((0, 0), (0, self.spec.chunks * CHUNK - x.shape[1]), (0, 0)))
         x = x.reshape(self.rows, self.spec.chunks, CHUNK, self.spec.size)
@@ -83,7 +85,7 @@ def table_size(record: SelectiveScan) -> int:
 
 
 def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
-    """The chunks of a record."""
+    """Returns the chunks of a record."""
     rows, count = record.x.shape[0], table_size(record)
     spec = make_spec(record, config, count // rows)
     if record.cu_seqlens is not None:
@@ -94,7 +96,7 @@ def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
 
 
 def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -> Plan:
-    """The chunks of packed sequences."""
+    """Returns the chunks of packed sequences."""
     tokens, last = record.x.shape[1], cu_seqlens.shape[0] - 2
     at = packed_scan.packed_intervals(cu_seqlens, tokens)
     real = at.sequence <= last

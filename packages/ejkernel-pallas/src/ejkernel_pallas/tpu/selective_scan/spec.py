@@ -41,17 +41,17 @@ class ScanSpec:
 
     @property
     def cut(self) -> bool:
-        """Whether the last grid step has channels that are none."""
+        """Returns whether the last grid step has lanes without channels."""
         return self.channels % self.block > 0
 
     @property
     def short(self) -> bool:
-        """Whether the last chunk of a row has tokens that are none."""
+        """Returns whether the last chunk of a row has positions past the row's last token."""
         return not self.packed and self.tokens % CHUNK > 0
 
 
 def make_spec(record: SelectiveScan, config: TpuScan, chunks: int) -> ScanSpec:
-    """The constants of a record's kernels."""
+    """Returns the constants of a record's kernels."""
     _, tokens, channels = record.x.shape
     return ScanSpec(
         size=record.decay.shape[1],

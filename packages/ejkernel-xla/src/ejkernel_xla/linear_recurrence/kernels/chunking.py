@@ -164,7 +164,7 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
 
 
 def loop(count: Any, body: Any, carry: Any) -> Any:
-    """`lax.fori_loop` from 0, without a loop around a single step."""
+    """Runs `lax.fori_loop` from 0; a single step runs without a loop."""
     if isinstance(count, int) and count == 1:
         return body(jnp.int32(0), carry)
     return lax.fori_loop(jnp.int32(0), jnp.int32(count), body, carry)

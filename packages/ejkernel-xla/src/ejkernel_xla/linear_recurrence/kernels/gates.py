@@ -40,7 +40,7 @@ class HeadGates:
 
     @classmethod
     def of(cls, gates: jax.Array) -> "HeadGates":
-        """From [n, C, 1] log gates."""
+        """Creates the gates from log gates [n, C, 1]."""
         return cls(*_weights(gates[..., 0]))
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
@@ -123,7 +123,7 @@ def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.A
 
 @jax.custom_vjp
 def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`between` and `since` of `HeadGates`, from [n, C]."""
+    """Returns `between` and `since` of `HeadGates` for gates [n, C]."""
     levels = decay_spans(gates[..., None])
     one = jnp.ones((*gates.shape, 1), gates.dtype)
     between = triangle(one[..., 0], corners(one, one, levels))
@@ -138,7 +138,9 @@ def _weights_saved(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple
 
 @promoting
 def _weights_gradient(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    """Gate k is a factor in the weights of all pairs of a token from k on with a token before k."""
+    """Returns the gradients of the gates. Gate k is a factor in the weight of every pair of a token from k on and a
+    token before k.
+    """
     between, since = (x * y for x, y in zip(weights, cotangent, strict=True))
     ones = jnp.ones_like(between)
     # A gate is a logarithm, so its gradient is weight times cotangent, summed over the pairs it separates: no division,

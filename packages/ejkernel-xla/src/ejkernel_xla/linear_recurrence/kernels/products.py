@@ -17,12 +17,12 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def with_gradients(constant: int) -> Callable[[Callable[..., jax.Array]], jax.custom_vjp[jax.Array]]:
-    """`jax.custom_vjp` of a function whose argument at that place is no array."""
+    """Returns `jax.custom_vjp` of a function whose argument at that index is not an array."""
     return functools.partial(cast(Any, jax.custom_vjp), nondiff_argnums=(constant,))
 
 
 def sums(subscripts: str, *arrays: jax.Array) -> jax.Array:
-    """`einsum` with all digits, for sums that are not worth rounding."""
+    """Computes `einsum` with all digits, for sums so small that lower precision would save no time."""
     return jnp.einsum(subscripts, *arrays, precision=lax.Precision.HIGHEST)
 
 
@@ -78,7 +78,7 @@ multiply_columns.defvjp(_saving(multiply_columns), _columns_gradients)
 
 
 def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """`multiply_columns` of [m, a, b] and [n, a, d], where n / m neighbours share their left matrix: [n, b, d]."""
+    """Returns `multiply_columns` of [m, a, b] and [n, a, d], where n / m neighbours share their left matrix: [n, b, d]."""
     return from_side_by_side(multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
 
 

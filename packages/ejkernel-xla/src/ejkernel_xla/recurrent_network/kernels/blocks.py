@@ -25,7 +25,7 @@ class Blocks:
 
     @classmethod
     def of(cls, record: RecurrentNetwork, max_tokens: int, backwards: bool) -> "Blocks":
-        """As few blocks as there can be with `max_tokens` tokens, and as little padding."""
+        """Returns the fewest blocks of at most `max_tokens` tokens, with as little padding as possible."""
         tokens = record.x.shape[1]
         count = cdiv(tokens, max(1, min(max_tokens, tokens)))
         return cls(tokens=tokens, length=cdiv(tokens, count), backwards=backwards)
@@ -37,7 +37,7 @@ class Blocks:
 
     @property
     def padding(self) -> int:
-        """Tokens of padding."""
+        """Returns the number of padding tokens."""
         return self.count * self.length - self.tokens
 
     def cut(self, x: jax.Array) -> jax.Array:

@@ -103,7 +103,7 @@ def valid_tokens(record: RecurrentNetwork) -> jax.Array | None:
 
 
 def select_state(valid_tokens: jax.Array | None, new: State, old: State) -> State:
-    """`new` where tokens are real, `old` elsewhere."""
+    """Returns `new` where tokens are real, `old` elsewhere."""
     return new if valid_tokens is None else tuple(jnp.where(valid_tokens, n, o) for n, o in zip(new, old, strict=True))
 
 

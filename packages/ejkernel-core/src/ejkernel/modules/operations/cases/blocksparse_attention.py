@@ -104,7 +104,7 @@ def _heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """As `flash_attention_cases.make_inputs`; the `attention_mask` lets everything attend."""
+    """Returns the inputs of `flash_attention_cases.make_inputs`; the `attention_mask` lets all pairs attend."""
     inputs = flash_attention_cases.make_inputs(dataclasses.replace(args, attention_mask=None), key)
     mask = args.attention_mask
     return inputs if mask is None else dataclasses.replace(inputs, attention_mask=jnp.ones(mask.shape, mask.dtype))

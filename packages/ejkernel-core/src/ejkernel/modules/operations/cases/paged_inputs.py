@@ -48,7 +48,7 @@ class PagedSizes:
 
     @property
     def pages(self) -> int:
-        """Pages of the cache: those in use and three more."""
+        """Returns the number of pages of the cache: the pages in use and three more."""
         return sum(cdiv(n, self.s) for n in self.lens) + 3
 
     def tables(self) -> np.ndarray:

@@ -78,7 +78,7 @@ def of_rows(args: Any) -> Iterable[Condition]:
 
 
 def between(name: str, values: Any, least: int, most: int, what: str, traced_only: bool = False) -> Iterable[Condition]:
-    """All of some integers are from `least` to `most`."""
+    """Yields the condition that all integers of an array are from `least` to `most`."""
     if integers(values):
         wants = f"{what} from {least} to {most}"
         yield Condition(

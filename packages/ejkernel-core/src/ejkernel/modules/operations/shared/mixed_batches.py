@@ -30,7 +30,7 @@ def has_ranks(args: Any) -> bool:
 
 
 def batch_conditions(args: Any) -> Iterable[Condition]:
-    """Lengths, starts and tables fit each other."""
+    """Yields the conditions that lengths, starts and tables fit each other."""
     if has_ranks(args):
         yield from packed_conditions(
             args,

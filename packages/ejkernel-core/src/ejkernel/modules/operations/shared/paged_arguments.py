@@ -263,7 +263,8 @@ def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
 
 
 def tuned(config: type[Config], cfg: Config | None, **fields: Any) -> Config | None:
-    """`cfg` with what the call's tuning arguments ask for; None where they ask for nothing.
+    """Returns `cfg` with the fields that the call's tuning arguments set. If no tuning argument is set, returns `cfg`
+    unchanged.
 
     Raises:
         ValueError: An argument and `cfg` ask for different things.

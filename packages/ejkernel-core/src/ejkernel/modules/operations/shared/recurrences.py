@@ -210,7 +210,9 @@ def _inverse_length(x: jax.Array) -> jax.Array:
 
 @promoting
 def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    """By hand for the sum of products of two arrays, which XLA's CPU backend takes fast only as a matrix product."""
+    """Computes the gradient by hand, because XLA's CPU backend computes the sum of products of two arrays fast only as
+    a matrix product.
+    """
     inverse = _inverse_length(x)
     along = jnp.einsum("...d,...d->...", x, cotangent, precision=jax.lax.Precision.HIGHEST)
     return (inverse * (cotangent - x * (inverse**2 * along[..., None])),)

@@ -40,7 +40,7 @@ def check_shape(name: str, array: Any, axes: str, sizes: dict[str, int], *, broa
 
 
 def describe(names: list[str], sizes: Mapping[str, int], broadcast: list[str]) -> str:
-    """`[B=2, T=8, H, D]`, with `|1` where broadcasting is allowed."""
+    """Returns axes in words, such as `[B=2, T=8, H, D]`, with `|1` where broadcasting is allowed."""
     known = (f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in names)
     return f"[{', '.join(f'{text}|1' if axis in broadcast else text for axis, text in zip(names, known, strict=True))}]"
 

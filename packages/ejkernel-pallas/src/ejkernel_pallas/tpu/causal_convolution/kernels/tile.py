@@ -66,17 +66,17 @@ class Strip:
 
     @property
     def lanes(self) -> slice:
-        """The channels."""
+        """Returns the range of the strip's channels."""
         return slice(LANES * self.group, LANES * (self.group + 1))
 
     @property
     def rows(self) -> slice:
-        """The tokens."""
+        """Returns the range of the strip's tokens."""
         return slice(self.at, self.at + self.size)
 
 
 def strips(spec: ConvolutionSpec) -> list[Strip]:
-    """All strips of a block."""
+    """Returns all strips of a block."""
     return [
         Strip(group, at, min(STRIP, spec.block_t - at))
         for group in range(spec.block_c // LANES)
@@ -92,7 +92,7 @@ def load_tokens(refs: ConvolutionRefs, spec: ConvolutionSpec) -> None:
 
 
 def sums_of(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> jax.Array:
-    """The sums before the activation of the tokens of a strip, float32; half of them if halved."""
+    """Returns the sums before the activation for the tokens of a strip, float32; half of each sum if `spec.halved`."""
 
     def back(k: int) -> jax.Array:
         begin = HALO + strip.at - k
@@ -105,7 +105,7 @@ def sums_of(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> jax.A
 
 
 def activation(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
-    """The activation of sums, or of half sums."""
+    """Returns the activation of the sums; `total` holds half of each sum if `spec.halved`."""
     if not spec.silu:
         return total
     # sigmoid(p) = (1 + tanh(p / 2)) / 2

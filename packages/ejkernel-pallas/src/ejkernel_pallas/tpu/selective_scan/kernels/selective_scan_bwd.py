@@ -103,12 +103,12 @@ def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
 
 
 def _history(token: Any, index: int) -> Any:
-    """Where the state before a token lies."""
+    """Returns where the state before a token lies in scratch memory."""
     return pl.ds(pl.multiple_of((token * HELD + index) * SUBLANES, SUBLANES), SUBLANES)
 
 
 def _row(spec: ScanSpec, token: Token, number: int) -> Any:
-    """Where B or C of a token and number lies."""
+    """Returns where B or C of a token and a state number lies."""
     return pl.ds(token.number * spec.size + number, 1)
 
 

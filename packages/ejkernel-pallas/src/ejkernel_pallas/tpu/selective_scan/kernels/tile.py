@@ -127,7 +127,7 @@ class Step:
 
 
 def step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> Step:
-    """The grid step of a kernel whose grid is (rows, tiles, chunks)."""
+    """Returns the grid step of a kernel whose grid is (rows, tiles, chunks)."""
     chunk = pl.program_id(2)
     chunk = spec.chunks - 1 - chunk if backwards else chunk
     entry = refs.table[pl.program_id(0) * spec.chunks + chunk]
@@ -135,17 +135,17 @@ def step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> Step:
 
 
 def owner_of(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
-    """The row or sequence of a chunk, in an index map."""
+    """Returns the row or sequence of a chunk, for use in an index map."""
     return lax.div(table[row * spec.chunks + chunk], jnp.int32(OWNER))
 
 
 def lane_tiles(spec: ScanSpec) -> Iterable[int]:
-    """The tiles of 128 channels of a step."""
+    """Returns the tiles of 128 channels of a grid step."""
     return range(spec.groups * SUBLANES)
 
 
 def lanes_of(tile: int) -> slice:
-    """The channels of a tile."""
+    """Returns the channels of a tile."""
     return slice(tile * LANES, (tile + 1) * LANES)
 
 
@@ -158,13 +158,13 @@ def store_tokens(target: Ref, tile: int, x: jax.Array) -> None:
 
 
 def load_results(source: Ref, tile: int) -> jax.Array:
-    """A tile of a chunk's tokens, [64, 128], of scratch memory in which each token is a register."""
+    """Loads a tile of a chunk's tokens, [64, 128], from scratch memory in which each token is a register."""
     group, row = divmod(tile, SUBLANES)
     return source[pl.ds(group * SUBLANES * CHUNK + row, CHUNK, stride=SUBLANES)]
 
 
 def number_rows(spec: ScanSpec, tile: int) -> Any:
-    """The rows of a tile's numbers in scratch memory of states."""
+    """Returns the rows of a tile's numbers in the scratch memory of states."""
     group, row = divmod(tile, SUBLANES)
     return pl.ds(group * spec.size * SUBLANES + row, spec.size, stride=SUBLANES)
 
@@ -177,7 +177,7 @@ def store_numbers(spec: ScanSpec, step: Step, source: Ref, target: Ref) -> None:
 
 
 def inside(spec: ScanSpec, step: Step, tile: int, shape: tuple[int, ...]) -> jax.Array:
-    """Whether the lanes of a tile are channels."""
+    """Returns whether the lanes of a tile are channels."""
     return lax.broadcasted_iota(jnp.int32, shape, 1) + (step.tile * spec.block + tile * LANES) < spec.channels
 
 
@@ -188,7 +188,7 @@ def load_numbers(spec: ScanSpec, source: Ref, target: Ref) -> None:
 
 
 def load_tile(ref: Ref, spec: ScanSpec, step: Step, tile: int) -> jax.Array:
-    """The tokens of a tile of a block, float32 [64, 128]; zeros for what is no token and no channel."""
+    """Loads the tokens of a tile of a block, float32 [64, 128], with zeros past the last token and the last channel."""
     x = ref[:, lanes_of(tile)].astype(jnp.float32)
     there = None
     if spec.short:
@@ -223,22 +223,22 @@ class Token:
 
     @property
     def number(self) -> Any:
-        """Its number in the chunk."""
+        """Returns the index of the token in the chunk."""
         return self.base + self.offset
 
     def strided(self, group: int) -> Any:
-        """Its rows where eight tokens of 128 channels lie together."""
+        """Returns the token's rows in a layout where eight tokens of 128 channels lie together."""
         octet = lax.div(self.base, jnp.int32(SUBLANES))
         index = lax.rem(self.base, jnp.int32(SUBLANES)) + self.offset
         return pl.ds((group * OCTETS + octet) * SUBLANES * SUBLANES + index, SUBLANES, stride=SUBLANES)
 
     def whole(self, group: int) -> Any:
-        """Its rows where each token is a register."""
+        """Returns the token's rows in a layout where each token is a register."""
         return pl.ds(pl.multiple_of((group * CHUNK + self.number) * SUBLANES, SUBLANES), SUBLANES)
 
 
 def number_at(spec: ScanSpec, group: int, number: int) -> slice:
-    """Where a number of a group lies in scratch memory of states."""
+    """Returns where a number of a group lies in the scratch memory of states."""
     begin = (group * spec.size + number) * SUBLANES
     return slice(begin, begin + SUBLANES)
 
