@@ -144,7 +144,7 @@ def _check_states(args: CausalConv1dArguments, sizes: dict[str, int]) -> None:
 
 
 def conditions(args: CausalConv1dArguments) -> Iterable[Condition]:
-    """Yields the conditions that cumulative lengths fit x and that rows or sequences with tokens have distinct slots."""
+    """Yields the conditions that cumulative lengths fit x and that sequences with tokens have distinct slots."""
     yield from _of_bounds(args)
     if args.state_indices is not None and rank(args.state_indices) == 1:
         each = np.arange(args.state_indices.shape[0] + 1)
