@@ -181,7 +181,8 @@ def matters(op: Op, case: Case, name: str) -> bool:
     try:
         other = _answer(op, without)
     except (TypeError, ValueError):
-        # What is left is no call: slots of states, for one, are as many as the sequences by chance only.
+        # The remaining arguments may be no valid call. For example, the number of state slots equals the number of
+        # sequences only by chance.
         return True
     return not close(answer, other, tolerance(op, record))
 

@@ -1,4 +1,4 @@
-"""What tokens that take part in nothing may do: nothing.
+"""Checks that padding tokens have no effect.
 
 A family says which tokens those are with integer fields named `*segment_ids`: a negative id is padding. The fields
 (and outputs) with one row for every token are those whose first axes are the ids' axes.

@@ -1,4 +1,4 @@
-"""What one request holds, and what reaches the others: nothing.
+"""Checks that no value of one request reaches another request.
 
 `Family.requests` says which entries of a record's arrays, and of its outputs, belong to which request. The requests of
 a case are numbered, and every second one is poisoned with NaN, infinities and the largest numbers, those that arrive

@@ -1,4 +1,4 @@
-"""What a run of the suite is about."""
+"""The implementations, operations and cases that a run of the suite tests."""
 
 import dataclasses
 import functools

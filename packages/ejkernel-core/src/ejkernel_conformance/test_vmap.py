@@ -13,5 +13,7 @@ def test_vmap(ejk_subject: Subject) -> None:
 
 @unless(refused("forward"))
 def test_vmap_shared(ejk_kernel_indexed: Subject) -> None:
-    """Output and gradients under `jax.vmap` are the reference's; all mapped calls share masks, ids, lengths and tables."""
+    """Output and gradients under `jax.vmap` are the reference's if mapped calls share masks, ids, lengths and
+    tables.
+    """
     checks.check_vmap(ejk_kernel_indexed, integers_shared=True)

@@ -226,7 +226,8 @@ def _say(settings: Settings, text: str) -> None:
 def _estimate(first: Prepared, every: list[Program], repeat: int) -> str:
     """Says how long a call will take, judged by its first program, which is one forward pass."""
     passes = sum(1 + BACKWARD_COST * program.has_backward for program in every)
-    # The check of a program compiles and runs the reference as well, which counts here as the program once more.
+    # The check of a program also compiles and runs the reference. The estimate counts the reference as one more run of
+    # the program.
     seconds = passes * (2 * first.compile_seconds + (repeat + 2) * first.run_seconds)
     return f"this takes about {duration(seconds)}; --repeat, --no-baselines or smaller shapes make it shorter"
 

@@ -1,4 +1,4 @@
-"""What of the earlier library's public names and signatures is not here, and why."""
+"""The public names and signatures of the earlier library that are missing or different here, with the reasons."""
 
 import fnmatch
 import json

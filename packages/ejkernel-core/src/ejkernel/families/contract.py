@@ -19,12 +19,12 @@ def _as_it_is(record: Any, offsets: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Isolation:
-    """What keeps the requests of a family's calls apart, whatever they hold.
+    """The functions that keep one request's NaN and infinities from reaching other requests of a call.
 
     Attributes:
-        record: Record -> the record that forward functions are given.
-        pullback: Pullback -> the pullback that backward functions are given.
-        concerns: Record -> whether requests may share a tile.
+        record: Converts a record to the record that forward functions get.
+        pullback: Converts a pullback to the pullback that backward functions get.
+        concerns: Returns for a record whether requests may share a tile.
     """
 
     record: Callable[[Any], Any]

@@ -18,12 +18,13 @@ Architecture = Literal["ampere", "ada", "hopper", "blackwell", "cdna3"]
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What a kernel can have of a GPU.
+    """The resources of a GPU that a kernel can use.
 
     Attributes:
-        target: What compilers call it: `sm_90`, `gfx942`.
-        product: The product that the figures are of.
-        architecture: Its generation. Consumer Blackwell (sm_120) has `ada`'s matrix instructions, and counts as that.
+        target: The name that compilers use: `sm_90`, `gfx942`.
+        product: The product that has these figures.
+        architecture: The generation of the chip. Consumer Blackwell (sm_120) counts as `ada`, since it has Ada's matrix
+            instructions.
         multiprocessors: How many it has.
         total_shared_memory: Bytes of a multiprocessor for its resident blocks; each takes 1 KiB more on NVIDIA.
         l2: Bytes of the L2 cache, of all its parts together.

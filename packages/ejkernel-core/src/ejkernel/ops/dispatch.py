@@ -105,7 +105,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a call would do. Printing it gives a table.
+    """The choice of implementations for a call. Printing it gives a table.
 
     Attributes:
         forward: The forward choice of a call that is not differentiated.

@@ -35,12 +35,12 @@ class EvidenceWarning(UserWarning):
 
 
 class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of tests.
+    """The results of tests.
 
     Attributes:
         passed: How many passed.
-        refused: How many were about calls that the implementation refuses.
-        failed: Those that failed, and the first line of why.
+        refused: Number of tests whose call the implementation refuses.
+        failed: The failed tests, each with the first line of its error.
         not_run: Those that did not run.
         left_out: Those that did not run and are about calls that only a pinned `platform=` gets, because the priority
             of the implementation is below XLA's there. They say nothing about the calls that dispatch gives it.
@@ -71,14 +71,15 @@ class Carried(msgspec.Struct, frozen=True):
 
 
 class FamilyEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was found about the implementation of one family.
+    """The evidence about one implementation of a family.
 
     Attributes:
-        digest: Of the sources that ran (`source_digest`), or of others with the same programs.
+        digest: The digest of the sources that ran (`source_digest`), or of other sources with the same programs.
         operations: The tests of each operation.
-        claims: Those of what the implementation says about itself.
+        claims: The tests of the implementation's declarations.
         stale: Whether the sources have changed since.
-        carried: Where the digest is that of other sources than ran, from which sources and how that is known.
+        carried: If the digest is not that of the sources that ran: which sources ran, and how many programs were
+            compared.
     """
 
     digest: str
@@ -89,7 +90,7 @@ class FamilyEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was found on one device with one toolchain.
+    """The evidence of one device and one toolchain.
 
     Attributes:
         device: JAX's name for the kind of device.
@@ -291,14 +292,14 @@ def _passed_elsewhere(results: FamilyEvidence) -> bool:
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What one run found about an operation of an implementation.
+    """The evidence of one run about one operation of an implementation.
 
     Attributes:
         chip: The chip.
         device: The kind of device, or what interpreted the kernels.
         toolchain: The toolchain in words.
-        problem: What keeps it from confirming the operation; empty where it does.
-        stale: Whether that is only that the sources have changed since.
+        problem: Why the run does not confirm the operation; empty if it does.
+        stale: Whether the only problem is that the sources have changed since the run.
     """
 
     chip: str

@@ -219,8 +219,8 @@ def _backward(plan: CallPlan, from_forward: _Saved, cotangent: Any) -> tuple[Any
         backward = dataclasses.replace(backward, config=from_forward.config)
     pullback = dataclasses.replace(saved, cotangent=cotangent, lse_cotangent=lse_cotangent)
     gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
-    # JAX takes None as a cotangent of zeros. Fields without a gradient, such as integer ids, get it; a differentiated
-    # field never does: `_grad_fields` has raised for one without a gradient.
+    # JAX takes None as a cotangent of zeros. Fields without a gradient, such as integer ids, get None. A differentiated
+    # field never gets None: `_grad_fields` has raised an error for a differentiated field without a gradient.
     cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
 

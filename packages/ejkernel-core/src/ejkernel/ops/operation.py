@@ -1,4 +1,4 @@
-"""What the public functions of operations have in common: what their body does, and what is documented for all."""
+"""The shared body and the shared documentation of the public functions of operations."""
 
 import inspect
 from collections.abc import Callable
@@ -19,7 +19,7 @@ OPTIONS = """
     out_specs: Partition specs of the results, in order; those behind the first may be left out. Must follow from the
         inputs'.
 """
-"""What every operation's docstring says of its call options."""
+"""The documentation of the call options in every operation's docstring."""
 
 
 def run_operation(op: Op, arguments: dict[str, Any]) -> Any:

@@ -100,7 +100,7 @@ def given_values(part: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class BaseOperationConfig:
-    """What every configuration has.
+    """The fields of every configuration.
 
     Attributes:
         platform: Toolchain the call must run on, a `Platform` or a third party's own word; `"auto"` leaves it to

@@ -122,7 +122,7 @@ class _Read:
 @functools.cache
 def _read(module: str, name: str) -> _Read:
     parsed = _parsed(module)
-    if name not in parsed.definitions:  # imported there from elsewhere, or assigned by other means
+    if name not in parsed.definitions:  # imported there from another module, or assigned in another way
         return _Read("", tuple(_imported(parsed, name)))
     nodes = parsed.definitions[name]
     parts = [part for node in nodes for part in ast.walk(node)]
@@ -170,7 +170,7 @@ def _is_of(package: str, module: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Parsed:
-    """What a module defines and imports, by name.
+    """The definitions and imports of a module, by name.
 
     Attributes:
         definitions: Name -> the statements that define it; under `""` those that define nothing.

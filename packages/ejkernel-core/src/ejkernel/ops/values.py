@@ -1,4 +1,4 @@
-"""What the values of a call's integer arguments have to satisfy: lengths, starts, counts and tables fit each other.
+"""Conditions on the values of a call's integer arguments: lengths, starts, counts and tables must fit each other.
 
 Values that lie on the host or on a device are checked before the call runs; a mistake is a ValueError that names the
 argument. Values that are traced cannot be read. In a `check_values()` block the call puts the same conditions into the

@@ -20,8 +20,8 @@ def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array
     """
     cum_seqlens = cum_seqlens.astype(jnp.int32)
     token = jnp.arange(total, dtype=jnp.int32)
-    # The number of sequences that end at or before a token: empty ones are stepped over.
-    # Few are compared with every token at once, which is one kernel on a GPU; a search is a loop of them.
+    # Counts the sequences that end at or before a token, which skips empty sequences. A few sequences are compared with
+    # every token at once, which is one kernel on a GPU; a search would be a loop of kernels.
     method = "compare_all" if cum_seqlens.size <= COMPARED else "scan"
     ids = jnp.searchsorted(cum_seqlens[1:], token, side="right", method=method).astype(jnp.int32)
     in_sequence = (token >= cum_seqlens[0]) & (token < cum_seqlens[-1])

@@ -59,7 +59,7 @@ NF4 = (
 )
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 EXPONENT_BIAS, LEAST_EXPONENT, MOST_EXPONENT = 127, -126, 127
-"""These are exponents of e8m0; `quantize` never writes -127, since 2 ** -127 is subnormal in float32."""
+"""The exponents of e8m0. `quantize` never writes -127, since 2 ** -127 is subnormal in float32."""
 SMALLEST_E4M3 = 2.0**-9
 MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 """Smallest normal float32, devices may flush what is smaller to zero; and the largest."""
@@ -304,13 +304,13 @@ def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Ar
     if form.mode == "fp8":
         return _rounded_up(jnp.maximum(needed, MIN_NORMAL), scale_dtype)
     if form.exponents:
-        # The exponent field of a float32, and one more for a mantissa that is not 0: log2, rounded up.
+        # log2 rounded up: the exponent field of a float32, plus 1 if the mantissa is not 0.
         bits = lax.bitcast_convert_type(needed, jnp.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
         return jnp.clip(exponent, LEAST_EXPONENT + EXPONENT_BIAS, MOST_EXPONENT + EXPONENT_BIAS).astype(jnp.uint8)
     nearest = _as_stored(jnp.clip(needed, SMALLEST_E4M3, E4M3_MOST), jnp.float8_e4m3fn)
     codes = lax.bitcast_convert_type(nearest, jnp.uint8)
-    # The next one up where it was rounded down, so that the largest of the group is in range.
+    # Takes the next larger scale if rounding made it smaller, so that the largest weight of the group is in range.
     return codes + (nearest.astype(jnp.float32) < jnp.minimum(needed, E4M3_MOST)).astype(jnp.uint8)
 
 
@@ -390,7 +390,7 @@ def unpack(packed: jax.Array, bits: int, columns: int) -> jax.Array:
         shifts = jnp.arange(0, WORD, bits, dtype=jnp.uint32)
         codes = (packed[..., None] >> shifts) & mask
         return codes.reshape(*packed.shape[:-1], -1)[..., :columns].astype(jnp.uint8)
-    # A code may lie in two words; one more at the end is there for the last.
+    # A code may be split over two words. One more word is added at the end for the last code.
     first = np.arange(columns) * bits
     word, shift = first // WORD, jnp.asarray(first % WORD, jnp.uint32)
     longer = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, 1)])

@@ -17,7 +17,7 @@ PADDING = -1
 """Padding: whatever it holds, its output and its gradient are 0."""
 
 SHARED = -2
-"""What several requests read, as weights are: their gradient is the sum over all requests."""
+"""The owner of arrays that several requests read, such as weights. Their gradient is the sum over all requests."""
 
 UNUSED = -3
 """Memory that no request reads, such as the free slots of a cache: it may hold anything, and keeps it."""

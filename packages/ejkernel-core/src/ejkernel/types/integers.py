@@ -113,7 +113,7 @@ def _on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
     if not ends or max(ends) <= _INT32.max:
         narrowed = as_int32(queries), as_int32(keys)
     else:
-        # Never through one dtype of both: NumPy's of int64 and uint64 is float64.
+        # The comparison never converts both to a common dtype: NumPy's common dtype of int64 and uint64 is float64.
         known = sorted({int(one) for ids in everything for one in ids if one >= 0})
         number = {one: index for index, one in enumerate(known)}
 

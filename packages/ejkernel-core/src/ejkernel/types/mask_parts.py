@@ -34,7 +34,7 @@ Info = TypeVar("Info", bound="MaskParts")
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MaskParts:
-    """What a `MaskInfo` stores; the class itself documents the fields."""
+    """The fields that a `MaskInfo` stores. `MaskInfo` documents them."""
 
     _attention_mask: jax.Array | None = None
     _q_segment_ids: jax.Array | None = None

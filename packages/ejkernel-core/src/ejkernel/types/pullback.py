@@ -1,4 +1,4 @@
-"""What passes from a forward pass to the backward pass."""
+"""The results of a forward pass that the backward pass gets."""
 
 import contextlib
 import contextvars
@@ -10,13 +10,13 @@ from ejkernel.types.arguments import arguments, static
 
 
 class Results(NamedTuple):
-    """What a forward implementation made.
+    """The results of a forward implementation.
 
     Attributes:
         output: The family's output.
         residuals: The family's residuals, which any backward implementation of the family can use.
-        private_residuals: Any tree of arrays that only the backward function of the same implementation is given. Only
-            a paired implementation may return it; None for nothing.
+        private_residuals: Any tree of arrays, which only the backward function of the same implementation gets. Only a
+            paired implementation may return it; None for nothing.
     """
 
     output: Any

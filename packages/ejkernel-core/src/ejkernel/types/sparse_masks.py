@@ -42,7 +42,7 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mask(abc.ABC):
-    """Which pairs attend, the same for all batch rows. Combine with `&` and `|`.
+    """A mask of pairs that attend, the same for all batch rows. Masks combine with `&` and `|`.
 
     Attributes:
         shape: (queries, keys) of the whole call.
@@ -214,7 +214,7 @@ class ChunkedCausalMask(Mask):
         q_low, q_high, k_low, k_high = queries.low[:, None], queries.high[:, None], keys.low, keys.high
         first, last = (np.minimum(q_low, k_low), np.maximum(q_high, k_high))
         one = first // self.chunk_size == last // self.chunk_size
-        # Causal pairs that meet at the last index of the one and the first of the other are the closest there are.
+        # The closest causal pairs are those of the last index of one tile and the first index of the other.
         some = (k_low <= q_high) & (k_high // self.chunk_size >= q_low // self.chunk_size)
         return Tiles(some, one & (k_high <= q_low))
 

@@ -25,7 +25,7 @@ SHOWN = 12
 
 @dataclasses.dataclass(frozen=True)
 class Carrying:
-    """What became of the evidence.
+    """The result of carrying evidence over.
 
     Attributes:
         lines: A sentence about each implementation whose sources have changed.
@@ -282,7 +282,7 @@ def tests_of(key: str, label: str, chip: str) -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
     with programs.stand_ins(), target_device(chip):
         for test in listing.list_tests((implementation,), (op,)):
-            # Candidates are tried on one case of all: where it is this one is not known without asking.
+            # The suite tries candidates on one of all cases. Only the suite knows whether it is this case.
             if test.op == op and (test.unit == f"{op}, {case}" or test.unit.startswith(listing.CANDIDATES)):
                 function, parameter = listing.resolve(test)
                 found.append((test.id, not refusal_of(function)(parameter)))

@@ -18,7 +18,7 @@ COMPILED_WITH = ("jax", "jaxlib", "jax_triton", "triton", "cuda", "cudnn")
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a test: `"passed"`, `"failed"` or `"refused"`."""
+    """The result of a test: `"passed"`, `"failed"` or `"refused"`."""
 
     outcome: str
     seconds: float
@@ -27,7 +27,7 @@ class Result:
 
 @dataclasses.dataclass
 class Run:
-    """What one run has found.
+    """The results of one run.
 
     Attributes:
         about: Device, versions, digests and time.

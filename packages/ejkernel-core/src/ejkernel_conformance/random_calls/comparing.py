@@ -35,7 +35,7 @@ class WrongError(Exception):
 
 @dataclasses.dataclass
 class Findings:
-    """What is known of a program.
+    """The findings about a program.
 
     Attributes:
         implementation: What dispatch chose, forward and backward.

@@ -1,4 +1,4 @@
-"""Which blocks of keys per token looks at."""
+"""Random lists of the key blocks that each token attends to."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What happens to a gradient on its way back."""
+"""Functions that change or check the gradient of an array in the backward pass."""
 
 from collections.abc import Callable
 from typing import Any

@@ -44,7 +44,7 @@ FAMILY = Family(
         # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
         "output": ("b t i", "b i s"),
     },
-    # A shard is a call of its own: rows and channels are independent.
+    # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
     reference=reference,
     requests=requests,

@@ -50,7 +50,8 @@ FAMILY = Family(
     differentiable=("inputs", "lm_head", "lm_head_bias"),
     dtype=lambda record: record.inputs.dtype,
     axes=axes,
-    # A shard is a call of its own. A summed loss has size 1 on each, and so as many entries as the tokens have shards.
+    # Each shard is a separate call. A summed loss has size 1 per shard, so the loss has one entry for each shard of
+    # tokens.
     shardable="t",
     unsplit={"v": "call within jax.shard_map, with vocab_parallel_axis"},
     reference=reference,

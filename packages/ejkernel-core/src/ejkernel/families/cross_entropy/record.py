@@ -42,7 +42,8 @@ class CrossEntropy:
 class CrossEntropyResiduals:
     """The gradients of a summed loss for a cotangent of 1, in the dtypes of the fields.
 
-    A forward pass may leave them, or leave all to the backward pass: without them, it makes the logits again.
+    A forward pass may compute these gradients. Otherwise the backward pass computes them, and recomputes the logits for
+    that.
 
     Attributes:
         inputs: [T, D].

@@ -31,7 +31,7 @@ def ordered(logits: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(logits, f"int{digits.bits}")
     most = jnp.iinfo(bits.dtype).max
     magnitude = bits & most
-    # The magnitudes of floats are in the order of their bits, of which those of infinity are the last before NaN's.
+    # The magnitudes of floats are in the order of their bits. The bits of infinity come directly before those of NaN.
     infinity = ((1 << digits.nexp) - 1) << digits.nmant
     signed = jnp.where(bits < 0, -magnitude, magnitude)
     return jnp.where(magnitude > infinity, most, signed)

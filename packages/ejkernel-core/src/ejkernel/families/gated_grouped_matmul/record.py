@@ -108,7 +108,7 @@ def gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
 
 
 class GateFunction(Protocol):
-    """What `combined` and `activated` read of a record: `GatedGroupedMatmul` documents the fields."""
+    """The record fields that `combined` and `activated` read. `GatedGroupedMatmul` documents them."""
 
     @property
     def activation(self) -> str: ...

@@ -29,7 +29,7 @@ FAMILY = Family(
     dtype=lambda record: record.rows.dtype,
     head_dims=lambda record: (record.rows.shape[-1],),
     axes={"rows": "m d", "indices": "t k", "inverse": "m n", "weights": "t k", "output": "t d"},
-    # A shard is a call of its own: channels are independent.
+    # Each shard is a separate call, since channels are independent.
     shardable="d",
     reference=reference,
     requests=requests,

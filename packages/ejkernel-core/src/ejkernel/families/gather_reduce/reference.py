@@ -30,6 +30,6 @@ def reference(record: GatherReduce) -> tuple[jax.Array, tuple[()]]:
     valid = named(record.indices, record.rows.shape[0])
     rows = take_rows(record.rows.astype(accumulator(record)), record.indices)
     weights = jnp.ones(valid.shape, rows.dtype) if record.weights is None else record.weights.astype(rows.dtype)
-    # Both are masked: neither a row nor a weight that is not named may bring in a NaN.
+    # Rows and weights are both masked, because a row or a weight that no index names may hold NaN.
     terms = rows * jnp.where(valid, weights, 0)[..., None]
     return jnp.sum(terms, axis=1).astype(record.rows.dtype), ()

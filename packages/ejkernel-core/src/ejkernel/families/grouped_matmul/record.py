@@ -9,7 +9,8 @@ from jax import lax
 from ejkernel.types.arguments import arguments, static
 
 LEFT_OVER = ("zero", "undefined")
-"""What unassigned rows may be: with `"undefined"`, any numbers, infinities and NaN too."""
+"""The values of `left_over`: what unassigned rows hold. With `"undefined"` they may hold any number, infinity or NaN.
+"""
 
 
 @arguments
@@ -127,7 +128,7 @@ def gradients_of_rows(
     shares = jnp.sum((product * lhs.astype(product.dtype)).reshape(*scale.shape, -1), axis=-1)
     first, end = group_rows(record)
     row = first_row + jnp.arange(lhs.shape[0], dtype=jnp.int32)
-    # Rows without a matrix have gradients of 0, whatever they and their scales hold.
+    # Rows without a matrix have gradients of 0, even if the rows or their scales hold NaN.
     assigned = ((row >= first[:, None]) & (row < end[:, None])).any(axis=0)[:, None]
     return {"lhs": jnp.where(assigned, rows(record, product, scale), 0), "lhs_scale": jnp.where(assigned, shares, 0)}
 

@@ -21,7 +21,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_rows, running_sum
 
 NONE = -1
-"""In place of a matrix: the rows are of no group that has one."""
+"""The matrix index of tiles whose rows belong to no group with a matrix."""
 FIELDS = 4
 """Fields of an entry: number of the matrix, or `NONE`; the tile's first row; the row after the last of its group;
 and the first row of its group.
@@ -37,8 +37,8 @@ class Segments(NamedTuple):
     Attributes:
         first: First row.
         end: The row after the last.
-        tiles: How many tiles the rows are.
-        stop: How many tiles these and the ones before are.
+        tiles: Number of tiles of the rows.
+        stop: Number of tiles of these rows and all earlier rows.
     """
 
     first: jax.Array

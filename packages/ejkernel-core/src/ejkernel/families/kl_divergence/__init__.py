@@ -34,7 +34,7 @@ FAMILY = Family(
     differentiable=("student",),
     dtype=lambda record: record.student.dtype,
     axes={"student": "t v", "teacher": "t v", "active": "t", "output": ("t", "t")},
-    # A shard is a call of its own: tokens know nothing of each other.
+    # Each shard is a separate call, since tokens are independent.
     shardable="t",
     unsplit={"v": "call within jax.shard_map, with vocab_parallel_axis"},
     reference=reference,

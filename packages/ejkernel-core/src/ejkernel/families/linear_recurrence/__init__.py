@@ -88,7 +88,7 @@ FAMILY = Family(
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
     axes=axes,
-    # A shard is a call of its own: rows and heads are independent.
+    # Each shard is a separate call, since rows and heads are independent.
     shardable="bhg",
     aligned=(("h", "g"),),
     reference=reference,

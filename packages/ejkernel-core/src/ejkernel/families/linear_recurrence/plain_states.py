@@ -56,7 +56,7 @@ def with_plain_state_gradients(backward: Backward) -> Backward:
             return family.as_recorded(dataclasses.replace(record, **{name: held}), final)
 
         held, (read, final) = getattr(record, name), pullback.cotangent
-        # Both are linear: the values that they are differentiated at do not matter, and XLA drops them.
+        # Both functions are linear: their derivatives do not depend on the values, so XLA drops the values.
         _, pull_stored = jax.vjp(stored, held, jnp.zeros_like(family.states(plain(held))))
         kept, final = pull_stored(final)
         inner = dataclasses.replace(pullback, record=plain(held), output=None, cotangent=(read, final))

@@ -74,7 +74,7 @@ class InSlots(NamedTuple):
 
 
 TOKEN_FIELDS = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "skip")
-"""What every token brings, [B|1, T|1, heads, ...]."""
+"""The record fields with an entry for every token, [B|1, T|1, heads, ...]."""
 
 
 def accumulator(record: LinearRecurrence) -> Any:

@@ -19,12 +19,12 @@ WIDEST = 512
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Where the key columns other than those of the latent vector are.
+    """The location of the rotary columns, the key columns that are not part of the latent vector.
 
     Attributes:
         rows: [P, S, L], the latent cache itself or another.
-        start: The first of them in a row.
-        values: Whether they are values, too.
+        start: The first rotary column in a row.
+        values: Whether the rotary columns are also values.
     """
 
     rows: jax.Array

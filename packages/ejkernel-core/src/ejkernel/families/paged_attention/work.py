@@ -62,10 +62,10 @@ def longest_first(work: Work) -> Work:
 
 
 class Deal(NamedTuple):
-    """Which key tiles of which entries each program works on. All int32.
+    """The key tiles that each program processes. All arrays are int32.
 
-    The key tiles of all entries and KV heads form one line: entry by entry, in an entry head by head. Program p works
-    on those from `begin[p]` to `begin[p] + share`; the line ends at `total`.
+    The key tiles of all entries and KV heads form one line: entry by entry, in an entry head by head. Program p
+    processes the key tiles from `begin[p]` to `begin[p] + share`; the line ends at `total`.
 
     Attributes:
         start: [W], where an entry's tiles begin in the line.

@@ -40,7 +40,7 @@ FAMILY = Family(
     dtype=lambda record: record.x.dtype,
     head_dims=lambda record: (record.x.shape[-1], columns(record)),
     axes=axes,
-    # A shard is a call of its own: rows, and columns that lie in rows of their own, are independent.
+    # Each shard is a separate call, since rows are independent, and so are columns that are rows of the packed matrix.
     shardable=lambda record: "mn" if record.transpose else "m",
     reference=reference,
     requests=requests,

@@ -88,7 +88,7 @@ FAMILY = Family(
     dtype=lambda record: record.x.dtype,
     head_dims=lambda record: (record.weight_hh.shape[3],),
     axes=axes,
-    # A shard is a call of its own: rows are independent.
+    # Each shard is a separate call, since rows are independent.
     shardable="b",
     reference=reference,
     requests=requests,

@@ -41,12 +41,12 @@ class RecurrentNetwork:
 
 @arguments
 class NetworkResiduals:
-    """What a forward pass leaves for the backward pass, of every layer and direction, in the accumulator's dtype.
+    """The residuals of a forward pass, for every layer and direction, in the accumulator's dtype.
 
     Attributes:
         gates: [L * R, B, T, ...], `combined` inputs and states of every token; 0 in padding.
         hidden: [L * R, B, T, H], the states after every token.
-        cell: [L * R, B, T, H] in the same way, for lstm.
+        cell: [L * R, B, T, H], the cells after every token, only for lstm.
     """
 
     gates: jax.Array
@@ -55,7 +55,7 @@ class NetworkResiduals:
 
     @classmethod
     def of(cls, tokens: tuple[jax.Array, ...]) -> "NetworkResiduals":
-        """From gates, states and, for lstm, cells."""
+        """Returns the residuals with these gates, states and, for lstm, cells."""
         return cls(gates=tokens[0], hidden=tokens[1], cell=tokens[2] if len(tokens) > 2 else None)
 
 

@@ -81,7 +81,7 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
         return {}, merge(so_far, *step.partials(attend(step)))
 
     def first_step(load: Load) -> tuple[Gradients, Partial]:
-        # Sinks join the denominator of this step alone, and so are counted once.
+        # Only this step adds the sinks to its denominator, so they are counted once.
         step = local_step(local, ring, load)
         return {}, attend(dataclasses.replace(step, record=dataclasses.replace(step.record, softmax_aux=sinks)))
 

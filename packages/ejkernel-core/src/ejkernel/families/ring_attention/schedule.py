@@ -29,13 +29,13 @@ TRAVELLING = ("key", "value", "kv_segment_ids", "kv_positions")
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """How one call goes around.
+    """The ring of one call: its mesh axis and the range of its transfers.
 
     Attributes:
         axis_name: The mesh axis.
         size: Devices along it.
-        before: From how many devices before it a device receives keys.
-        after: From how many devices after it.
+        before: Number of previous devices from which a device receives keys.
+        after: Number of later devices from which a device receives keys.
         striped: Whether parts are those of `ring_stripes`.
     """
 
@@ -122,7 +122,7 @@ def ring_of(record: RingAttention) -> Ring | None:
     if record.axis_name is None or size == 1:
         return None
     before, after = reach(record, size)
-    if before + after >= size - 1:  # one way around receives from every device
+    if before + after >= size - 1:  # one direction reaches every device
         before, after = size - 1, 0
     return Ring(record.axis_name, size, before, after, _is_striped(record))
 

@@ -35,7 +35,9 @@ from ejkernel.planning.softmax_merge import Partial
 Kind = Literal["full", "zig-zag", "banded", "positioned"]
 Gradients = dict[str, jax.Array]
 Distance = Any
-"""How many places before this device the keys' own device is, negative for after: int, or int32 where traced."""
+"""How many positions before this device the device of the keys is; negative if it comes after. An int, or int32 if it
+is traced.
+"""
 
 
 def kind_of(record: RingAttention, ring: Ring) -> Kind:
@@ -55,8 +57,8 @@ class Step:
 
     Attributes:
         record: The call, without sinks.
-        rows: (first, last) of the device's queries that it has.
-        columns: (first, last) of the keys that are here.
+        rows: (first, last) of the device's queries that the step computes.
+        columns: (first, last) of the present keys that the step reads.
         length: The device's queries.
         present: Whether these keys exist at all, or came around the end of the sequence; a traced bool, or True.
     """
@@ -172,7 +174,7 @@ def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
         return (tiled(record),)
 
     def make(record: RingAttention) -> tuple[TiledAttention, ...]:
-        load = load_of(record)  # of other devices' keys, and exchanged or not, the shapes are the same
+        load = load_of(record)  # of other devices' keys; the shapes do not depend on whether halves are exchanged
         by_device = dataclasses.replace(local_step(record, ring, load).record, softmax_aux=record.softmax_aux)
         distances = ring.distances if kind_of(record, ring) == "banded" else ring.distances[:1]
         return by_device, *(step_at(record, ring, distance, load).record for distance in distances)

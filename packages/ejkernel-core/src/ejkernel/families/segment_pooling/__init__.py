@@ -30,7 +30,7 @@ FAMILY = Family(
     dtype=lambda record: record.values.dtype,
     head_dims=lambda record: (record.values.shape[-1],),
     axes={"values": "b t h d", "lengths": "b", "ranges": "p c", "output": "b p h d"},
-    # A shard is a call of its own: rows, heads and channels are independent.
+    # Each shard is a separate call, since rows, heads and channels are independent.
     shardable="bhd",
     reference=reference,
     requests=requests,

@@ -1,4 +1,4 @@
-"""The branches of selected attention put together, out of any backend's kernels.
+"""Selected attention: the sum of its branches, each computed by a backend's kernels.
 
 With a gate g, a branch's output o and the output's cotangent do, which is the sum's:
 
@@ -35,7 +35,7 @@ SelectedGradients = Callable[[SelectedAttention, Branch, jax.Array, frozenset[st
 
 @dataclasses.dataclass(frozen=True)
 class DenseKernel:
-    """Tiled attention, for the branches that are that.
+    """The tiled attention of a backend, for the compressed branch and the window.
 
     Attributes:
         forward: TiledAttention -> (output, SoftmaxResiduals, ...).

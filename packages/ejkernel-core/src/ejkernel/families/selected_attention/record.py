@@ -63,7 +63,7 @@ class SelectedAttention:
 
 @arguments
 class Branch:
-    """What a branch leaves for the backward pass.
+    """The residuals of a branch.
 
     Attributes:
         output: [B, T, H, Dv] in the query's dtype, before the gate.
@@ -76,13 +76,13 @@ class Branch:
 
 @arguments
 class SelectedResiduals:
-    """What a forward pass leaves for the backward pass.
+    """The residuals of a forward pass.
 
     Attributes:
         selected: The selected branch.
-        compressed: The compressed branch; None where it was left out.
-        window: The same.
-        block_indices: [B, T, Hk, N] int32, the blocks that were selected; None where they were given.
+        compressed: The compressed branch; None if the call has no compressed branch.
+        window: The window branch; None if the call has no window.
+        block_indices: [B, T, Hk, N] int32, the selected blocks; None if the caller passed `block_indices`.
     """
 
     selected: Branch

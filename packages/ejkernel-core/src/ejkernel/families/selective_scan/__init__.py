@@ -54,7 +54,7 @@ FAMILY = Family(
     dtype=lambda record: record.x.dtype,
     head_dims=lambda record: (record.decay.shape[1],),
     axes=axes,
-    # A shard is a call of its own: rows and channels are independent.
+    # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
     reference=reference,
     requests=requests,

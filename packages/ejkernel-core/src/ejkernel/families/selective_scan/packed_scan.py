@@ -22,14 +22,15 @@ INTERVAL = 64
 
 
 class PackedIntervals(NamedTuple):
-    """The intervals of packed sequences, as many as there can be; those that there are come first. All int32.
+    """The intervals of packed sequences. The arrays have room for the most intervals that any lengths need; used
+    entries come first. All int32.
 
     Attributes:
-        sequence: [J], whose it is; N for none.
-        begin: [J], its first token.
+        sequence: [J], the sequence of each interval; N for an unused entry.
+        begin: [J], the first token of each interval.
         end: [J], the token after the sequence's last.
-        opens: bool [J], whether it is the first of its sequence.
-        closes: bool [J], whether it is the last.
+        opens: bool [J], whether the interval is the first of its sequence.
+        closes: bool [J], whether the interval is the last of its sequence.
     """
 
     sequence: jax.Array
@@ -60,7 +61,7 @@ def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:
     bounds, first = cu_seqlens.astype(jnp.int32), first_intervals(cu_seqlens)
     sequences = bounds.shape[0] - 1
     number = jnp.arange(interval_count(tokens, sequences), dtype=jnp.int32)
-    # The number of sequences whose intervals all come before: empty ones are stepped over.
+    # Counts the sequences whose intervals all come before; this skips empty sequences.
     sequence = jnp.searchsorted(first[1:], number, side="right").astype(jnp.int32)
     at = jnp.minimum(sequence, max(0, sequences - 1))
     begin = bounds[at] + (number - first[at]) * INTERVAL

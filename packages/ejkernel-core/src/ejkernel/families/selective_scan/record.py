@@ -45,7 +45,7 @@ class SelectiveScan:
 
 @arguments
 class ScanResiduals:
-    """What a forward pass leaves for the backward pass.
+    """The residuals of a forward pass.
 
     Attributes:
         states: [B, ceil(T / INTERVAL), E, I] in the accumulator's dtype, the states before tokens 0, INTERVAL, ...; of

@@ -46,7 +46,7 @@ def _packed_reference(
         record = dataclasses.replace(record, initial_state=held, state_slots=None)
     ids, position = (x[0] for x in packing.packed_ids(cu_seqlens, tokens))
     first, real = first_state(record), (ids >= 0)[None, :, None]
-    # Padding tokens change nothing, whatever they hold.
+    # Padding tokens do not change the state, even if they hold NaN.
     clean = {name: jnp.where(real, getattr(record, name), 0) for name in ("x", "step", "write", "read")}
     start = jnp.where((ids >= 0) & (position == 0), ids, -1)
     after, outputs, before, _ = _scan(dataclasses.replace(record, **clean), first, start)

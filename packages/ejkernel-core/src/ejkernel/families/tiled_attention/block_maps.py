@@ -36,7 +36,7 @@ class PatternTiles:
 
     Attributes:
         some: Whether a pair attends, bool [H|1, query tiles, key tiles].
-        every: Whether all pairs do, as above.
+        every: Whether all pairs attend, in the same layout.
         mask_ids: Which tile mask a tile has, int32, as above.
         tile_masks: int8 [n, q_block, kv_block], 0 beyond the call's last query and key.
         reachable: As `some`, for any part and head the record may turn out to have; NumPy, [n, query tiles, key tiles].
@@ -51,11 +51,11 @@ class PatternTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockMap:
-    """What all that restricts pairs makes of the tiles of a record.
+    """The tile pairs of a record: which are full, partial or empty under all masks of the record.
 
     Attributes:
         some: Whether a pair may attend, bool [B|1, H|1, query tiles, key tiles].
-        every: Whether all pairs do, as above; never in a tile that ends past its array.
+        every: Whether all pairs may attend, in the same layout; False for a tile that ends past its array.
         mask_ids: Which tile mask a tile has, int32 [1, H|1, query tiles, key tiles]; None without a pattern.
         tile_masks: int8 [n, q_block, kv_block]; None without a pattern.
         reachable: As `some`, where that is traced: all that it may turn out to be; NumPy, [n, query tiles, key tiles].
@@ -84,11 +84,12 @@ class BlockMap:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockLists:
-    """The tiles with work for every tile of the other side, full blocks first; entries from `count` on mean nothing.
+    """For every tile of one side, the list of tiles of the other side that have work, full tiles first. Entries from
+    `count` on are unused.
 
     Attributes:
-        full: How many are full, int32 [B|1, H|1, tiles].
-        count: How many there are, int32 [B|1, H|1, tiles].
+        full: Number of full tiles in each list, int32 [B|1, H|1, tiles].
+        count: Length of each list, int32 [B|1, H|1, tiles].
         blocks: int32 [B|1, H|1, tiles, longest list].
         mask_ids: Which tile mask each has, in the shape of `blocks`; None without a pattern.
     """

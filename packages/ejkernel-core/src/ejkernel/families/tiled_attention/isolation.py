@@ -61,7 +61,7 @@ def isolate_pullback(pullback: Any) -> Any:
     if pullback.lse_cotangent is not None:
         finite &= jnp.isfinite(pullback.lse_cotangent)
         more["lse_cotangent"] = finite_or_zero(pullback.lse_cotangent)
-    # Padding has no gradient, whatever it holds.
+    # The gradient of padding is 0, even if padding holds NaN.
     finite |= (record.q_segment_ids < 0)[:, None]
     shifts = {name: getattr(residuals, name, None) for name in ("lse", "row_max")}
     shifts = {name: jnp.where(finite, x, jnp.nan) for name, x in shifts.items() if x is not None}

@@ -1,4 +1,4 @@
-"""What calls of tiled attention have in common that share an entry of a table of measured configurations."""
+"""The kind of a call of tiled attention. Calls of one kind share an entry in a table of measured configurations."""
 
 from collections.abc import Callable
 

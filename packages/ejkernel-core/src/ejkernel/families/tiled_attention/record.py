@@ -75,12 +75,12 @@ class TiledAttention:
 
 @arguments
 class SoftmaxResiduals:
-    """What a forward pass leaves for the backward pass, in addition to the output.
+    """The residuals of a forward pass, in addition to the output.
 
     Attributes:
         lse: [B, H, T] float32, log of the softmax denominator, sink included; -inf for empty rows.
         row_max: [B, H, T] float32, the largest allowed score; only if not `normalize_output`.
-        row_argmax: [B, H, T] int32, the key that has it; only if not `normalize_output`.
+        row_argmax: [B, H, T] int32, the key of the largest score; only if not `normalize_output`.
     """
 
     lse: jax.Array

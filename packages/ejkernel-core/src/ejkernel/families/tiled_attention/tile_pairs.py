@@ -1,4 +1,5 @@
-"""Which pairs of a query tile and a key tile have work, for kernels that compute tiled attention tile by tile.
+"""Classifies pairs of a query tile and a key tile as empty, partial or full, for kernels that compute tiled attention
+tile by tile.
 
 For every tile the extremes of its positions and segment ids decide: a pair is *empty* when no query of it can see any
 key, and *full* when every query sees every key. Without explicit positions and segment ids the answers are constants.
@@ -73,7 +74,7 @@ def padding_as_segments(record: TiledAttention) -> TiledAttention:
     """Returns the record with masks of padding alone as segment ids, which let tiles be skipped, and no
     one-sided ids.
     """
-    if record.q_segment_ids is None or record.kv_segment_ids is None:  # ids of one side restrict nothing
+    if record.q_segment_ids is None or record.kv_segment_ids is None:  # ids of only one side restrict no pair
         record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
     mask = record.mask
     if mask is None or mask.shape[1] > 1 or min(mask.shape[2:]) > 1:

@@ -25,7 +25,9 @@ __all__ = ["EXPORTS", "OPS"]
 
 
 class _Operations(ModuleType):
-    """This package. Python binds a module to its name in the package; for an operation's it is the function."""
+    """The class of this package. Python binds a submodule to its name in the package; this class binds the name of an
+    operation to its function instead.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, ModuleType) and name in HOMES:

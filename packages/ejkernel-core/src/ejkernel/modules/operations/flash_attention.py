@@ -332,8 +332,8 @@ def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
         (q_ids, q_indices), (k_ids, k_indices) = packed(args.cum_seqlens_q, queries), packed(cum_k, keys)
         explicit_ids = None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
         ids = (q_ids, k_ids) if explicit_ids is None else packing.both_ids(explicit_ids, (q_ids, k_ids))
-        # With the same packing on both sides the difference of two indices in a sequence is that of their positions,
-        # and indices let tiles be skipped at compile time. In padded rows they are the positions.
+        # If both sides have the same packing, two tokens of a sequence have the same distance in indices as in
+        # positions, and with indices tiles are skipped at compile time. In padded rows, indices are the positions.
         if explicit or (batch == 1 and args.cum_seqlens_k is not None):
             positions = [
                 indices if x is None else x for indices, x in zip((q_indices, k_indices), positions, strict=True)

@@ -333,7 +333,7 @@ def _over_devices(
     mass = family.target_mass(record)
     local = record.label_smoothing
     whole = lax.psum((mass - local) / (1 - local), axis) * (1 - part) + part if local < 1 else jnp.ones((), loss.dtype)
-    # Every device's loss is of its own softmax: what it adds to the expected logit is left of it.
+    # Each device computes the loss with its local softmax. Subtracting the local log-sum-exp leaves the expected logit.
     expected = lax.psum(lse * mass - loss, axis) * (1 - part + part / shards)
     whole_lse = token_losses.lse_over_devices(lse, axis)
     weights = _checked_weights(args).reshape(-1)

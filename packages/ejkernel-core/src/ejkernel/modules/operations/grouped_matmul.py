@@ -161,7 +161,8 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
             left_over=as_choice("left_over", self.left_over, family.LEFT_OVER),
-            # Dispatch chooses the kernel and none pads: these mean nothing, and calls with them are one.
+            # Dispatch chooses the kernel, and no kernel pads, so these arguments have no effect. Calls that differ only
+            # in them are equal.
             use_v2=as_flag("use_v2", self.use_v2) and False,
             use_v3=as_flag("use_v3", self.use_v3) and False,
             do_padding=as_flag("do_padding", self.do_padding) or True,

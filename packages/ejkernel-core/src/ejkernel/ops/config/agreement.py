@@ -58,9 +58,9 @@ def alone() -> bool:
 
 
 class Agreement:
-    """What the processes of a job agreed on for one chain.
+    """The selections that the processes of a job agreed on for one chain.
 
-    Chains are told apart by the order of their first questions, the same in every process.
+    A chain is identified by the order in which chains are first asked, which is the same in every process.
     """
 
     def __init__(self) -> None:

@@ -10,14 +10,14 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class AutotunePolicy:
-    """What happens when no tier knows a call.
+    """The policy for a call that no earlier tier has a configuration for.
 
     Attributes:
         allow_autotune: Whether measuring is allowed at all.
-        allow_heuristics: Whether rules may decide; if not, a miss is an error.
-        cache_miss_fallback: Which of the two is asked first on a miss. Heuristics follow where tuning cannot run
+        allow_heuristics: Whether heuristics may decide; if not, a call without a configuration is an error.
+        cache_miss_fallback: Whether autotuning or heuristics are asked first. Heuristics follow where tuning cannot run
             (under a trace) or finds no working candidate.
-        validate_backward: Whether a miss of a backward pass may lead to measuring too.
+        validate_backward: Whether backward passes may be measured too.
     """
 
     allow_autotune: bool = True

@@ -224,7 +224,7 @@ class Kernel(Generic[Cfg, Out]):
         xla = [i for i in registry().implementations.get(plan.op.name, ()) if i.platform == "xla"]
         return self._candidates(xla, record, plan.device)
 
-    # Under shard_map a kernel sees one shard, and so does what is above for an invocation with a mesh.
+    # Under shard_map a kernel sees one shard. The code above also uses one shard for an invocation with a mesh.
     candidate_cfgs_shard_map_gpu = candidate_cfgs_gpu
     candidate_cfgs_shard_map_tpu = candidate_cfgs_tpu
     candidate_cfgs_shard_map_xla = candidate_cfgs_xla

@@ -76,7 +76,7 @@ def describe(make: Callable[[], Any]) -> Any:
     """Returns what a function that can be traced makes: shapes of floating arrays, and values of all others."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(make))
     floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-    # XLA leaves out what the others do not depend on: the large arrays.
+    # XLA does not compute the large arrays, because the returned arrays do not depend on them.
     values = iter(jax.jit(lambda: [x for x, real in zip(jax.tree.leaves(make()), floating, strict=True) if not real])())
     described = [leaf if real else np.asarray(next(values)) for leaf, real in zip(leaves, floating, strict=True)]
     return jax.tree.unflatten(structure, described)

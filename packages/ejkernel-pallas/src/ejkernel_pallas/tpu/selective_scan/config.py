@@ -42,7 +42,7 @@ PUBLIC_FIELDS = {"block_d": "block_channels"}
 
 
 def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> TpuScan:
-    """Returns the configuration for a record. It is not measured; the profile predicts that it is the fastest on v5e."""
+    """Returns the configuration for a record. It is not measured: the profile predicts it as the fastest on v5e."""
     # An interpreter gains nothing from long code, and takes long to compile it.
     return TpuScan(block_channels=min(2, _groups(record)) * GROUP, unroll=1 if interpreting() else 8)
 

@@ -85,7 +85,7 @@ def token_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand
 
 
 def column_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
-    """Returns the operand of [B, chunks, E, 64], or an array with another pair of last axes, with one block per chunk."""
+    """Returns the operand of [B, chunks, E, 64], or of an array with other last axes, with one block per chunk."""
     return Operand(x, (None, None, *x.shape[2:]), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, 0))
 
 

@@ -78,7 +78,7 @@ multiply_columns.defvjp(_saving(multiply_columns), _columns_gradients)
 
 
 def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
-    """Returns `multiply_columns` of [m, a, b] and [n, a, d], where n / m neighbours share their left matrix: [n, b, d]."""
+    """Returns `multiply_columns` of [m, a, b] and [n, a, d]: [n, b, d]. n / m neighbours share their left matrix."""
     return from_side_by_side(multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
 
 

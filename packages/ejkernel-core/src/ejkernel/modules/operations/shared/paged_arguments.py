@@ -258,7 +258,7 @@ def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
     scaled = queries.astype(jnp.promote_types(queries.dtype, jnp.float32)) / scale
     if dtype == jnp.int8:
         scaled = jnp.clip(jnp.round(scaled), -128, 127)
-    # XLA takes a conversion to a narrower dtype and back for one that it may leave out.
+    # XLA may remove a conversion to a narrower dtype and back.
     return lax.optimization_barrier(scaled.astype(dtype)).astype(queries.dtype)
 
 

@@ -55,7 +55,7 @@ def sink_logits(softmax_aux: jax.Array | None, heads: int, dtype: Any) -> jax.Ar
     logits = softmax_aux.astype(jnp.promote_types(dtype, jnp.float32))
     if logits.shape == (heads,):
         return logits
-    # As `jax.nn.logsumexp`, whose gradient is NaN where sinks are switched off with -inf.
+    # Replaces `jax.nn.logsumexp`, whose gradient is NaN if sinks are switched off with -inf.
     row_max = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     row_max = jnp.where(jnp.isfinite(row_max), row_max, 0)
     row_sum = jnp.sum(jnp.exp(logits - row_max), axis=-1)
