@@ -1,4 +1,4 @@
-"""What all implementations in XLA have in common."""
+"""The shared registration of all XLA implementations."""
 
 from collections.abc import Iterable
 

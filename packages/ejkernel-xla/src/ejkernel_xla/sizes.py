@@ -1,4 +1,4 @@
-"""What the configurations of all families have in common."""
+"""The shared checks of the sizes in configurations of all families."""
 
 import dataclasses
 from typing import Any

@@ -19,8 +19,8 @@ exactly a warp's columns.
 LARGEST = 2**31 - 1
 """The largest number of elements of an array: indices of rows and tiles have 32 bits."""
 FIRST_COLUMNS = 4096
-"""Columns from which on the kernels have priority over Triton's without `transpose`: smaller matrices have not been
-timed, and leave multiprocessors without a block.
+"""With `transpose=False`, the smallest number of columns for which the kernels have priority over Triton's. Smaller
+matrices have not been timed, and leave multiprocessors without a block.
 """
 
 

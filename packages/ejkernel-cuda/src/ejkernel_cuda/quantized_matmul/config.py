@@ -36,8 +36,8 @@ WARPGROUP_ROWS, WARPGROUP_UNIT, WARPGROUP_COLUMNS = 17, 256, 256
 WARPGROUP_OVERHEAD = 768
 """The fixed cost of a block of the WGMMA kernel, in contracted elements."""
 ROWS_FIRST_ROWS, ROWS_FIRST_COLUMNS, ROWS_FIRST_UNIT = 8, 8192, 128
-"""Without `transpose`: up to this many rows of x, and from this many columns on, the MMA kernel is faster than the
-WGMMA kernel; and the WGMMA kernel's unit of K (csrc/quantized_matmul/rows_warpgroups.cuh).
+"""With `transpose=False`: the largest number of rows of x and the smallest number of columns for which the MMA kernel
+is faster than the WGMMA kernel; and the WGMMA kernel's unit of K (csrc/quantized_matmul/rows_warpgroups.cuh).
 """
 
 

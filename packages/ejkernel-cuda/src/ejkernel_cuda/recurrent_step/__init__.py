@@ -17,8 +17,8 @@ STEP = 8
 """The largest number of tokens per sequence; for packed sequences, on average."""
 
 LONGEST = 256
-"""The largest number of tokens of packed sequences beyond one each: a single sequence may have all of them, in
-chunks of 8.
+"""The largest number of tokens minus sequences in a packed call. One sequence may have all these tokens, and the kernel
+processes them in chunks of 8.
 """
 
 FEWEST, FEWEST_CHANNELS = 4, 7

@@ -1,4 +1,4 @@
-"""What a call's kernels share: the chunks' tokens, cumulative gates, and pipeline stages that fit the chip.
+"""Computes what a call's kernels share: the chunks' tokens, cumulative gates, and pipeline stages that fit the chip.
 
 Triton's compiler determines the shared memory of a kernel; `_bytes` is an upper bound for its versions 3.6 and 3.9,
 which a test compares with them.
@@ -56,7 +56,8 @@ class ChunkIndex(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrenceCall:
-    """What the launches of one call share, for B rows; the letters are those of `RecurrenceSpec`.
+    """The arrays and constants that the launches of one call share, for B rows. The letters are those of
+    `RecurrenceSpec`.
 
     Attributes:
         spec: Constants.

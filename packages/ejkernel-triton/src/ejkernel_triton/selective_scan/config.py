@@ -78,8 +78,8 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
         )
     # One warp and blocks of 16 tokens 2.85 ms, two warps 2.96, four 3.10; two segments 4.1 where one fills the chip.
     block_t, columns = 4 if interpreting() or size > 16 else 16, 0
-    # Measured on an H200 with N 16: 1.11 ms with columns prefetched by 3 tokens instead of 3.11, which waits for each
-    # of them. Wider columns leave too few registers for that.
+    # Measured on an H200 with N 16: 1.11 ms with columns prefetched by 3 tokens, instead of 3.11 ms without prefetch,
+    # where every load waits. Wider columns leave too few registers for the prefetch.
     if gpu_of(device).architecture == "hopper" and size <= 16 and record.write.dtype.itemsize == 2:
         # Masked loads of a last, partial block take registers as well: longer blocks with masks would spill. Each
         # packed sequence has such a block.

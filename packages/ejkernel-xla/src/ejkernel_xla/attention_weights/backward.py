@@ -102,7 +102,7 @@ def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTil
     if scores.allowed is not None:  # of pairs that do not attend, the cotangent may be anything
         # Their weights are replaced, too: lse is NaN in rows that are not finite.
         dweights, weights = jnp.where(scores.allowed, dweights, 0), jnp.where(scores.allowed, weights, 0)
-    # From the weights: the cotangent of the weights is in it too, so <do, o> would not do.
+    # Computes delta from the weights, because it includes the cotangent of the weights; <do, o> lacks that term.
     delta = jnp.sum(weights * dweights, axis=-1)
     dscores = weights * (dweights - delta[..., None])
     if scores.slope is not None:

@@ -37,7 +37,7 @@ ALL_KEYS: Any = 0
 
 
 class State(NamedTuple):
-    """What query tiles are stored into: output [B, T, H, Dv], weights [B, H, T, S] and lse [B, H, T]."""
+    """The arrays that query tiles are stored into: output [B, T, H, Dv], weights [B, H, T, S] and lse [B, H, T]."""
 
     output: jax.Array
     weights: jax.Array

@@ -30,7 +30,8 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     def output(fields: dict[str, jax.Array]) -> jax.Array:
         return output_of(dataclasses.replace(record, **fields))
 
-    # The transposed views: the same loop the other way. The sums, which the activation needs, are computed again.
+    # The transposed views give the same loop in reverse. The sums, which the derivative of the activation needs, are
+    # recomputed.
     (gradients,) = jax.vjp(output, fields)[1](outputs)
     dx, dstate = add_state_gradients(record, gradients["x"], gradients[state], final)
     gradients |= {"x": dx, state: dstate}

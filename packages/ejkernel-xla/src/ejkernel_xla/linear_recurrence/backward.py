@@ -80,8 +80,8 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
             return chunk_step(record, chunking, at, state, parts)
 
         before = lax.dynamic_index_in_dim(chunk_states, n, keepdims=False)
-        # The VJP is taken inside of the loop: what it keeps of a chunk is dropped before the next one. Taken of the
-        # whole loop it would be kept for all chunks.
+        # The VJP is taken inside of the loop, so the residuals of a chunk are dropped before the next chunk. The VJP of
+        # the whole loop would keep the residuals of all chunks.
         _, pull = jax.vjp(run, before, slices(record, chunking, at))
         dstate, parts = pull((load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)))
         # Added: tokens that a chunk only shares have gradients of 0 in it.

@@ -44,7 +44,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
     if not record.query.size:  # no rows
         return (_outputs(record), states(record)), ()
     chunking = make_chunking(record, config.chunk_size)
-    # Chunks that share tokens add their outputs, since each has 0 for those of the other.
+    # Chunks that share tokens add their outputs, since each chunk has 0 for the tokens of the other chunk.
     write = replace if chunking.all_full else paste
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +53,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         state, read = chunk_step(record, chunking, at, load(record, table, at), slices(record, chunking, at))
         return write(output, read, at), store(record, table, at, state)
 
-    # A loop and no vmap over chunks: states are sequential, and one chunk's scores are all that memory holds.
+    # This is a loop and not a vmap over chunks: states are sequential, and memory holds the scores of one chunk only.
     output, table = loop(chunking.count, step, _initial(record))
     return (output, by_head(record, table)), ()
 

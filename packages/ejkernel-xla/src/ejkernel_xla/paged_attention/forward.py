@@ -57,7 +57,8 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
 
 
 def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    # Tiles of similar length share a stack: its loop runs as long as its longest, with the others masked.
+    # Tiles of similar length share a stack. The loop of a stack runs as long as its longest tile, and shorter tiles are
+    # masked.
     work = longest_first(find_work(record, cut.queries, cut.stack))
 
     def batch(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -71,7 +71,7 @@ def _inputs(pullback: Pullback, layer: int) -> jax.Array:
     """Returns what a layer reads, [T, B, inputs]."""
     record = pullback.record
     if layer == 0:
-        return concatenated([time_major(record.x)], valid_tokens(record))  # 0 in padding, whatever it holds
+        return concatenated([time_major(record.x)], valid_tokens(record))  # 0 in padding, even if padding holds NaN
     directions = shape(record)[1]
     below = pullback.residuals.hidden[(layer - 1) * directions : layer * directions]
     return concatenated([time_major(hidden) for hidden in below], valid_tokens(record))
@@ -89,7 +89,7 @@ def _direction(
         inputs, tokens = parts[0], parts[1:]
         before, to_gates = lax.scan(token, after, tokens, reverse=not at.backwards, unroll=config.unroll)
         to_inputs, to_recurrent = separated(record.cell, to_gates)
-        # After the token loop: sums over t * B rows as one product, instead of an outer product a token.
+        # These sums over t * B rows run after the token loop as one product, instead of one outer product per token.
         contributions = {
             "weight_ih": _outer(record, to_inputs, inputs),
             "weight_hh": _outer(record, to_recurrent, tokens[1][0]),
@@ -121,7 +121,7 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
         _, pull = jax.vjp(lambda gates, state: after_token(cell, gates_of(gates, count), state), gates, state)
         to_gates, direct = pull((after[0] + cotangent, *after[1:]))
         before = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
-        # Padding has no gradient, and hands the cotangent of the state on as it is.
+        # The gradient of padding is 0, and padding passes the cotangent of the state on unchanged.
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
         return select_state(is_real, before, after), to_gates
 

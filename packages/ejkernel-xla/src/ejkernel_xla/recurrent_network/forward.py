@@ -61,7 +61,7 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
         inputs, is_real = parts
-        # W_ih x of a whole block is one product; the loop over tokens has W_hh h alone, which needs the state.
+        # W_ih x of a whole block is one product. The loop over tokens computes only W_hh h, which needs the state.
         projected = at.from_inputs(inputs)
         first = projected[-1 if at.backwards else 0]
         following = jnp.roll(projected, 1 if at.backwards else -1, axis=0)

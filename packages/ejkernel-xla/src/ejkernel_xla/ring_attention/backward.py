@@ -102,7 +102,7 @@ def _sink_gradient(pullback: Pullback) -> jax.Array:
     """Returns the gradient of the sinks, [H]: `-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
     output = pullback.output.astype(dtype)
-    # Padding rows have an output of 0 and contribute 0, whatever their cotangent holds.
+    # Padding rows have an output of 0 and contribute 0, even if their cotangent is NaN.
     delta = jnp.sum(jnp.where(output == 0, 0, pullback.cotangent.astype(dtype)) * output, axis=-1).swapaxes(1, 2)
     lse = pullback.residuals.lse
     sinks = record.softmax_aux.astype(dtype)[:, None]

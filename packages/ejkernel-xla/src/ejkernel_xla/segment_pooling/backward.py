@@ -40,7 +40,7 @@ def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
 def _of_ranges(ranges: jax.Array, tokens: int, shares: jax.Array) -> jax.Array:
     first, end = ranges[:, 0], ranges[:, 1]
     token = jnp.arange(tokens, dtype=jnp.int32)
-    # The first pool that ends after a token: neither empty ones nor those before it.
+    # Finds the first pool that ends after a token, which skips empty pools and earlier pools.
     pool = jnp.minimum(jnp.searchsorted(end, token, side="right"), end.shape[0] - 1)
     valid = (token >= first[pool]) & (token < end[pool])
     return jnp.where(valid[:, None, None], shares[0, pool], 0)[None]

@@ -47,7 +47,8 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
         n = chunks(record) - 1 - n
         at = chunk_at(record, packed, n)
         dstate = enter(at._replace(opens=at.closes), dstate, after)
-        # Tokens that are not the chunk's count elsewhere: here they are 0, and the state passes them unchanged.
+        # Tokens of other chunks are 0 here, and the state passes them unchanged; their own chunks compute their
+        # gradients.
         x, cotangent = cut(record.x, at).astype(dtype), cut(outputs, at).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
         cotangents = (dstate, jnp.moveaxis(cotangent, 1, 0))

@@ -32,14 +32,14 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
         output, chunk_states, state, final = carry
         at = chunk_at(record, packed, n)
         state = enter(at, state, first)
-        # All that the backward pass gets: one state every INTERVAL tokens, instead of one per token.
+        # The residuals are one state every INTERVAL tokens, instead of one per token.
         stored = state if at.sequence is None else jnp.where(at.sequence < first.shape[0], state, 0)
         chunk_states = lax.dynamic_update_index_in_dim(chunk_states, stored, n, axis=1)
         state, read = advance(config.associative, state, load(record, at), decay)
         part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
         return paste(output, at, part), chunk_states, state, leave(at, state, final)
 
-    # The state after a sequence without tokens is the one before it.
+    # The state after a sequence without tokens is the state before it.
     start = (jnp.zeros_like(record.x), chunk_states, first if packed is None else jnp.zeros_like(first[:1]), first)
     output, chunk_states, _, final = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
     return (output, jnp.swapaxes(final, 1, 2)), ScanResiduals(states=chunk_states)

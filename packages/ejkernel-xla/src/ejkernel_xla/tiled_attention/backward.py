@@ -81,7 +81,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     if pullback.lse_cotangent is not None and not record.normalize_output:
         return added_up(backward, pullback, params)
     fields = {name: getattr(record, name) for name in sorted(pullback.wanted)}
-    # The query's gradient is complete after its tile; the others are sums over query tiles.
+    # The gradient of a query is complete after its tile; the other gradients are sums over query tiles.
     grads = {
         name: jnp.zeros(x.shape, x.dtype if name == "query" else accumulator(record)) for name, x in fields.items()
     }
@@ -210,7 +210,7 @@ def _add_relative_bias(
     """Adds the sums of a tile's diagonals to the gradient of the table [H, n]."""
     _, h, g, t, s = dscores.shape
     rows = dscores.sum(axis=0).reshape(h * g, t, s)
-    # The inverse of what the scores do: rows shifted by one against each other put a diagonal into a column.
+    # This inverts the layout change of the scores: rows that are each shifted by one more put a diagonal into a column.
     shifted = jnp.pad(rows, ((0, 0), (0, 0), (t - 1, 0))).reshape(h * g, t * (t + s - 1))
     columns = jnp.pad(shifted, ((0, 0), (0, t))).reshape(h * g, t, t + s)
     entries = relative_distances(table, record, plan, at, tile)

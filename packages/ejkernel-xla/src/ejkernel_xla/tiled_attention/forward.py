@@ -181,7 +181,7 @@ def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
 
 def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: Cursor) -> dict[str, jax.Array]:
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
-    # A tile that was moved back writes the rows it shares with the tile before once more, with the same numbers.
+    # A tile that was moved back writes the rows that it shares with the previous tile again, with the same numbers.
     head = at.head * plan.group
     output = tile.pop("output").transpose(0, 3, 1, 2, 4).reshape(b, t, heads, -1)
     stored = {name: put(state[name], (at.batch, head, at.query), x.reshape(b, heads, t)) for name, x in tile.items()}

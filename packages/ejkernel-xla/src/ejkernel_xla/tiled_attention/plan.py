@@ -105,7 +105,7 @@ def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Ti
     group = heads // kv_heads
     if q_axis.symbolic or kv_axis.symbolic:
         return TilePlan(q_axis, kv_axis, 1, 1, group, (batch, kv_heads))
-    # Short sequences: several heads and rows go into one batched product, as many as fill a tile of scores.
+    # For short sequences, one batched product has several heads and rows, as many as fill a tile of scores.
     room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
     many = q_axis.tiles * kv_axis.tiles > 1
     some_heads = 1 if many and _heads_differ(record) else _divisor(kv_heads, room)  # each head skips other tiles

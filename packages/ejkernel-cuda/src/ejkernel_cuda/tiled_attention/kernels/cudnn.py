@@ -23,8 +23,8 @@ MASKED = {"bfloat16": -1e30, "float16": -6e4}
 
 
 def finite(record: TiledAttention) -> TiledAttention:
-    """Returns the record with -inf in the bias replaced: in a row of nothing else, cuDNN's softmax may divide 0 by
-    0.
+    """Returns the record with -inf in the bias replaced. In a row whose biases are all -inf, cuDNN's softmax may divide
+    0 by 0.
     """
     assert record.bias is not None  # checked by the caller
     bias = jnp.where(record.bias == -jnp.inf, MASKED[record.bias.dtype.name], record.bias)

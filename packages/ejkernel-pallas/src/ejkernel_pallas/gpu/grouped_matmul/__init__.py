@@ -33,7 +33,7 @@ def _gated_priority(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementations for 16-bit operands, for 8-bit ones with scales, and for gated products."""
+    """Returns the implementations for 16-bit operands, for 8-bit operands with scales, and for gated products."""
     return (
         Implementation(
             family="grouped_matmul",

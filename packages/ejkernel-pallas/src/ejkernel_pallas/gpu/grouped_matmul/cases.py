@@ -34,7 +34,8 @@ def cases() -> dict[str, tuple[Case, ...]]:
     return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}
 
 
-# As above: groups that are empty, smaller than a warpgroup's rows, than a tile, of several tiles, and unassigned rows.
+# The groups are as above: empty, smaller than a warpgroup's rows, smaller than a tile, and of several tiles; some rows
+# are unassigned.
 EIGHT = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
 EIGHT_PAIRS = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
 EIGHT_SOME = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
@@ -98,7 +99,7 @@ def cases_of_8_bits() -> dict[str, tuple[Case, ...]]:
 
 # Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
 GROUPS = (40, 0, 63, 1, 130, 200)
-# As above, with a mean so small that one warpgroup alone multiplies the last tile of a group.
+# The groups are as above, with a mean so small that one warpgroup alone multiplies the last tile of a group.
 SMALL_GROUPS = (40, 0, 63, 1, 130, 64, 65, 0, 5, 120)
 # name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, options
 _ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (

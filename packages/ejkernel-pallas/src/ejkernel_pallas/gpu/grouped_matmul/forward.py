@@ -1,4 +1,6 @@
-"""Forward passes of the grouped matmul on Hopper: with 16-bit operands, with 8-bit ones and scales, and gated."""
+"""Forward passes of the grouped matmul on Hopper: with 16-bit operands, with 8-bit operands and scales, and with gated
+products.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +85,8 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
 def times_matrices(
     kernel: Kernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
 ) -> jax.Array:
-    """Returns rows [M, contracted] times the matrices of their groups; 8-bit ones with the arrays that `SCALES`
-    names.
+    """Returns rows [M, contracted] times the matrices of their groups. 8-bit operands come with the arrays that
+    `SCALES` names.
     """
     operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
     return launch_rows(kernel, spec, operands, record)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 def longest_first(first: jax.Array, end: jax.Array) -> jax.Array:
     """Returns first row, end and index of every matrix, ordered by decreasing number of rows: int32 [E, 3]."""
     rows, matrix = end - first, jnp.arange(first.shape[0], dtype=jnp.int32)
-    # Counts instead of sorting: sums over so few elements are small kernels, a sort is a slow one.
+    # Counting replaces sorting: sums over so few elements are small kernels, but a sort is a slow kernel.
     before = (rows > rows[:, None]) | ((rows == rows[:, None]) & (matrix < matrix[:, None]))
     place = jnp.sum(before, axis=1, dtype=jnp.int32)
     fields = jnp.stack((first, end, matrix), axis=1)

@@ -129,7 +129,9 @@ def store_tile(target: Any, tile: jax.Array) -> None:
 
 
 def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
-    """Stores the first rows of a tile [64, N] in global memory, and up to 15 more; the others are not written."""
+    """Stores the first rows of a tile [64, N] in global memory, and up to 15 later rows; the remaining rows are not
+    written.
+    """
     if rows > WGMMA_M - WARP_ROWS:
         store_tile(target, tile)
         return

@@ -14,13 +14,15 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
 LINE = 128
-"""Contiguous bytes of a row. Pieces of a line are permuted by row, which does not matter for zeros."""
+"""Bytes of a row that are written at once. The swizzle permutes the pieces of a line by row, which does not matter for
+zeros.
+"""
 STORE_BYTES = 16
 """Bytes that a thread writes at a time."""
 LINE_THREADS = LINE // STORE_BYTES
 """Threads that write a line together."""
 PASS_ROWS = THREADS // LINE_THREADS
-"""Rows of which a warpgroup writes a line at a time."""
+"""Rows of which a warpgroup writes one line at once."""
 STORE = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 
 

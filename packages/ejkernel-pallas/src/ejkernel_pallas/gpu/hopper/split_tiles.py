@@ -36,7 +36,8 @@ WHOLE = Split(tiles=0, parts=1)
 
 
 def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
-    """Returns the split of the tail wave: of the tiles that remain after all blocks have had equally many.
+    """Returns the split of the tail wave: the tiles that remain after every block has processed the same number of
+    tiles.
 
     Args:
         tiles: Number of tiles, of equal duration.

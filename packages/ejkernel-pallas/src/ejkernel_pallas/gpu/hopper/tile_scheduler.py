@@ -238,7 +238,9 @@ def _splat(value: Any) -> Any:
 
 
 def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
-    """Returns first block, full_start, full_end and end of an item's blocks; unspecified ones past the last item."""
+    """Returns first block, full_start, full_end and end of an item's blocks. Past the last item the values are
+    unspecified.
+    """
     # A block without a tile reads some entry of the table, and does not use it.
     work = item(plan, jnp.minimum(number, plan.items - 1))
     place = work.row(table), *work.head_row(table, 4), work.tile

@@ -38,7 +38,7 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementations for paged caches and for dense ones."""
+    """Returns the implementations for paged caches and for dense caches."""
     run = "ejkernel_pallas.gpu.latent_attention.forward"
     return (
         _implementation(

@@ -107,7 +107,7 @@ def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tupl
 
 
 def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns outputs of whole items, and partial results of the others."""
+    """Returns the outputs of whole items and the partial results of split items."""
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         latent_kernel(Call(spec, given, made, Shared(**buffers)))

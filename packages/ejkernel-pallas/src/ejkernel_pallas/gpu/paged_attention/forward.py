@@ -154,7 +154,7 @@ def _in_order(
 
 
 def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns outputs of whole items, and partial results of the others."""
+    """Returns the outputs of whole items and the partial results of split items."""
 
     def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
         paged_kernel(Call(spec, given, made, Shared(**buffers)))

@@ -54,7 +54,9 @@ class ForwardTile:
         return spec.masked or spec.keys % self.keys != 0
 
     def has_uneven_ends(self, spec: HopperSpec) -> bool:
-        """Returns whether in some block the first warpgroup's keys end at least a tile before the block's last ones."""
+        """Returns whether, in some block, the first warpgroup's keys end at least a tile before the last keys of the
+        block.
+        """
         if spec.right is None or spec.pattern or spec.pages:
             return False
         ends = ((row + spec.right, row + self.queries - WGMMA_M + spec.right) for row in self._last_rows())

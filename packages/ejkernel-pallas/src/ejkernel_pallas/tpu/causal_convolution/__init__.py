@@ -1,6 +1,6 @@
 """The causal convolution in Mosaic TPU: blocks of tokens and channels, and the tokens before a block in VMEM.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements and limits of the kernels are data in this module, so Pallas is not imported before a call.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.causal_convolution import config
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
 WIDTHS = range(2, 9)
-"""Weights of a channel: the rows of one vector register hold the tokens before a block."""
+"""The largest number of weights per channel: the rows of one vector register hold the tokens before a block."""
 MOST_SEQUENCES = 2**16
 """Packed sequences whose bounds scalar memory holds: a quarter of its 1 MiB."""
 

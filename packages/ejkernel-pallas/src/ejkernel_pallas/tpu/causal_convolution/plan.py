@@ -1,4 +1,5 @@
-"""What is computed before the kernels of the causal convolution: their operands, and the first tokens of sequences.
+"""Computes the operands of the causal convolution's kernels before the launch, and the outputs of the first tokens of
+sequences.
 
 The kernels take a row as one sequence after zeros. Where it is not, the first W - 1 tokens of each sequence read other
 tokens than the W - 1 before them in the row. Those are few, so they are a record of their own, of N rows and W - 1
@@ -23,8 +24,8 @@ class FirstTokens(NamedTuple):
     """The first W - 1 tokens of every sequence.
 
     Attributes:
-        record: Of N rows, or B; zeros stand for tokens that a sequence does not have.
-        token: int32 [N, W - 1], each one's token in the packed row; T for those that there are not.
+        record: A record of N rows, or of B; zeros stand for tokens that a sequence does not have.
+        token: int32 [N, W - 1], the index of each of these tokens in the packed row; T for a token that does not exist.
     """
 
     record: CausalConvolution

@@ -1,4 +1,4 @@
-"""What a kernel of the causal convolution is compiled for."""
+"""The compile-time constants of the causal convolution's kernels."""
 
 import dataclasses
 

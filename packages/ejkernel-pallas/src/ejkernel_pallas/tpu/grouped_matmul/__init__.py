@@ -17,7 +17,7 @@ OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_
 GATED_OPTIONAL = frozenset({"indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated"}) | {
     *("alpha", "beta", "limit", "precision")
 }
-"""Those that the kernel of gated products honours."""
+"""The optional arguments that the kernel of gated products supports."""
 
 DTYPES = ("bfloat16", "float32")
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")

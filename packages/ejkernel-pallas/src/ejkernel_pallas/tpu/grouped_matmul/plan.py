@@ -42,7 +42,8 @@ class WorkItem(NamedTuple):
     Attributes:
         matrix: Index of the matrix.
         tile: Tile of rows.
-        source: Tile of rows that is read; without work that of a neighbour, so that nothing is copied.
+        source: Tile of rows that is read; for an item without work the tile of a neighbouring item, so that nothing is
+            copied.
         low: First row of the matrix, in the tile.
         high: The row after its last, in the tile.
         flags: Sum of the constants above.

@@ -25,7 +25,7 @@ UNROLLED = 2**30
 
 
 class GateLayout(enum.Enum):
-    """Where the columns of the gate and of the factor lie, and what a tile of a matrix holds of them.
+    """The layout of the columns of gate and factor in a matrix, and in a tile of it.
 
     Attributes:
         NONE: There is no gate: a tile's columns are activated.
@@ -41,7 +41,7 @@ class GateLayout(enum.Enum):
 
 
 class Gate(NamedTuple):
-    """What the epilogue of a gated product computes; `GatedGroupedMatmul` documents the fields but for the layout."""
+    """The constants of the epilogue of a gated product. `GatedGroupedMatmul` documents the fields except the layout."""
 
     layout: GateLayout
     activation: str

@@ -1,1 +1,3 @@
-"""What every TPU kernel is built from, free of attention: launching, loops, opaque offsets, division, vectors."""
+"""The building blocks of all TPU kernels: launching, loops, opaque offsets, division, vectors. They contain no code of
+attention.
+"""

@@ -19,7 +19,7 @@ _SLOT = re.compile(r"mrb\[(\d+)\]")
 
 
 class Kind(enum.Enum):
-    """What an instruction does, as far as its time depends on it."""
+    """The kinds of instructions that differ in time."""
 
     MATMUL = enum.auto()
     PUSH = enum.auto()

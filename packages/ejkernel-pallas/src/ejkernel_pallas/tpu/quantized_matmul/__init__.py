@@ -2,7 +2,7 @@
 
 The requirements of the kernels are data in this module, which imports nothing of Pallas.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements and limits of the kernels are data here; nothing of Pallas is imported before a call.
 """
 
 from collections.abc import Iterable

@@ -106,7 +106,7 @@ class RingPlan:
 
 
 def _compares_pairs(record: RingAttention) -> bool:
-    """Returns whether tiles off the diagonal may be masked, too."""
+    """Returns whether tiles off the diagonal may also be masked."""
     ids = (record.q_segment_ids, record.kv_segment_ids)
     return record.mask is not None or None not in ids
 

@@ -1,6 +1,6 @@
 """The selective scan (Mamba-1) in Mosaic TPU: 1024 channels in a register, states in VMEM across the grid.
 
-What the kernels need, and what they do not do, is data here; nothing of Pallas is imported before a call.
+The requirements and limits of the kernels are data in this module, so Pallas is not imported before a call.
 """
 
 from collections.abc import Iterable

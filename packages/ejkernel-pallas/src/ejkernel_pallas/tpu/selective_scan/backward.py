@@ -31,7 +31,7 @@ Gradients = dict[str, jax.Array]
 
 @with_state_gradients
 def backward(pullback: Pullback, config: TpuScan) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
         pullback: Record, states between chunks, cotangents of output and final states, and the wanted names.

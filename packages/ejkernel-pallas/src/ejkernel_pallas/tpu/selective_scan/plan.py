@@ -27,7 +27,7 @@ LAST, FIRST, REAL, OWNER = 1, 2, 4, 8
 
 
 class Places(NamedTuple):
-    """Where packed tokens lie in the kernels' arrays.
+    """The positions of packed tokens in the kernels' arrays.
 
     Attributes:
         source: int32 [T'], the token at each place; T where there is none.
@@ -46,7 +46,7 @@ class Plan:
         spec: Constants of the kernels.
         rows: B.
         table: int32 [B * chunks], see `OWNER`; the owner is a row or a packed sequence.
-        places: Of packed sequences; None without.
+        places: The positions of packed tokens; None without packing.
     """
 
     spec: ScanSpec
@@ -77,7 +77,7 @@ class Plan:
 
 
 def table_size(record: SelectiveScan) -> int:
-    """Chunks of a call."""
+    """Returns the number of chunks of a call."""
     rows, tokens, _ = record.x.shape
     if record.cu_seqlens is None:
         return rows * cdiv(tokens, CHUNK)

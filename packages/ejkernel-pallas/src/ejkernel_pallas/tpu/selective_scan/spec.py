@@ -1,4 +1,4 @@
-"""What a kernel of the selective scan is compiled for."""
+"""The compile-time constants of the selective scan's kernels."""
 
 import dataclasses
 

@@ -62,7 +62,9 @@ PUBLIC_FIELDS = {
     "q_blocksize": ("block_q", "dkv.block_q", "dq.block_q"),
     "kv_blocksize": ("block_kv", "dkv.block_kv", "dq.block_kv"),
 }
-"""Maps fields of the public configuration to fields of these; a public size sets that of both backward kernels."""
+"""Maps fields of the public configuration to fields of the kernels' configurations. A public size sets the size of both
+backward kernels.
+"""
 
 TileShape = tuple[int, int]
 """The queries and keys of a tile or of a chunk."""

@@ -43,7 +43,7 @@ def sum_cotangents(taps, weights, shift, starts, cotangents, token, COUNT: tl.co
 
 @triton.jit
 def continued(carried, rows, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Returns the W - 1 carried rows and COUNT further ones, as float32."""
+    """Returns the W - 1 carried rows and the next COUNT rows, as float32."""
     W: tl.constexpr = spec.W
     both = ()
     for i in tl.static_range(W - 1):

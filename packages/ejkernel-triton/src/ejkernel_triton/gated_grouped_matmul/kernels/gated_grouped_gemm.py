@@ -62,7 +62,7 @@ def activated(gate, spec: tl.constexpr):
 
 @triton.jit
 def store_rows(values, output, row, end, column, spec: tl.constexpr):
-    """Stores the rows before `end`; the tile of the next group stores the others."""
+    """Stores the rows before `end`. The tile of the next group stores the later rows."""
     m = tl.arange(0, spec.BLOCK_M)
     n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])

@@ -138,7 +138,9 @@ def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
 
 @triton.jit
 def fill(existing, output, tiles, program, leading, count, total, spec: tl.constexpr):
-    """Fills unassigned rows with `existing_out` or 0; their entries are the first `leading` and the last ones."""
+    """Fills unassigned rows with `existing_out` or 0; their tiles are the first `leading` entries and the last entries
+    of the tile list.
+    """
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N

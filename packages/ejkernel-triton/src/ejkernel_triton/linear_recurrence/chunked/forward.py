@@ -23,11 +23,12 @@ from ejkernel_triton.sizes import (
 
 PADDING_ROWS = 64
 PADDING_COLUMNS = 128
-"""Tokens, and elements of a token, that a program checks and zeroes at a time for padding tokens."""
+"""The number of tokens, and of elements per token, that a program checks and zeroes at once for padding tokens."""
 
 
 class ChunkedResiduals(NamedTuple):
-    """What the forward pass stores to save the backward pass work; it recomputes what is None.
+    """The arrays that the forward pass stores for the backward pass. The backward pass recomputes an array that is
+    None.
 
     Attributes:
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.

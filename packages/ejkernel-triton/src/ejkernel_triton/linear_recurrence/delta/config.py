@@ -42,8 +42,8 @@ def _forward_sizes(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
     columns, block = record.value.shape[3], made.state_block_v
     scans, segments = record.query.shape[0] * sequence_count(record) * head_count(record), made.segments
     if not interpreting():
-        # Segments are scanned twice more, for which one scan per multiprocessor suffices: 65536 tokens of 16 heads take
-        # 2.43 ms with 4 segments, 2.55 with 8, and 2.66 with none and narrow tiles.
+        # With segments, tokens are scanned two more times, so one scan per multiprocessor suffices: 65536 tokens of 16
+        # heads take 2.43 ms with 4 segments, 2.55 with 8, and 2.66 with none and narrow tiles.
         segments = multiprocessors // (scans * cdiv(columns, block)) if fits_fused_scan(record, device) else 1
         segments = max(1, min(segments, record.query.shape[1] // (16 * made.chunk))) if record.cu_seqlens is None else 1
     # A scan has all key channels of a state, so there are few scans: tiles are made narrower to fill the chip.

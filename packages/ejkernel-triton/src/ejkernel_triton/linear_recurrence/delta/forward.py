@@ -65,12 +65,13 @@ class SegmentStates(NamedTuple):
 
 
 class DeltaResiduals(NamedTuple):
-    """What the forward pass stores for the backward pass; None if that has other chunks, or recomputes it to save
-    memory.
+    """The arrays that the forward pass stores for the backward pass. An array is None if the backward pass has other
+    chunks, or recomputes the array to save memory.
 
     Attributes:
         wy: The WY form.
-        arrays: Of the call for state passing: `gates` and, with gates per key channel, `query`, `key` and `scores`.
+        arrays: The arrays of the call for state passing: `gates` and, with gates per key channel, `query`, `key` and
+            `scores`.
         segments: States at the start of sequences and segments.
         states: [B, H, CHUNKS, K, V], the states before the chunks.
         value: [B, T, H, V], the tokens' writes: U - W S.

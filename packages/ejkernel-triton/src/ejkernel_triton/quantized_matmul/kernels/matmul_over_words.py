@@ -41,7 +41,7 @@ def matmul_over_words_kernel(x, packed, scales, zeros, table, parts, spec: tl.co
             tl.int32, bitcast=True
         )
         scale, offset = factors(stored, stored_zeros, spec)
-        # The scales of the next tile, as in the other kernel.
+        # Loads the scales of the next tile in advance, as in `matmul_over_rows`.
         stored, stored_zeros = load_scales(scales, zeros, r, tile + 1, spec)
         for code in tl.static_range(PER):
             # x is permuted by code, so column j of this tile belongs to code `code` of word j.

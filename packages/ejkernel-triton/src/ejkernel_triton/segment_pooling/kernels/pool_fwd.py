@@ -62,11 +62,11 @@ def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, p
         # From the first pool that ends after the block's first token to the last that starts before its end.
         pool, last = pools_between(ranges, start, behind - 1, spec)
     else:
-        # Including chunks that continue from the previous block, or into the next one.
+        # The count includes chunks that continue from the previous block or into the next block.
         pool, last = start // spec.CHUNK, tl.minimum((behind + spec.CHUNK - 1) // spec.CHUNK, spec.M)
     for m in tl.range(pool, last):
         first, end = span_of(ranges, m, tokens, m >= 0, spec)
-        # Clipped to the block, so that each token is read by one program per tile of channels.
+        # Pools are clipped to the block, so that each token is read by one program per tile of channels.
         acc = sum_rows(values, tl.maximum(first, start), tl.minimum(end, behind), channels, spec)
         channel_mask = channels < spec.C
         # Pools without tokens are complete: their mean is 0 over a length of at least 1.

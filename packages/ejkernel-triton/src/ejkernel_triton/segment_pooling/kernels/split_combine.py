@@ -35,7 +35,7 @@ def split_combine_kernel(sums, lengths, ranges, so_far, output, spec: tl.constex
         part = 2 * (block + blocks) + tl.where(block + blocks == begins, 1, 0)
         mask = (block + blocks <= ends)[:, None] & (channels < spec.C)[None, :]
         acc += tl.load(sums + (tl.cast(part, tl.int64)[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0)
-    # Empty pools too: the first kernel misses one at a block's first token.
+    # Empty pools are also stored here: the first kernel misses an empty pool at a block's first token.
     if crosses | (end <= first):
         mean = tl.sum(acc, axis=0) / tl.cast(tl.maximum(end - first, 1), tl.float32)
         at = output + (row * spec.M + pool) * spec.C + channels

@@ -149,7 +149,7 @@ def _store_largest(
     # Takes the largest for each slot: a few reductions over registers instead of a sort. Selected weights become -1.
     for slot in tl.range(1, spec.SLOTS):
         largest = tl.max(weights, 1)
-        # The later one of equal weights, as the family's reference selects.
+        # If two blocks have equal weights, selects the later block, as the family's reference does.
         found = tl.max(tl.where(weights == largest[:, None], block[None, :], -1), 1)
         tl.store(at + slot, tl.where((largest >= 0.0) & (current >= 0), found, -1), mask=valid)
         weights = tl.where(block[None, :] == found[:, None], -1.0, weights)

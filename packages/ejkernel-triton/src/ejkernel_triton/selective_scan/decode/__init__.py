@@ -58,7 +58,7 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.heuristic,
                 candidates=config.candidates,
             ),
-            # Above the scans of all packages, which would mask all but one token of a block.
+            # The priority is above the scans of all packages, which would mask all but one token of a block.
             priority=30,
             cases="ejkernel_triton.selective_scan.decode.cases:cases",
         ),

@@ -125,13 +125,13 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, count, 
     xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
     columns = load_block(write, first_token, end, spec)
     for block in tl.range(0, count):
-        # States before blocks only: those of each token of an interval would not fit the registers.
+        # Stores only the states before blocks: the states of every token of an interval would not fit the registers.
         store_scratch(scratch, block, state, channels, spec)
         token = first_token + block * BLOCK_T
         after = token + BLOCK_T  # prefetched during the computation of this block
         next_xs, next_steps = load_tokens(x, after, end, channels, spec), load_tokens(step, after, end, channels, spec)
         if spec.PREFETCHED_COLUMNS:
-            # B of the next block too, carried through the loop; the last block reloads its own, unmasked.
+            # The loop also carries B of the next block. The last block reloads its own B, unmasked.
             next_columns = load_block(write, first_token + tl.minimum(block + 1, count - 1) * BLOCK_T, end, spec)
         else:
             columns = load_block(write, token, end, spec)
@@ -267,7 +267,7 @@ def selective_scan_bwd_kernel(
             for i in tl.static_range(BLOCK_T):
                 now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
                 block_states += (next_state(block_states[i], now, dt, rates, columns[i]),)
-            # Backwards over the same tokens.
+            # Scans backwards over the same tokens.
             dxs, dsteps, sums = (), (), ()
             for j in tl.static_range(BLOCK_T):
                 now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)

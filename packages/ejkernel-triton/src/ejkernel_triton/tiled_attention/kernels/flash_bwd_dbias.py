@@ -63,8 +63,8 @@ def flash_bwd_dbias_kernel(
     bias_head = (program // (GRID_K * GRID_Q)) % SIZES[0]
     bias_row = program // (GRID_K * GRID_Q * SIZES[0])
     acc = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
-    # Loops over what the bias broadcasts over; each takes one step along an axis that the bias has. One program adds in
-    # a fixed order, so results are reproducible bit for bit.
+    # Loops over the axes that the bias broadcasts over; along an axis that the bias has, a loop takes one step. One
+    # program adds in a fixed order, so results are reproducible bit for bit.
     for b in range(per.DBIAS):
         batch = bias_row * per.DBIAS + b
         for h in range(spec.H // SIZES[0]):

@@ -114,7 +114,8 @@ def logit_gradient(record: CrossEntropy, block: Logits, factors: Factors) -> jax
     """Returns the gradient of a block of logits before their cap, [t, v]; 0 for entries that are not new."""
     lse, of_softmax, of_targets, _ = (x[:, None] for x in factors)
     counted = (record.weights != 0)[:, None] & block.new
-    # Where all logits are -inf, so is the log-sum-exp, and no softmax is defined: NaN, as the loss is.
+    # If all logits are -inf, the log-sum-exp is -inf and no softmax is defined. The gradient is then NaN, as the loss
+    # is.
     gradient = jnp.exp(block.values - lse) * of_softmax - block.targets * of_targets
     if record.logits_soft_cap is not None:
         gradient = gradient * (1 - (block.values / record.logits_soft_cap) ** 2)

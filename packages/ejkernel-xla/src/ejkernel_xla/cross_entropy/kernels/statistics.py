@@ -1,4 +1,4 @@
-"""What the losses of some tokens need of their logits, gathered block by block of the vocabulary."""
+"""The statistics of logits that the losses of tokens need, gathered block by block of the vocabulary."""
 
 from typing import NamedTuple
 

@@ -42,7 +42,7 @@ class RowTile(NamedTuple):
 
     def put(self, x: jax.Array, rows: jax.Array) -> jax.Array:
         """Returns x with the tile's valid rows replaced."""
-        # Rows after the group's end belong to the next one: they keep what they hold.
+        # Rows after the group's end belong to the next group and keep their values.
         merged = jnp.where(self.valid, rows.astype(x.dtype), self.take(x))
         return lax.dynamic_update_slice_in_dim(x, merged, self.start, 0)
 
@@ -51,7 +51,8 @@ def over_tiles(
     first: jax.Array, end: jax.Array, sizes: tuple[int, ...], rows: int, body: Callable[..., Any], carry: Any
 ) -> Any:
     """Folds `body(tile, carry)` over rows `first` to `end` of an array with `rows` of them."""
-    # Large tiles for the bulk, small ones for what they leave: a group of few rows wastes at most one small tile.
+    # Large tiles serve most rows, and small tiles the remaining rows: a group of few rows wastes at most one small
+    # tile.
     for size in sizes:
         remaining = end - first
         count = cdiv(remaining, size) if size == sizes[-1] else remaining // size

@@ -73,7 +73,8 @@ def corners(
         earlier, _ = split(_blocks(right, n))
         if levels is not None:
             level = levels[n.bit_length() - 1]
-            # Factors go into the operands, of which each token has one a level: no [n, n, channels] array is made.
+            # The factors multiply the operands. Each token has one factor per level, so no [n, n, channels] array is
+            # needed.
             later = later * split(level.since)[1]
             earlier = earlier * split(level.until)[0]
         triangle_levels.append(outer(later, earlier, precision))

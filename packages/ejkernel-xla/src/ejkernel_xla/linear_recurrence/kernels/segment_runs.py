@@ -96,8 +96,8 @@ def _sum_over_runs(of_run: Any, runs: jax.Array) -> Any:
     """Returns the sum of a function of runs over all that some row has."""
     shapes = jax.eval_shape(of_run, jnp.int32(0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    # Added, not replaced: a pass selects its own part, so that each entry is of one pass and 0 in the others.
-    # One pass at least: it passes on the states of a chunk in which all tokens are masked.
+    # The results of passes are added, not replaced: each entry belongs to one pass and is 0 in the other passes. At
+    # least one pass runs: it passes on the states of a chunk in which all tokens are masked.
     count = jnp.maximum(jnp.max(runs), 0) + 1
     return lax.fori_loop(jnp.int32(0), count, lambda n, total: jax.tree.map(jnp.add, total, of_run(n)), zeros)
 

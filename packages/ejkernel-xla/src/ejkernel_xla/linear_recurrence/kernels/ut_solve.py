@@ -54,15 +54,15 @@ def inverse(matrix: jax.Array, precision: Any) -> jax.Array:
     while (n := corners[-1].shape[-1] // 2) > 1:
         halves = jnp.stack([corners[-1][..., :n, :n], corners[-1][..., n:, n:]], axis=-3)
         corners.append(halves.reshape(*matrix.shape[:-2], -1, n, n))
-    # A block of one token is 1, whatever the matrix has on its diagonal; log2(C) doublings follow. Substitution would
-    # be C steps, each too short for a matrix product.
+    # The inverse of a block of one token is 1, for any diagonal of the matrix; log2(C) doublings follow. Substitution
+    # would take C steps, each too short for a matrix product.
     blocks = jnp.ones((*matrix.shape[:-2], length, 1, 1), matrix.dtype)
     for block in reversed(corners):
         n = blocks.shape[-1]
         pairs = blocks.reshape(*blocks.shape[:-3], -1, 2, n, n)
         first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
         corner = block[..., n:, :n]
-        # Blocks of one token are 1, and multiply nothing.
+        # Blocks of one token are 1 and need no product.
         if n > 1:
             corner = _product(second, _product(corner, first, precision), precision)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)

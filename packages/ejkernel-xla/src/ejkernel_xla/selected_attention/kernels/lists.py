@@ -143,7 +143,8 @@ def find_readers(listed: jax.Array, plan: SelectedPlan) -> Readers:
     edges = jnp.arange(plan.blocks + 1, dtype=jnp.uint32) * jnp.uint32(count)
     bounds = jnp.searchsorted(ordered, edges).astype(jnp.int32)
     rows = (ordered % jnp.uint32(count)).astype(jnp.int32) // slots
-    # Room for one product more, so that the slice of a block's last tile stays inside and is not moved back.
+    # The list has room for one more product, so that the slice of a block's last tile stays inside and is not moved
+    # back.
     return Readers(fill(rows, 0, count + plan.rows, 0), bounds)
 
 
@@ -159,7 +160,7 @@ def fold(
     def block(c: jax.Array, carry: Carry) -> Carry:
         first, end = readers.bounds[c], readers.bounds[c + 1]
 
-        # A traced number of tiles: a block that no query lists costs one step of the outer loop.
+        # The number of tiles is traced: a block that no query lists costs one step of the outer loop.
         def tile(n: jax.Array, carry: Carry) -> Carry:
             at = first + n * plan.rows
             rows = lax.dynamic_slice(readers.rows, (at,), (plan.rows,))

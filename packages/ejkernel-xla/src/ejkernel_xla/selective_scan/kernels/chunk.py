@@ -93,7 +93,7 @@ def _pull_loop(
         dproduct = _dot("rei,re->ri", gradient, token.write)  # of step * x
         pulled = Tokens(
             x=dproduct * token.step,
-            # Sums as matrix products with ones: XLA would fuse a sum with what it sums, and compute that twice.
+            # Sums are matrix products with ones: XLA would fuse a sum with its operand, and compute the operand twice.
             step=dproduct * token.x + _dot("rei,re->ri", exponent * decay, ones),
             write=_dot("rei,ri->re", gradient, token.step * token.x),
             read=_dot("rei,ri->re", after, cotangent),

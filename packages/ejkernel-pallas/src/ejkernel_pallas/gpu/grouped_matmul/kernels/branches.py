@@ -1,4 +1,4 @@
-"""Branches of a kernel's code, of which exactly one runs for a tile."""
+"""Runs exactly one of several branches of a kernel's code for a tile."""
 
 import functools
 from collections.abc import Callable

@@ -170,7 +170,9 @@ def issue_product(call: Call, done: Any, part: SubTile, acc: Any) -> None:
 
 
 def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
-    """Writes zeros to a warpgroup's part of a tile of unassigned rows: the first entries and the last ones."""
+    """Writes zeros to a warpgroup's part of a tile of unassigned rows. Such tiles are the first and the last entries of
+    the tile list.
+    """
     number, done = carry
     spec, table = call.spec, call.operands["tiles"]
     tile_row = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below

@@ -23,7 +23,7 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 class Kind(NamedTuple):
-    """Which parts of a tile its steps copy.
+    """Selects the parts of a tile that its steps copy.
 
     Attributes:
         half: Whether only half of the columns are copied.

@@ -45,9 +45,9 @@ def cluster_tiles(spec: GroupedSpec, tiles: Any) -> Any:
 
 
 def split(call: Call, tiles: Any) -> Any:
-    """Returns how many of the last tiles are split into two work items each.
-
-    They would be a round in which at most half of the blocks have a tile; split, two blocks take half the time.
+    """Returns how many of the last tiles are split into two work items each. Without the split, these tiles form a
+    round in which at most half of the blocks have a tile; with the split, two blocks share a tile and the round takes
+    half the time.
     """
     if not call.spec.splits:
         return I32(0)

@@ -1,4 +1,4 @@
-"""What the warpgroups of the latent kernel share, and their loop over the items of their program."""
+"""The shared memory and the constants of the latent kernel's warpgroups, and their loop over the items of a program."""
 
 import dataclasses
 from collections.abc import Callable
@@ -72,7 +72,9 @@ class Call:
 
 
 class ScheduledCall(Protocol):
-    """What the loop over the items of a schedule reads of a launch; `operands` has its items and shares."""
+    """The attributes of a launch that the loop over the items of a schedule reads. `operands` has the items and
+    shares.
+    """
 
     @property
     def spec(self) -> ScheduledSpec:

@@ -92,7 +92,7 @@ class Issued(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a consumer warpgroup carries from step to step.
+    """The state that a consumer warpgroup carries from step to step.
 
     Attributes:
         output: [64, 256], its half of the unnormalised output.

@@ -1,4 +1,4 @@
-"""What the two warpgroups of the paged kernel share."""
+"""The shared memory and the constants of the paged kernel's two warpgroups."""
 
 import dataclasses
 from typing import Any

@@ -32,7 +32,7 @@ LOWEST = -1e30
 
 
 class State(NamedTuple):
-    """What the consumer carries from step to step.
+    """The state that the consumer carries from step to step.
 
     Attributes:
         output: [64, Dv] unnormalised output.

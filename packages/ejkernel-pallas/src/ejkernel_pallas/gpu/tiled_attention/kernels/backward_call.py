@@ -1,4 +1,4 @@
-"""What the warpgroups of the backward kernel share."""
+"""The shared memory and the constants of the backward kernel's warpgroups."""
 
 import dataclasses
 from collections.abc import Callable

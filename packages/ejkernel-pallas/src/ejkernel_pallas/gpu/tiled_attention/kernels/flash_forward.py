@@ -43,7 +43,7 @@ bound only; None for a full block.
 
 
 class State(NamedTuple):
-    """What a consumer warpgroup carries from key block to key block, all in registers.
+    """The state that a consumer warpgroup carries from key block to key block, all in registers.
 
     Attributes:
         count: Key blocks since the kernel started; pipeline stage and mbarrier parity follow from it.
@@ -211,7 +211,7 @@ def _skip_key_block(call: Call, _: Any, count: Any) -> Any:
 
 
 class TileMask(NamedTuple):
-    """What masks the scores of a key block.
+    """The data that masks the scores of a key block.
 
     Attributes:
         block: The key block.
@@ -283,7 +283,7 @@ def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, An
 
 
 def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) -> Any:
-    """Returns weights with dropped ones set to zero."""
+    """Returns the weights, with dropped weights set to zero."""
     if not call.spec.has_dropout:
         return weights
     rows, columns = (

@@ -15,7 +15,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, Query
 
 
 def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
-    """Writes the rows of a tile, of a part of one, or those that belong to its sequence."""
+    """Writes the rows of a whole tile, of a split of a tile, or of the part of a tile that belongs to its sequence."""
     if call.pages is not None:
         _write_paged(call, query_tile, output, lse)
         return
@@ -35,7 +35,9 @@ def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
 
 
 def _write_rows(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
-    """Writes the rows of a tile that belong to its sequence, directly from registers: another tile has the others."""
+    """Writes the rows of a tile that belong to its sequence, directly from registers. The next tile writes the other
+    rows.
+    """
     assert query_tile.paged is not None
     item, (*_, row, first, end) = query_tile.item, query_tile.paged
     # `end` may be negative if a warpgroup has no rows of the sequence, and stores would read that as a large number.

@@ -1,1 +1,1 @@
-"""What is computed before the kernels run: block maps, patterns, ranges of keys and of segments, and orders."""
+"""Computes the kernels' tables before the launch: block maps, patterns, ranges of keys and of segments, and orders."""

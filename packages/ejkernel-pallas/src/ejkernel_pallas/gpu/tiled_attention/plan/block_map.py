@@ -1,4 +1,5 @@
-"""The blocks that a tile loops over, and which of them are full, as small tables that the kernels read.
+"""Computes the blocks that a tile loops over, and which of these blocks are full, as small tables that the kernels
+read.
 
 The minima and maxima of a tile's indices and segment ids decide: a pair of tiles is *empty* if no query of it attends
 to any key, and *full* if every query attends to every key. Without segment ids the tables are constants.

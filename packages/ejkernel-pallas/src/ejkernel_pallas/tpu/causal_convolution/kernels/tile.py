@@ -1,4 +1,4 @@
-"""What the kernels of the causal convolution share: their refs, sums of a strip of tokens, and padding."""
+"""The shared code of the causal convolution's kernels: their refs, sums of a strip of tokens, and padding."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ class ConvolutionRefs:
 
     Attributes:
         bounds: int32 [N + 1] of `plan.tables`, in scalar memory.
-        starts: int32 [2 * blocks] likewise.
+        starts: int32 [2 * blocks] of `plan.tables`, in scalar memory.
         x: [block_t, block_c].
         weights: float32 [W + 1, block_c]; the last row is the bias.
         before: [16, block_c], the tokens before the block.
@@ -55,7 +55,7 @@ class Strip:
     """Some tokens of 128 channels of a block.
 
     Attributes:
-        group: Which 128 channels.
+        group: Index of the group of 128 channels.
         at: The first token.
         size: How many.
     """

@@ -167,7 +167,9 @@ def _second_half(operand: Operand, blocks: int) -> Operand:
 
 
 def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
-    """Returns the tile of contracted elements; without work, that of a neighbouring item, so that nothing is copied."""
+    """Returns the tile of contracted elements. An item without work gets the tile of a neighbouring item, so that
+    nothing is copied.
+    """
     return jnp.where(v.has(WORK), k, jnp.where(v.has(LEADING), 0, spec.steps - 1))
 
 
@@ -230,7 +232,7 @@ def _over_columns(
 
 
 def _over_subtiles(spec: GroupedSpec, width: int, v: WorkItem, work: Callable[[SubTile], None]) -> None:
-    """Calls `work` with subtiles that cover all rows of the item, and few others."""
+    """Calls `work` with subtiles that cover all rows of the item and few rows of other items."""
     rows = spec.subtile_rows
 
     def each_rows(n: Any, carry: Any) -> Any:

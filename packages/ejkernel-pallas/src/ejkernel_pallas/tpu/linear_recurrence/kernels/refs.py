@@ -154,7 +154,9 @@ class Run:
     is_last: jax.Array
 
     def select(self, x: Tokens) -> Tokens:
-        """Returns its tokens, with zeros for all others: selected instead of multiplied, since those may hold NaN."""
+        """Returns the tokens of the run, with zeros for all other tokens. They are selected and not multiplied by 0,
+        since other tokens may hold NaN.
+        """
         sums = x.decay if isinstance(x.decay, HeadDecay) else None
         x = dataclasses.replace(x, decay=None) if sums is not None else x
         found = jax.tree.map(lambda field: jnp.where(self.column, field, jnp.zeros_like(field)), x)

@@ -176,7 +176,7 @@ class Route:
         lax.fori_loop(0, self.count, step, None)
 
     def _enter_barrier(self, lanes: list[ChannelRefs]) -> None:
-        """Copies the device's own arrays to slot 0, and waits until the next device is in this kernel, too."""
+        """Copies the device's own arrays to slot 0, and waits until the next device also runs this kernel."""
         local = [copy for lane in lanes for copy in lane.local_copies()]
         for copy in local:
             copy.start()

@@ -95,7 +95,9 @@ class _Work:
     pair_table: tuple[int, ...]
 
     def __call__(self, refs: remote_call.RemoteRefs, number: Any, load: Arrays) -> None:
-        """Updates the state with a load, tile by tile, in a pipeline that prefetches the next tiles."""
+        """Updates the state with one load of keys, tile pair by tile pair, in a pipeline that prefetches the next
+        tiles.
+        """
         (_, batched, _, steps), spec = self.pair_table, self.spec
 
         def entry(b: Any, step: Any) -> Any:

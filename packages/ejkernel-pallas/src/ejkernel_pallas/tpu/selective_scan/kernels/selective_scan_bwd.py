@@ -190,7 +190,7 @@ def _sum_lanes(sums: Any, target: Any) -> None:
 
 
 def _store(refs: ScanRefs, spec: ScanSpec, step: Step, tile: int) -> None:
-    """Stores the gradients of a tile's tokens, and adds that of its skip."""
+    """Stores the gradients of a tile's tokens, and adds their contribution to the gradient of `skip`."""
     lanes = lanes_of(tile)
     of_inputs, skip = load_results(refs.results, tile), refs.skip[:, lanes]
     x, steps = load_tile(refs.x, spec, step, tile), load_tile(refs.step, spec, step, tile)

@@ -70,7 +70,9 @@ def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
 
 
 def _scan(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None:
-    """Scans some numbers of the states of a group; the first ones begin its results, the others add to them."""
+    """Scans some numbers of the states of a group. The first numbers store the group's results; later numbers add to
+    them.
+    """
     rates = [refs.rates[number_at(spec, group, number)] for number in numbers]
 
     def one(token: Token, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

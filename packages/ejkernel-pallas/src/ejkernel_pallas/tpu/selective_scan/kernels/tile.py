@@ -1,4 +1,4 @@
-"""What the kernels of the selective scan share: their refs, and how channels and numbers lie in registers.
+"""The shared code of the selective scan's kernels: their refs, and the layout of channels and numbers in registers.
 
 A register holds one token's 1024 channels, eight rows of 128, for one number of a state. Blocks of HBM have tokens or
 numbers in rows instead. Between the two lie scratch arrays of 128 lanes, written one way and read with a stride:

@@ -27,7 +27,7 @@ from ejkernel_pallas.tpu.tiled_attention.plan import MASKED, WORK, entry_at, key
 from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec
 
 Distinct = tuple[bool, bool]
-"""Whether batch rows, and heads, have tile pairs of their own."""
+"""Two flags: whether each batch row, and whether each head, has a separate list of tile pairs."""
 DIAGONAL = 256
 """The largest number of queries, and keys, of a chunk on the causal diagonal: small chunks have few masked pairs."""
 UNROLLED = 2**20

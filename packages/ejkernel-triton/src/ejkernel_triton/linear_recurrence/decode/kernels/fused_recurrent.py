@@ -38,7 +38,7 @@ def load_token(
     query, key, value, decay, value_decay, beta, dt, roles, token, end, channels, columns, spec: tl.constexpr
 ):
     """Loads a token: its row of every field, 0 for absent fields, and its role in its segment."""
-    # The load after the last token is issued too, and masked, so that the loop has no branch.
+    # The loop also issues the load after the last token, masked, so that it has no branch.
     there = tl.cast(token < end, tl.int32)
     role = there
     if spec.SEGMENTS:

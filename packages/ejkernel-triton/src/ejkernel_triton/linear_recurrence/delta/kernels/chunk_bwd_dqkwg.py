@@ -179,7 +179,8 @@ def chunk_bwd_dqkwg_kernel(
         pairs = tl.where(strictly_earlier, -pairs, 0.0)
         dr, dk = answer_gradients(dr, dk, pairs, k, betas, g, g_base, k_start, (k_base, start, end), BLOCK_K, spec)
         store_tokens(dbeta, tl.sum(dr * k.to(tl.float32), 1), row, start, end, tile, K_TILES, head, spec)
-        # Without beta for dbeta above, with it from here on, so that no gradient is divided by beta.
+        # dbeta above needs the product without beta; from here on it includes beta, so that no gradient is divided by
+        # beta.
         dr *= betas[:, None]
         store_rows(to_k, dk + dr, start, end, k_start, spec.H, spec.K, spec)
         if GATES:

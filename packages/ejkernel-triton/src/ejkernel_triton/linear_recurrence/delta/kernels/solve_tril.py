@@ -41,7 +41,7 @@ def diagonal_inverses(lower, spec: tl.constexpr):
     # Extracts the diagonal blocks as [BLOCKS, 16, 16]: each sum over block columns has only one nonzero term.
     blocks = tl.sum(tl.reshape(tl.where(same_block, lower, 0.0), [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), 2)
     inverse = batched_inverses(blocks, spec)
-    # Back to [CHUNK, CHUNK], the shape of the other products.
+    # Converts back to [CHUNK, CHUNK], the shape of the other products.
     whole = tl.reshape(tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), [C, C])
     return tl.where(same_block, whole, 0.0)
 
