@@ -242,7 +242,7 @@ def check_quantized(
     """Checks packed weights against their format; `names` are what the message calls them.
 
     Raises:
-        ValueError: They do not fit; the message names the argument, what it is and what it should be.
+        ValueError: An array does not fit the format. The message names the argument, what it is and what it should be.
     """
     if packed.dtype not in (jnp.uint32, jnp.int32) or packed.ndim < 2:
         raise ValueError(f"{names[0]}: got {packed.dtype}{list(packed.shape)}, wants packed codes uint32 [rows, words]")

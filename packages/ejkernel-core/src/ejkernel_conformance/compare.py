@@ -13,7 +13,7 @@ def assert_close(got: Any, want: Any, tolerance: Tolerance, what: str) -> None:
     """Outputs agree: `|got - want| <= atol + rtol * |want|`, element by element; infinities are equal to themselves.
 
     Raises:
-        AssertionError: They do not, or have other shapes.
+        AssertionError: The outputs differ by more, or have other shapes.
     """
     for g, w in _pairs(got, want, what):
         _check(g, w, tolerance.atol + tolerance.rtol * np.abs(w), what)
@@ -28,7 +28,7 @@ def assert_gradients_close(got: dict[str, Any], want: dict[str, Any], tolerance:
     neighbouring number: sums that differ in their last digit can be rounded apart.
 
     Raises:
-        AssertionError: They do not, or have other names or shapes.
+        AssertionError: The gradients differ by more, or have other names or shapes.
     """
     if got.keys() != want.keys():
         raise AssertionError(f"{what}: got gradients of {sorted(got)}, wants {sorted(want)}")

@@ -80,7 +80,7 @@ def tolerance(op: Op, record: Any) -> Tolerance:
     """Returns what an operation accepts at the dtype of a record.
 
     Raises:
-        AssertionError: It does not say.
+        AssertionError: The operation declares no tolerance for this dtype.
     """
     dtype = jnp.dtype(op.family.dtype(record)).name
     if dtype not in op.tolerance:

@@ -150,7 +150,7 @@ def old_name(module: str, name: str) -> Any:
     """Returns what a module answers to an old name.
 
     Raises:
-        AttributeError: It is not in the table.
+        AttributeError: The old name is not in the table.
     """
     home = OLD_NAMES.get(module, {}).get(name)
     if home is None:

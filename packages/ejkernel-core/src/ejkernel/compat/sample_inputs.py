@@ -61,7 +61,7 @@ class AttentionMetadata:
             cu_seqlens_k: [N + 1] int.
 
         Raises:
-            ValueError: They are not [N + 1] integers with the same N.
+            ValueError: The cumulative lengths are not [N + 1] integers with the same N.
         """
         sizes: dict[str, int] = {}
         for name, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -81,7 +81,7 @@ class AttentionMetadata:
         """Adds a bias [B|1, H|1, max_q|1, max_k|1].
 
         Raises:
-            ValueError: It has another rank or is not floating.
+            ValueError: The bias has another rank or is not floating.
         """
         check_shape("bias", bias, "B H T S", {})
         check_dtype("bias", bias, jnp.floating, "a floating dtype")
@@ -92,7 +92,7 @@ class AttentionMetadata:
         """Adds slopes [batch, H].
 
         Raises:
-            ValueError: They have another rank or are not floating.
+            ValueError: The slopes have another rank or are not floating.
         """
         check_shape("alibi_slopes", alibi_slopes, "B H", {})
         check_dtype("alibi_slopes", alibi_slopes, jnp.floating, "a floating dtype")

@@ -339,7 +339,7 @@ def assert_close(
         err_atol: Largest absolute error that is always accepted.
 
     Raises:
-        AssertionError: They differ by more.
+        AssertionError: The arrays differ by more than `ratio`.
     """
     error, relative = get_abs_err(ref, tri), get_err_ratio(ref, tri)
     if error <= err_atol or relative < ratio:

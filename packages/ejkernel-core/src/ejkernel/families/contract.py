@@ -1,4 +1,4 @@
-"""What a family is: the contract between the operations that lower to it and the kernels that serve it."""
+"""Defines a family: the contract between the operations that lower to it and the kernels that serve it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +39,7 @@ class Family:
     An operation that needs other outputs or residuals is another family, though its record may be the same.
 
     Attributes:
-        name: What implementations name it by, unique among the registered operations' families.
+        name: The name that implementations use for the family; unique among the registered operations' families.
         record: The `@arguments` class.
         differentiable: Record fields that have a gradient; those that the record declares with `array(gradient=True)`
             unless given.

@@ -1,4 +1,4 @@
-"""Where the public names of `ejkernel.modules` are defined, as the stub `__init__.pyi` lists them."""
+"""The modules that define the public names of `ejkernel.modules`, as the stub `__init__.pyi` lists them."""
 
 import ast
 import importlib

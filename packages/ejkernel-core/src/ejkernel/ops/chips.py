@@ -122,7 +122,7 @@ def gpu_named(target: str) -> Gpu:
     """Returns the GPU that compilers call so.
 
     Raises:
-        ValueError: It is not in the table.
+        ValueError: The name is not in the table of chips.
     """
     if target not in GPUS:
         raise ValueError(f"chip: got {target!r}, wants one of {', '.join(GPUS)}")

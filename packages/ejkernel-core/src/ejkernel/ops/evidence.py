@@ -148,7 +148,7 @@ def decode(data: bytes) -> EvidenceFile:
     """Returns the content of an evidence file.
 
     Raises:
-        ValueError: It is none, of another version, or was changed by hand.
+        ValueError: The data is not an evidence file, has another version, or was changed by hand.
     """
     file = msgspec.json.decode(data, type=EvidenceFile)
     if file.format != FORMAT:

@@ -161,7 +161,7 @@ class Op:
         """Splits a call of the public function into its argument record and its call options.
 
         Raises:
-            TypeError: As calling the function with these arguments would.
+            TypeError: Calling the function with these arguments would raise it too.
         """
         bound = self.signature.bind(*args, **current_names(self.function, kwargs)).arguments
         options = {name: bound.pop(name) for name in CALL_OPTIONS if name in bound}

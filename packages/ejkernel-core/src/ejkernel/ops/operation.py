@@ -49,7 +49,8 @@ def complete_docstring(docstring: str | None) -> str | None:
     """Returns the docstring of a declaration with the call options after its own arguments.
 
     Raises:
-        ValueError: It has no arguments or no results to put them between, or documents a call option itself.
+        ValueError: The docstring has no section of arguments or no section of results, or it documents a call option
+            itself.
     """
     if docstring is None:  # python -OO
         return None

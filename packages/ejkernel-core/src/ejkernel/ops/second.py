@@ -67,7 +67,7 @@ def refusing(op: str, implementation: Implementation, run: Run, argument: Any) -
     What XLA is left to compile can be differentiated forwards.
 
     Raises:
-        NotImplementedError: It is differentiated.
+        NotImplementedError: The result is differentiated.
     """
     wants = "make the call under `ejkernel.ops.second_derivatives()`"
     message = f"{op} has no second derivative by {implementation.name}: {wants}"

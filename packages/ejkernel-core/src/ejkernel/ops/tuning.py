@@ -57,7 +57,7 @@ def tune_call(
         and has results; the winners are in force everywhere.
 
     Raises:
-        TunerError: As `Tuner.tune`, or the policy forbids it.
+        TunerError: In the same cases as in `Tuner.tune`, or if the policy forbids tuning.
     """
     if traced(args):
         raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")

@@ -140,7 +140,7 @@ def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) 
         group_size: A power of two from 16 to 1024, -1 for whole rows, None for the mode's own.
 
     Raises:
-        ValueError: They describe none.
+        ValueError: The arguments describe no format.
     """
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}, wants one of {', '.join(MODES)}")

@@ -96,7 +96,7 @@ def exact_ids(name: str, ids: Any) -> Any:
     """Returns `exact_segment_ids` of one array.
 
     Raises:
-        ValueError: As `exact_segment_ids`, with the argument's name.
+        ValueError: In the same cases as in `exact_segment_ids`; the message has the argument's name.
     """
     if not fits_int32(ids.dtype) and not isinstance(ids, np.ndarray):
         _check_whole(name, ids)

@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
     """Returns the content of a file that `programs` wrote.
 
     Raises:
-        ValueError: It is none, or of another version.
+        ValueError: The file is not such a file, or has another version.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != programs.FORMAT:

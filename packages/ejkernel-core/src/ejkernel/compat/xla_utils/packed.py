@@ -100,7 +100,7 @@ def prepare_position_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
         total: As of `prepare_sequence_ids`.
 
     Raises:
-        ValueError: As `prepare_sequence_ids`.
+        ValueError: In the same cases as in `prepare_sequence_ids`.
     """
     return packed_ids(*_row(cu_seqlens, total))[1][0]
 
@@ -113,7 +113,7 @@ def prepare_token_indices(cu_seqlens: Integer[Array, " n+1"], total: int | None 
         total: As of `prepare_sequence_ids`.
 
     Raises:
-        ValueError: As `prepare_sequence_ids`.
+        ValueError: In the same cases as in `prepare_sequence_ids`.
     """
     ids, positions = packed_ids(*_row(cu_seqlens, total))
     return jnp.stack([ids[0], positions[0]], axis=1)
@@ -146,7 +146,8 @@ def prepare_chunk_indices(
             then. `min(T, (T + N * (chunk_size - 1)) // chunk_size)` is enough for N sequences of T tokens.
 
     Raises:
-        ValueError: As `prepare_chunk_offsets`; `num_chunks` is missing under a trace, or too small.
+        ValueError: In the same cases as in `prepare_chunk_offsets`, or `num_chunks` is missing under a trace or too
+            small.
 
     Example:
         ```python

@@ -21,8 +21,8 @@ Output = tuple[jax.Array, jax.Array]
 
 
 def reference(record: TiledAttention) -> tuple[Output, SoftmaxResiduals]:
-    """Returns the family's meaning in plain jnp: a key's weight is what a query gets of a value that
-    only that key has.
+    """Computes the result of the family in plain jnp. The weight of a key is the output for values that are 1 at that
+    key and 0 elsewhere.
     """
     output, residuals = tiled_attention.reference(record)
     (batch, keys, heads, _), dtype = record.key.shape, record.value.dtype

@@ -1,4 +1,4 @@
-"""What implementations of the causal convolution share: the states after sequences and their part in gradients."""
+"""Computes the final states of the causal convolution and their contribution to gradients, for all implementations."""
 
 import jax
 import jax.numpy as jnp

@@ -18,7 +18,8 @@ from ejkernel.families.causal_convolution.record import CausalConvolution, accum
 
 
 def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Returns the family's meaning, every token looked up where it is; float64 if x is, else float32.
+    """Computes the result of the family, with a gather of every token; in float64 if `x` is float64, else in
+    float32.
 
     Returns:
         Output [B, T, C] and final states [B, C, W - 1], or [N, C, W - 1], both in x's dtype. There are no residuals.

@@ -27,7 +27,8 @@ from ejkernel.families.cross_entropy.record import CrossEntropy, CrossEntropyRes
 
 
 def reference(record: CrossEntropy) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], CrossEntropyResiduals]:
-    """Returns the family's meaning in plain jnp, all logits at once; float64 if inputs is, else float32.
+    """Computes the result of the family in plain jnp, with all logits at once; in float64 if `inputs` is float64, else
+    in float32.
 
     Returns:
         Four arrays in the dtype of sums: the losses [T], or their sum [1] where the record asks for it; log-sum-exp

@@ -20,6 +20,6 @@ from ejkernel.families.expert_routing.record import ExpertRouting, Routing, orde
 
 
 def reference(record: ExpertRouting) -> tuple[Routing, tuple[()]]:
-    """Returns the family's meaning in plain jnp. There are no residuals."""
+    """Computes the result of the family in plain jnp. There are no residuals."""
     chosen = lax.top_k(ordered(record.logits), record.top_k)[1].astype(jnp.int32)
     return sorted_by_expert(chosen, record.logits.shape[1]), ()

@@ -23,7 +23,7 @@ from ejkernel.families.gated_grouped_matmul.record import GatedGroupedMatmul, ga
 
 
 def reference(record: GatedGroupedMatmul) -> tuple[jax.Array, tuple[()]]:
-    """Returns the family's meaning in plain jnp; float64 if lhs is, else float32.
+    """Computes the result of the family in plain jnp; in float64 if `lhs` is float64, else in float32.
 
     Returns:
         [M, F] in lhs's dtype. There are no residuals.

@@ -22,7 +22,8 @@ from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, na
 
 
 def reference(record: GatherReduce) -> tuple[jax.Array, tuple[()]]:
-    """Returns the family's meaning in plain jnp, all named rows at once; float64 if rows is, else float32.
+    """Computes the result of the family in plain jnp, all named rows at once; in float64 if `rows` is float64, else in
+    float32.
 
     Returns:
         [T, D] in the rows' dtype. There are no residuals.

@@ -86,10 +86,10 @@ def running_sum(x: jax.Array) -> jax.Array:
 
 
 def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Matrices as they are multiplied with.
+    """Returns the matrices with their scales applied, as they are multiplied.
 
     Args:
-        record: Whose layout they have.
+        record: The record that has the layout of the matrices.
         rhs: [..., K, N] or [..., N, K], some of the record's.
         scale: [..., blocks, 1, N], their scales.
     """
@@ -100,7 +100,7 @@ def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> ja
 
 
 def rows(record: GroupedMatmul, lhs: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Returns rows as they are multiplied with.
+    """Returns the rows with their scales applied, as they are multiplied.
 
     Args:
         record: Whose they are.

@@ -21,7 +21,8 @@ from ejkernel.families.grouped_matmul.record import GroupedMatmul, accumulator, 
 
 
 def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
-    """Returns the family's meaning in plain jnp, every row times every matrix; float64 if lhs is, else float32.
+    """Computes the result of the family in plain jnp, every row times every matrix; in float64 if `lhs` is float64,
+    else in float32.
 
     Returns:
         [M, N] in `out_dtype`. There are no residuals.

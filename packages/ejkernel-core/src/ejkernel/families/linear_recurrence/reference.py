@@ -34,7 +34,7 @@ from ejkernel.planning import packing
 
 
 def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Returns the family's meaning, one token at a time; float64 if query is, else float32.
+    """Computes the result of the family, one token at a time; in float64 if `query` is float64, else in float32.
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's;

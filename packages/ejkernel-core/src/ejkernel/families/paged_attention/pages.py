@@ -1,4 +1,4 @@
-"""Where the tokens of sequences lie in a cache of pages: finding, reading and writing them.
+"""Finds, reads and writes the tokens of sequences in a cache of pages.
 
 Sequence n keeps its token at position k in page `block_tables[n, k // S]`, slot `k % S`. A position is *absent* where
 the table has no entry for it, or an entry that is no page of the cache (padding such as -1): no query
@@ -178,7 +178,8 @@ def find(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tu
 
 
 def load(record: PagedAttention, page: jax.Array, slot: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns keys and values at given places; 0 where the page is none of the cache's, whatever the cache holds.
+    """Returns keys and values at given places; 0 where the page does not belong to the cache, whatever the
+    cache holds.
 
     Args:
         record: The record.

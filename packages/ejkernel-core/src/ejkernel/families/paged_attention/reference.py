@@ -37,7 +37,7 @@ from ejkernel.families.tiled_attention import soft_capped
 
 
 def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
-    """Returns the family's meaning in plain jnp, every query row against every slot of its table.
+    """Computes the result of the family in plain jnp, every query row against every slot of its table.
 
     Returns:
         Output [T, H, Dv], lse [T, H] and the pages that were written, if any; and no residuals.

@@ -19,7 +19,7 @@ from ejkernel.planning.quantized_formats import decode
 
 
 def reference(record: QuantizedMatmul) -> tuple[jax.Array, tuple[()]]:
-    """Returns the family's meaning in plain jnp.
+    """Computes the result of the family in plain jnp.
 
     Returns:
         [M, N] in x's dtype. There are no residuals.

@@ -99,7 +99,8 @@ def real_tokens(record: RecurrentNetwork) -> jax.Array | None:
 
 
 def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
-    """Returns what decides about the state after a token, in addition to the state before it.
+    """Returns the gates of a token before their nonlinearities; with the previous state they determine the next
+    state.
 
     Args:
         cell: A key of `GATES`.

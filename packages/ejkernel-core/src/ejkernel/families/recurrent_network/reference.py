@@ -38,7 +38,8 @@ from ejkernel.families.recurrent_network.record import (
 
 
 def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
-    """Returns the family's meaning, one token of one layer after another; float64 if x is, else float32.
+    """Computes the result of the family, one token of one layer after another; in float64 if `x` is float64, else in
+    float32.
 
     Returns:
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;

@@ -137,7 +137,7 @@ def _around(
     *,
     unrolled: bool,
 ) -> tuple[Gradients, Any]:
-    """Takes every device's load past this one.
+    """Sends the loads of all devices around the ring, and runs one step for each load that arrives here.
 
     Args:
         ring: How it goes.

@@ -15,5 +15,5 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals
 
 
 def reference(record: RingAttention) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Returns the family's meaning in plain jnp: every device gathers all keys."""
+    """Computes the result of the family in plain jnp: every device gathers all keys."""
     return tiled_attention.reference(tiled(record if axis_size(record.axis_name) == 1 else gathered(record)))

@@ -75,7 +75,7 @@ class Ring:
         return jnp.concatenate(pieces)[None]
 
     def walk(self, load: Load, cargo: Load, step_of: StepFunction, state: Any) -> tuple[Load, Any]:
-        """Takes every device's load past this one.
+        """Sends the loads of all devices around the ring, and runs one step for each load that arrives here.
 
         Args:
             load: This device's keys and what belongs to them.

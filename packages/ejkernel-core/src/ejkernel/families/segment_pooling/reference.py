@@ -19,8 +19,8 @@ from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator
 
 
 def reference(record: SegmentPooling) -> tuple[jax.Array, tuple[()]]:
-    """Returns the family's meaning in plain jnp, one weight for every pool and token; float64 if values is, else
-    float32.
+    """Computes the result of the family in plain jnp, with one weight for every pool and token; in float64 if `values`
+    is float64, else in float32.
 
     Returns:
         [B, M, H, D] in the values' dtype. There are no residuals.

@@ -1,4 +1,4 @@
-"""Which blocks of keys each query reads, by the weight that their summaries have for it."""
+"""Selects the key blocks that each query reads, by the softmax weight of the blocks' summaries."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ SCORES = 2**20
 
 
 class BlockPlaces(NamedTuple):
-    """Where blocks lie, seen from the queries. B batch, T queries, M blocks in ascending order of their first keys.
+    """The positions of blocks and queries. B batch, T queries, M blocks in ascending order of their first keys.
 
     Attributes:
         starts: [M] int32, the first key of every block.
@@ -43,8 +43,8 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
     """Returns the blocks with the largest softmax weight, summed over the query heads of a KV head, [B, T, Hk, N]
     int32.
 
-    A query's own block comes first; blocks after it are never taken, and of two with equal weight the later one is.
-    N is `count`; -1 fills up what is left. Holds `SCORES` scores at once, but for a query that has more.
+    A query's own block comes first. Later blocks are never selected. Of two blocks with equal weights, the later one is
+    selected. N is `count`; -1 fills up what is left. Holds `SCORES` scores at once, but for a query that has more.
 
     Args:
         query: [B, T, H, D].

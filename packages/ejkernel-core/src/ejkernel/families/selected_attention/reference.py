@@ -37,8 +37,8 @@ from ejkernel.families.tiled_attention import TiledAttention
 
 
 def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
-    """Returns the family's meaning in plain jnp, with a mask of every query and key; float64 if query
-    is, else float32.
+    """Computes the result of the family in plain jnp, with a mask of every query and key; in float64 if `query` is
+    float64, else in float32.
     """
     indices = select(record)
     records: dict[str, TiledAttention | None] = {

@@ -23,7 +23,7 @@ from ejkernel.planning import packing, slots
 
 
 def reference(record: SelectiveScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """Returns the family's meaning, one token at a time; float64 if x is, else float32.
+    """Computes the result of the family, one token at a time; in float64 if `x` is float64, else in float32.
 
     Returns:
         Output [B, T, I] in x's dtype, final states [B, I, E] in the accumulator's, and the residuals. Of packed
@@ -39,7 +39,7 @@ def reference(record: SelectiveScan) -> tuple[tuple[jax.Array, jax.Array], ScanR
 def _packed_reference(
     record: SelectiveScan, cu_seqlens: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
-    """Returns the meaning of packed sequences, each of which begins with its own state."""
+    """Computes the result of packed sequences, each of which begins with its own state."""
     original, tokens = record, record.x.shape[1]
     if original.initial_state is not None and original.state_slots is not None:
         held = slots.read_slots(original.initial_state, original.state_slots, cu_seqlens)

@@ -40,8 +40,8 @@ def kind(record: TiledAttention, padded: Callable[[int], int] = power_of_two) ->
 
 
 def kind_of_large(record: TiledAttention) -> str | None:
-    """Returns the kind of a call with as much work as a large GPU has room for; what is best for others depends on
-    shapes.
+    """Returns the kind of a call with enough work to fill a large GPU; None for smaller calls, whose best tiles depend
+    on their shapes.
     """
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     return None if b * h * t < 2**18 or min(t, s) < KIBI else kind(record)

@@ -110,7 +110,7 @@ def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
 def dropout_numbers(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
     """Returns the dropout keys of rows [B, H, T] and of columns [1, S], uint32, of a record with a seed.
 
-    They cost more than what a kernel makes of them, and are made once before it.
+    Computing the keys costs more than using them, so they are computed once before the kernel.
     """
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin

@@ -32,7 +32,9 @@ from ejkernel.types.sparse_masks import Mask
 
 
 def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
-    """Returns the family's meaning in plain jnp, N x N and all; float64 if query is, else float32."""
+    """Computes the result of the family in plain jnp, with the whole N x N matrix; in float64 if `query` is float64,
+    else in float32.
+    """
     accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
     scores, allowed = reference_scores(record, accumulate)
     row_max = jnp.max(jnp.where(allowed, scores, -jnp.inf), axis=-1, keepdims=True)

@@ -213,7 +213,7 @@ def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
     """Returns the configuration of `flash_attention` that has the tiles of the output, in both passes.
 
     Raises:
-        ValueError: It has tiles of weights.
+        ValueError: The configuration has tiles of weights.
     """
     for name in ("weights_block_q", "weights_block_k"):
         if getattr(cfg, name) is not None:

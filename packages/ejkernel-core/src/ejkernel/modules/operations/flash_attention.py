@@ -375,7 +375,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, Array]):
             **kwargs: Keyword arguments of `flash_attention`.
 
         Raises:
-            ValueError: They are given together with `mask_info`.
+            ValueError: A mask or segment ids are passed together with `mask_info`.
         """
         if attention_mask is None and q_segment_ids is None and kv_segment_ids is None:
             return args, kwargs

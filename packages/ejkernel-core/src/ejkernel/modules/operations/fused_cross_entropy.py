@@ -35,7 +35,7 @@ STRATEGIES = ("vocab", "token", "block")
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What `fused_cross_entropy` returns. Only `loss` has a gradient.
+    """The results of `fused_cross_entropy`. Only `loss` has a gradient.
 
     Attributes:
         loss: The mean or the sum over tokens, [], or every token's loss, [...]; with its z-loss.

@@ -20,7 +20,7 @@ from ejkernel.ops.operation import document_options, run_operation
 
 
 class KLDivergenceOutput(NamedTuple):
-    """What `fused_kl_divergence` returns. Only `loss` has a gradient.
+    """The results of `fused_kl_divergence`. Only `loss` has a gradient.
 
     Attributes:
         loss: The mean or the sum over tokens, [], or every token's divergence, [...]; times its weight.

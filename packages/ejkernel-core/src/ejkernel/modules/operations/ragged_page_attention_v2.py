@@ -178,7 +178,7 @@ def check_num_seqs(name: str, value: Any) -> None:
     """Checks a number of sequences.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is not an integer scalar.
     """
     wants = "an int, or an int array of shape () or [1]"
     if getattr(value, "shape", None) not in ((), (1,)):

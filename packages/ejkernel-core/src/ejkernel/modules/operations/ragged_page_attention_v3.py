@@ -197,7 +197,8 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
     """Returns the cache's layout.
 
     Raises:
-        ValueError: Its shape is that of none, of another than `kv_layout`, or of both without `kv_layout`.
+        ValueError: The cache's shape fits no layout, does not fit `kv_layout`, or fits both layouts and `kv_layout` is
+            None.
     """
     (_, kv_heads, size), tail = args.keys.shape, tuple(args.kv_cache.shape[2:])
     pack = packing(args.kv_cache.dtype)

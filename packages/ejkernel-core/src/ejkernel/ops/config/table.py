@@ -64,7 +64,7 @@ def decode(data: bytes) -> Mapping[str, Entry]:
 
     Raises:
         ValueError: The data is not a table. The same RecursionError.
-        OtherFormatError: It is one of another version.
+        OtherFormatError: The table has a format of another version.
     """
     table = msgspec.json.decode(data, type=_Loose)
     if table.format != FORMAT:

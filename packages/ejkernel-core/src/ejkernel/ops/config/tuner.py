@@ -163,7 +163,7 @@ class Tuner:
             candidates: What to choose from.
 
         Raises:
-            TunerError: As `measure`; or no candidate ran.
+            TunerError: In the same cases as in `measure`, or if no candidate ran.
         """
         seconds: list[tuple[float, Any]] = []
         errors: list[str] = []

@@ -63,7 +63,7 @@ def tune_abstract(
         in_specs: Partition specs of the first arguments, in public order.
 
     Raises:
-        TunerError: As `tune_call`.
+        TunerError: In the same cases as in `tune_call`.
     """
     if traced(()):
         raise TunerError("the tuner was asked to measure under a trace; tune outside of jit")

@@ -345,7 +345,7 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     """Returns the tile of a backward configuration.
 
     Raises:
-        ValueError: As in `forward_tile`.
+        ValueError: In the same cases as in `forward_tile`.
     """
     warpgroups, queries, stages = _checked(params, "block_kv", "block_q", "stages")
     tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * WGMMA_M, queries, stages)

@@ -10,10 +10,10 @@ from ejkernel.ops.params import BaseOperationConfig, Direction, FwdParams
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionConfig(BaseOperationConfig):
-    """What the operations over paged caches have in common. `None` lets the heuristics decide.
+    """The configuration fields that the operations over paged caches share. `None` lets the heuristics decide.
 
     Attributes:
-        q_blocksize: Query rows of one sequence a tile.
+        q_blocksize: Query rows of one sequence per tile.
         kv_blocksize: Keys per tile.
         seq_blocksize: Tiles worked on at once.
     """

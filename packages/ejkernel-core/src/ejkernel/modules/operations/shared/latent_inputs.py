@@ -31,7 +31,7 @@ def as_logits_dtype(name: str, value: Any) -> Any:
     rounded.
 
     Raises:
-        ValueError: It is no floating dtype.
+        ValueError: The value is not a floating dtype.
     """
     dtype = jnp.dtype("float32") if value is None else as_float_dtype(name, value)
     return dtype if jnp.finfo(dtype).bits < 32 else jnp.dtype("float32")
@@ -70,7 +70,7 @@ def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
     """Checks that a query has the size of the keys' part without rotary position, plus that of the other if `rotary`.
 
     Raises:
-        ValueError: It has another.
+        ValueError: The query has another size.
     """
     query_size = sizes["Dn"] + (sizes["Dr"] if rotary else 0)
     if sizes["Dq"] != query_size:

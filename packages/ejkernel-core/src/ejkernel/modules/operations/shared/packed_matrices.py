@@ -36,7 +36,7 @@ def checked_shapes(args: Record) -> Record:
     """Checks packed matrices and returns the arguments with the shape of what they hold.
 
     Raises:
-        ValueError: They do not fit their format.
+        ValueError: The arrays do not fit their format.
     """
     given = cast(Any, args)
     form = _form(given)

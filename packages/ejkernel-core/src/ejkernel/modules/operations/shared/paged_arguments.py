@@ -61,7 +61,7 @@ def as_newest(name: str, window: Any) -> tuple[int | None, int | None] | None:
         window: `w >= 1` for the newest w keys, the query's own among them, or (left, right), each >= 0 or None.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The window is not of an accepted form.
     """
     pair = as_window(name, window)
     if window is None or isinstance(window, tuple):
@@ -87,7 +87,7 @@ def as_count(name: str, value: Any, least: int = 1) -> int | None:
     """Returns a Python int of at least `least`, or None.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The value is neither None nor an int of at least `least`.
     """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"{name}: got {got(value)}, wants an int >= {least}, or None")
@@ -98,7 +98,7 @@ def as_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     """Returns one of several values.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: The value is not among `choices`.
     """
     if value not in choices:
         raise ValueError(f"{name}: got {got(value)}, wants one of {', '.join(map(repr, choices))}")
@@ -146,7 +146,7 @@ def check_query(name: str, query: Any, axes: str, sizes: dict[str, int]) -> None
     """Checks a query with axes that end in `H D`.
 
     Raises:
-        ValueError: It is wrong.
+        ValueError: The shape or the dtype of the query is wrong.
     """
     check_shape(name, query, axes, sizes)
     check_not_empty(name, query, axes, "H D")
@@ -164,7 +164,8 @@ def check_caches(query: str, caches: dict[str, Any], layout: str, sizes: dict[st
         argument: Name of the argument that chooses the layout; empty if there is none.
 
     Raises:
-        ValueError: They are wrong; where another layout could be meant, the message names the argument.
+        ValueError: A cache has a wrong shape or dtype. If the cache may have another layout, the message names the
+            layout argument.
     """
     hint = f" (as {argument}={layout!r} says)" if argument else ""
     axes = " ".join(LETTERS[letter] for letter in layout[:-1])
@@ -185,7 +186,7 @@ def check_groups(key: str, keys: Any, query: str, sizes: dict[str, int], hint: s
     """Checks that query heads divide into groups of one KV head.
 
     Raises:
-        ValueError: They do not.
+        ValueError: The number of query heads is not a multiple of the number of KV heads.
     """
     if sizes["H"] % sizes["Hk"]:
         shape = tuple(keys.shape)
@@ -198,7 +199,7 @@ def check_ints(name: str, array: Any, axes: str, sizes: dict[str, int]) -> None:
     """Checks an array of integers.
 
     Raises:
-        ValueError: It is another, or none.
+        ValueError: The array has another shape or no integer dtype.
     """
     check_shape(name, array, axes, sizes)
     check_dtype(name, array, jnp.integer, "an integer dtype")
@@ -208,7 +209,7 @@ def check_tables(name: str, tables: Any, sizes: dict[str, int]) -> None:
     """Checks tables of N sequences, [N, K] or flat [N * K].
 
     Raises:
-        ValueError: They are neither.
+        ValueError: The tables have another shape or no integer dtype.
     """
     if len(getattr(tables, "shape", ())) == 2:
         check_ints(name, tables, "N K", sizes)
@@ -238,7 +239,7 @@ def check_per_head(name: str, array: Any, sizes: dict[str, int]) -> None:
     """Checks an optional array with one number per query head.
 
     Raises:
-        ValueError: It is another.
+        ValueError: The array has another shape or dtype.
     """
     if array is not None:
         check_shape(name, array, "H", dict(sizes))

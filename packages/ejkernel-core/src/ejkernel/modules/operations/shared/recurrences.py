@@ -76,7 +76,7 @@ def check_floating(name: str, array: Any, axes: str, sizes: dict[str, int], broa
         broadcast: Those of the axes that may have size 1.
 
     Raises:
-        ValueError: It has another shape or no floating dtype.
+        ValueError: The array has another shape or no floating dtype.
     """
     if array is not None:
         check_shape(name, array, axes, sizes, broadcast=broadcast)
@@ -93,7 +93,7 @@ def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> No
         sizes: Every size, the channels' K included.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The gate has another shape or dtype.
     """
     per_channel = rank(gate) > len(axes.split())
     try:
@@ -122,7 +122,7 @@ def check_segments(args: Any, sizes: dict[str, int]) -> None:
     """Checks seg_ids.
 
     Raises:
-        ValueError: They are no [B, T] ints.
+        ValueError: `seg_ids` are not [B, T] integers.
     """
     if args.seg_ids is not None:
         check_shape("seg_ids", args.seg_ids, "B T", sizes)
@@ -133,7 +133,7 @@ def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
     """Checks cumulative lengths, and learns N.
 
     Raises:
-        ValueError: They are no [N + 1] ints, or there is more than one row.
+        ValueError: `cu_seqlens` are not [N + 1] integers, or there is more than one row.
     """
     check_shape("cu_seqlens", cu_seqlens, "N+1", sizes)
     check_dtype("cu_seqlens", cu_seqlens, jnp.integer, "an integer dtype")

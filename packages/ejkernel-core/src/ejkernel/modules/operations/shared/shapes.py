@@ -67,7 +67,7 @@ def check_dtype(name: str, array: Any, kind: Any, wants: str) -> None:
     """Checks the kind of an array's dtype, for example `jnp.floating`.
 
     Raises:
-        ValueError: It is another.
+        ValueError: The array has a dtype of another kind.
     """
     if not jnp.issubdtype(array.dtype, kind):
         raise ValueError(f"{name}: got dtype {array.dtype}, wants {wants}")
@@ -95,7 +95,7 @@ def check_cumulative(name: str, lengths: Any, rows: int, size: int) -> None:
         size: Tokens in a row.
 
     Raises:
-        ValueError: They are not such lengths.
+        ValueError: The values are not cumulative lengths of that many rows and that size.
     """
     if _compat.is_tracer(lengths) or not getattr(lengths, "is_fully_addressable", True):
         return
@@ -123,7 +123,7 @@ def as_number(
         below: Open upper bound.
 
     Raises:
-        ValueError: It is no such number.
+        ValueError: The value is not a finite number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise ValueError(f"{name}: got {got(value)}, wants a Python number")
@@ -144,7 +144,7 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
         least: Smallest accepted value.
 
     Raises:
-        ValueError: It is none, or smaller.
+        ValueError: The value is not an integer, or is smaller than `least`.
     """
     if not _is_int(value) or value < least:
         raise ValueError(f"{name}: got {got(value)}, wants an int of at least {least}, fixed when the call is traced")
@@ -155,7 +155,7 @@ def as_flag(name: str, value: Any) -> bool:
     """Returns a Python truth value.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is not a truth value.
     """
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: got {got(value)}, wants True or False, fixed when the call is traced")
@@ -171,7 +171,7 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
             positions are apart, `ejkernel.types.integers.NO_LIMIT` or more, is unbounded too.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The window is not of an accepted form.
     """
     if window is None:
         return None
@@ -190,7 +190,7 @@ def as_chunk(name: str, size: Any) -> int | None:
     """Returns a chunk size that changes results, of positions; None where all positions are one chunk.
 
     Raises:
-        ValueError: It is neither None nor an int of at least 1.
+        ValueError: The size is neither None nor an int of at least 1.
     """
     return None if size is None else bounded(as_count(name, size, least=1))
 
@@ -199,7 +199,7 @@ def as_precision(name: str, value: Any) -> lax.Precision | None:
     """Returns a `jax.lax.Precision`, from itself or its name in any case; None stays None.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is neither a precision nor the name of one.
     """
     if value is None:
         return None
@@ -214,7 +214,7 @@ def as_float_dtype(name: str, value: Any) -> np.dtype:
     """Returns a floating dtype.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is not a floating dtype.
     """
     try:
         dtype = jnp.dtype("bool" if value is None else value)  # None is NumPy's word for float64

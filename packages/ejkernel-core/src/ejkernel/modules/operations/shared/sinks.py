@@ -29,7 +29,7 @@ def check_sinks(softmax_aux: Any, heads: int) -> None:
         heads: Number of query heads.
 
     Raises:
-        ValueError: They have another shape or no floating dtype.
+        ValueError: The sinks have another shape or no floating dtype.
     """
     if softmax_aux is None:
         return

@@ -14,7 +14,7 @@ def as_limits(limits: Any) -> tuple[float, float] | None:
     """Returns the limits of step sizes as two floats; the upper one may be infinite.
 
     Raises:
-        ValueError: They are not two numbers with 0 <= lower < upper.
+        ValueError: The limits are not two numbers with 0 <= lower < upper.
     """
     if limits is None:
         return None
@@ -33,7 +33,7 @@ def check_bias(args: Any, axis: str, sizes: dict[str, int]) -> None:
     """Checks `dt_bias`, which has one value per channel or head.
 
     Raises:
-        ValueError: It has another shape or no floating dtype.
+        ValueError: `dt_bias` has another shape or no floating dtype.
     """
     check_floating("dt_bias", args.dt_bias, axis, sizes)
 

@@ -17,7 +17,7 @@ def as_index(name: str, value: Any) -> int:
     """Returns a Python integer of either sign.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is not an integer.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{name}: got {got(value)}, wants an int, fixed when the call is traced")
@@ -28,7 +28,7 @@ def check_one(name: str, value: Any, other: str, other_value: Any) -> None:
     """Checks that a call gives one of two arguments.
 
     Raises:
-        ValueError: It gives both, or neither.
+        ValueError: The call passes both arguments, or neither.
     """
     if (value is None) == (other_value is None):
         raise ValueError(f"{name}: got {got(value)} with {other}={got(other_value)}, wants exactly one of the two")
@@ -38,7 +38,7 @@ def check_tokens(name: str, array: Any, tokens: tuple[int, ...], *last: int) -> 
     """Checks that an array has the axes of the tokens and then the given ones.
 
     Raises:
-        ValueError: It has others.
+        ValueError: The array has other axes.
     """
     if tuple(array.shape) != (wants := (*tokens, *last)):
         raise ValueError(f"{name}: got shape {tuple(array.shape)}, wants {wants}")
