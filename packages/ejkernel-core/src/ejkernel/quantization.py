@@ -246,7 +246,7 @@ def check_quantized(
     """
     if packed.dtype not in (jnp.uint32, jnp.int32) or packed.ndim < 2:
         raise ValueError(f"{names[0]}: got {packed.dtype}{list(packed.shape)}, wants packed codes uint32 [rows, words]")
-    accepted = (*form.scale_dtypes, *_dtypes_of_bits(form))
+    accepted = (*form.scale_dtypes, *_float8_scale_dtypes(form))
     if scales.dtype.name not in accepted:
         raise ValueError(f"{names[1]}: got dtype {scales.dtype}, wants {' or '.join(accepted)} for {form.mode}")
     words = form.words(scales.shape[-1] * form.group_size) if scales.ndim else 0
@@ -269,7 +269,7 @@ def check_quantized(
         )
 
 
-def _dtypes_of_bits(form: Format) -> tuple[str, ...]:
+def _float8_scale_dtypes(form: Format) -> tuple[str, ...]:
     """Returns floating dtypes of 8 bits that scales may have where they are stored in a uint8."""
     if form.exponents:
         return ("float8_e8m0fnu",)

@@ -32,6 +32,6 @@ def test_the_largest_number_of_bfloat16_is_kept() -> None:
 
 def test_keys_of_the_largest_values_are_not_marked() -> None:
     value = jnp.full((1, 2, 1, 4), np.finfo(np.float32).max).at[0, 1].set(jnp.inf)
-    marked = isolation.marked_keys(jnp.ones_like(value), value)
+    marked = isolation.nonfinite_values_to_keys(jnp.ones_like(value), value)
     np.testing.assert_array_equal(jnp.isnan(marked["key"]).any(axis=-1), [[[False], [True]]])
     assert np.isfinite(to_tf32(marked["value"])).all()

@@ -17,9 +17,9 @@ from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
+    BEFORE_ALL_GROUPS,
     FIRST,
     LAST,
-    LEADING,
     WHOLE,
     WORK,
     WorkItem,
@@ -134,8 +134,8 @@ def test_every_row_is_visited_once_by_its_matrix_and_every_tile_in_a_row(seed):
 def test_tiles_without_work_name_the_blocks_of_their_neighbours():
     visits = listed(tables(np.array([300, 200, 500]), np.int32(1), 1100, 1)[0])
     work = [v for v in visits if v.flags & WORK]
-    leading = [v for v in visits if v.flags & LEADING]
-    trailing = [v for v in visits if not v.flags & (WORK | LEADING)]
+    leading = [v for v in visits if v.flags & BEFORE_ALL_GROUPS]
+    trailing = [v for v in visits if not v.flags & (WORK | BEFORE_ALL_GROUPS)]
     assert ([v.tile for v in leading], [v.tile for v in work]) == ([0, 1], [2, 3])
     assert [v.tile for v in trailing] == [4, 5, 6, 7, 8]
     assert {v.source for v in leading} == {work[0].source}

@@ -277,8 +277,8 @@ def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callabl
     @functools.wraps(command)
     def collected(**options: Any) -> Any:
         _check_devices()
-        described = {field.name: options.pop(field.name) for field in dataclasses.fields(CallSpec)}
-        return command(None if described["op"] is None else CallSpec(**described), **options)
+        call_options = {field.name: options.pop(field.name) for field in dataclasses.fields(CallSpec)}
+        return command(None if call_options["op"] is None else CallSpec(**call_options), **options)
 
     metavar = "OP" if required else "[OP]"
     operation = click.argument(

@@ -74,9 +74,10 @@ class CommandGroup(click.Group):
         """Returns the command that the user typed; the error for an unknown one names a package or a similar one."""
         name, names = args[0], self.list_commands(ctx)
         if name not in names and not name.startswith("-") and not ctx.resilient_parsing:
-            offered = OFFERED.get(name)
-            if offered is not None:
-                ctx.fail(f"the command {name!r} needs a package that is not installed: pip install '{offered.package}'")
+            optional_command = OFFERED.get(name)
+            if optional_command is not None:
+                package = optional_command.package
+                ctx.fail(f"the command {name!r} needs a package that is not installed: pip install '{package}'")
             ctx.fail(f"there is no command {name!r}{did_you_mean(name, {*names, *OFFERED})}")
         return super().resolve_command(ctx, args)
 
@@ -93,9 +94,9 @@ class CommandGroup(click.Group):
         if command is not None:
             return command.get_short_help_str(limit=1000)
         source = _source(_entry_points()[name])
-        offered = OFFERED.get(name)
-        if offered is not None and offered.package.partition("[")[0] == source:
-            return offered.summary
+        optional_command = OFFERED.get(name)
+        if optional_command is not None and optional_command.package.partition("[")[0] == source:
+            return optional_command.summary
         return f"A command of {source}; see `{ctx.command_path} {name} --help`."
 
 

@@ -177,9 +177,9 @@ def _requires(describe: Callable[[Requires], str]) -> Callable[[Implementation],
     """Describes the requirements of the forward pass, and of the backward pass if they differ."""
 
     def described(implementation: Implementation) -> str:
-        forward, backward = describe(implementation.requires), describe(implementation.requires_for("backward"))
-        differs = implementation.backward is not None and backward != forward
-        return f"{forward or 'any'}; backward {backward or 'any'}" if differs else forward
+        of_forward, of_backward = (describe(implementation.requires_for(each)) for each in ("forward", "backward"))
+        differs = implementation.backward is not None and of_backward != of_forward
+        return f"{of_forward or 'any'}; backward {of_backward or 'any'}" if differs else of_forward
 
     return described
 

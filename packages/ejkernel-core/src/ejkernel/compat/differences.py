@@ -50,8 +50,8 @@ def _compared(name: str, theirs: Described, here: Described | None) -> dict[str,
             path = f"{name}.{member}" if member else name
             differing |= _compared(path, described, members.get(member))
         return differing
-    constructor = here[""] if isinstance(here, dict) else here
-    different = "" if VALUE in (theirs, constructor) else _signatures(theirs.split(), constructor.split())
+    signature_here = here[""] if isinstance(here, dict) else here
+    different = "" if VALUE in (theirs, signature_here) else _signatures(theirs.split(), signature_here.split())
     return {name: different} if different else {}
 
 

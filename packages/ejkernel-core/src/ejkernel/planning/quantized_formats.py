@@ -306,8 +306,10 @@ def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Ar
     if form.exponents:
         # log2 rounded up: the exponent field of a float32, plus 1 if the mantissa is not 0.
         bits = lax.bitcast_convert_type(needed, jnp.int32)
-        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-        return jnp.clip(exponent, LEAST_EXPONENT + EXPONENT_BIAS, MOST_EXPONENT + EXPONENT_BIAS).astype(jnp.uint8)
+        scale_exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+        return jnp.clip(scale_exponents, LEAST_EXPONENT + EXPONENT_BIAS, MOST_EXPONENT + EXPONENT_BIAS).astype(
+            jnp.uint8
+        )
     nearest = _as_stored(jnp.clip(needed, SMALLEST_E4M3, E4M3_MOST), jnp.float8_e4m3fn)
     codes = lax.bitcast_convert_type(nearest, jnp.uint8)
     # Takes the next larger scale if rounding made it smaller, so that the largest weight of the group is in range.

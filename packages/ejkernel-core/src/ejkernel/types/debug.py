@@ -56,8 +56,8 @@ def checkable_values(value: Any, on_device: bool = False) -> np.ndarray | None:
     parts = jax.tree.leaves(value)
     if not parts or any(is_traced(part) or isinstance(part, jax.ShapeDtypeStruct) for part in parts):
         return None
-    waits = on_device or get_debug_mode()
-    if any(isinstance(part, jax.Array) and not (waits and part.is_fully_addressable) for part in parts):
+    may_block = on_device or get_debug_mode()
+    if any(isinstance(part, jax.Array) and not (may_block and part.is_fully_addressable) for part in parts):
         return None
     return np.asarray(value)
 

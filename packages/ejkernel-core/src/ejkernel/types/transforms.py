@@ -116,14 +116,14 @@ def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> I
     mask = get_or_compute_attention_mask(info)
     q_positions, kv_positions = _positions(info)
     size = chunk_size if isinstance(chunk_size, jax.Array) else min(int(np.asarray(chunk_size)), NO_LIMIT)
-    q_chunk, kv_chunk = q_positions // size, kv_positions // size
-    mask = mask & (q_chunk == kv_chunk) & (kv_positions <= q_positions + _offset(offset, mask))
+    q_chunk_index, kv_chunk_index = q_positions // size, kv_positions // size
+    mask = mask & (q_chunk_index == kv_chunk_index) & (kv_positions <= q_positions + _offset(offset, mask))
     q_ids, kv_ids = get_or_compute_segment_ids(info)
     return changes.replace(
         info,
         attention_mask=mask,
-        q_segment_ids=jnp.where(q_ids < 0, -1, q_chunk[:, 0, :, 0] + 1),
-        kv_segment_ids=jnp.where(kv_ids < 0, -1, kv_chunk[:, 0, 0, :] + 1),
+        q_segment_ids=jnp.where(q_ids < 0, -1, q_chunk_index[:, 0, :, 0] + 1),
+        kv_segment_ids=jnp.where(kv_ids < 0, -1, kv_chunk_index[:, 0, 0, :] + 1),
         chunked_mask_baked_in=True,
     )
 

@@ -19,11 +19,11 @@ class SelectedTiles:
     """The configuration of either pass.
 
     Attributes:
-        sorted_queries: Queries whose lists of blocks are sorted together.
+        queries_per_sort: Queries whose lists of blocks are sorted together.
         block_q: Queries that read one block of keys at once.
     """
 
-    sorted_queries: int
+    queries_per_sort: int
     block_q: int
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ PUBLIC_FIELDS = {"block_q": "block_q"}
 
 def sizes(record: SelectedAttention, config: SelectedTiles) -> tuple[int, int]:
     """Returns queries whose lists are sorted together, and queries per tile, no more than there can be."""
-    queries = min(config.sorted_queries, _max_sorted_queries(record))
+    queries = min(config.queries_per_sort, _max_sorted_queries(record))
     return queries, min(config.block_q, queries)
 
 
@@ -53,7 +53,7 @@ def candidates(record: SelectedAttention, device: Any, direction: Direction) -> 
 
 def _sized(record: SelectedAttention, rows: int) -> SelectedTiles:
     queries = _max_sorted_queries(record)
-    return SelectedTiles(sorted_queries=queries, block_q=min(queries, rows))
+    return SelectedTiles(queries_per_sort=queries, block_q=min(queries, rows))
 
 
 def _max_sorted_queries(record: SelectedAttention) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.families.tiled_attention.isolation import FIELDS, finite_or_zero, finite_rows, marked_keys
+from ejkernel.families.tiled_attention.isolation import FIELDS, finite_or_zero, finite_rows, nonfinite_values_to_keys
 
 
 def isolate_selected(record: Any) -> Any:
@@ -14,9 +14,9 @@ def isolate_selected(record: Any) -> Any:
     """
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
-    fields = marked_keys(record.key, record.value)
+    fields = nonfinite_values_to_keys(record.key, record.value)
     if record.compressed_key is not None and record.compressed_value is not None:
-        compressed = marked_keys(record.compressed_key, record.compressed_value)
+        compressed = nonfinite_values_to_keys(record.compressed_key, record.compressed_value)
         fields |= {f"compressed_{name}": x for name, x in compressed.items()}
     return dataclasses.replace(record, **fields)
 

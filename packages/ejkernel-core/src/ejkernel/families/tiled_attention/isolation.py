@@ -37,13 +37,13 @@ def isolate_record(record: Any) -> Any:
     """Returns a record of attention whose values are finite; the keys of those that were not are NaN."""
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
-    return dataclasses.replace(record, **marked_keys(record.key, record.value))
+    return dataclasses.replace(record, **nonfinite_values_to_keys(record.key, record.value))
 
 
-def marked_keys(key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
+def nonfinite_values_to_keys(key: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
     """Returns finite values [B, S, Hk, Dv], and keys [B, S, Hk, D] that are NaN where the values were not."""
-    marked = jnp.isfinite(value).all(axis=-1, keepdims=True)
-    return {"key": jnp.where(marked, key, jnp.nan), "value": finite_or_zero(value)}
+    is_finite = jnp.isfinite(value).all(axis=-1, keepdims=True)
+    return {"key": jnp.where(is_finite, key, jnp.nan), "value": finite_or_zero(value)}
 
 
 def isolate_pullback(pullback: Any) -> Any:

@@ -16,7 +16,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 
-WORK, WHOLE, FIRST, LAST, LEADING = 1, 2, 4, 8, 16
+WORK, WHOLE, FIRST, LAST, BEFORE_ALL_GROUPS = 1, 2, 4, 8, 16
 """Flags of an item: some of the tile's rows belong to the matrix; all of them do; first, and last, item of a tile
 that is accumulated; the tile is before the rows of any matrix.
 """
@@ -107,7 +107,7 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
     leading = matrix == 0
     matrix = jnp.where(work, matrix - 1, jnp.where(leading, least, most))
     source = jnp.where(work, tile, jnp.where(leading, before, jnp.maximum(after - 1, 0)))
-    flags = work * WORK + leading * LEADING + _changes(tile) * FIRST
+    flags = work * WORK + leading * BEFORE_ALL_GROUPS + _changes(tile) * FIRST
     return _work_list(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
 
 

@@ -337,7 +337,7 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     rows = small_rows if single else tokens * group
     block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
     kind = current_device().kind
-    wide, fast = is_wide(kind), is_v7x(kind)
+    wide, v7x = is_wide(kind), is_v7x(kind)
     chunk, chunks_per_step = _products(block, single, heads_per_product, 16 if wide else 8)
     if cache.latent and single:
         chunk = math.gcd(block, LATENT_PART)
@@ -362,10 +362,10 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         chunks_per_step=chunks_per_step,
         # Computing scores early hides the MXU's latency, but takes registers. Where copies take longer than products,
         # or keys are few, a smaller lookahead costs nothing.
-        lookahead=2 if heads_per_product > 1 and not fast else lookahead,
+        lookahead=2 if heads_per_product > 1 and not v7x else lookahead,
         masked_lookahead=min(lookahead, 4) if heads_per_product > 1 else lookahead,
-        keeps_limits=heads_per_product > 1 and fast,
-        copies_per_slice=3 if fast else 4,
+        keeps_limits=heads_per_product > 1 and v7x,
+        copies_per_slice=3 if v7x else 4,
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,
         operand=operand,

@@ -184,7 +184,7 @@ def _store_operands(text: str) -> str:
 
 def _operands(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
     operands, named = list[str](), dict[str, str]()
-    for operand in _split(text):
+    for operand in _split_operands(text):
         if match := _NAMED.match(operand):
             operand = operand[match.end() :].strip()
             named[match[1]] = operand
@@ -192,7 +192,7 @@ def _operands(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
     return tuple(operands), named
 
 
-def _split(text: str) -> Sequence[str]:
+def _split_operands(text: str) -> Sequence[str]:
     """Splits at the commas that are outside all brackets."""
     parts, depth, start = list[str](), 0, 0
     for position, character in enumerate(text):

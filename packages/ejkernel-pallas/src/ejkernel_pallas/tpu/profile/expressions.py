@@ -118,7 +118,7 @@ def _kernel_operand(instruction: Instruction, names: Names, cycle: int) -> str:
     return f"S.scalar_operand({number})" if space.startswith("<no") else str(operand_address(number))
 
 
-def _wait(instruction: Instruction, names: Names, cycle: int) -> str:
+def _semaphore_wait_expression(instruction: Instruction, names: Names, cycle: int) -> str:
     semaphore, amount = (names.operand(text) for text in instruction.operands[:2])
     return f"t=t+S.wait(t+{cycle},{semaphore},{amount})"
 
@@ -141,7 +141,7 @@ def _start_copy(instruction: Instruction, names: Names, cycle: int) -> str:
 
 _SPECIAL: dict[str, Callable[[Instruction, Names, int], str]] = {
     "inlined_call_operand": _kernel_operand,
-    "dma.done.wait": _wait,
+    "dma.done.wait": _semaphore_wait_expression,
 }
 
 

@@ -9,7 +9,7 @@ from ejkernel_pallas.tpu.profile.report import FROM_ICI, TO_ICI
 
 GRANULE = 32  # bytes per granule, the unit in which copies are counted
 POINTER = 1 << 40  # an address is a multiple of this plus an offset, so that addresses and integers can be told apart
-_FIRST_OPERAND = 1 << 20
+_OPERAND_ADDRESS_BASE = 1 << 20
 _LOCAL_LATENCY = 100  # cycles, of copies between memories of a core; assumed, as is their bandwidth
 _LOCAL_BANDWIDTH = 256.0  # bytes per cycle
 _REMOTE = 1 << 14  # set in the word that identifies a copy's target device if that is another device
@@ -18,7 +18,7 @@ _FLAGS = (1 << 13) - 1  # mask of the semaphore's number; the bits above it iden
 
 def operand_address(number: int) -> int:
     """Returns the address where an operand of the kernel starts."""
-    return POINTER * (_FIRST_OPERAND + number)
+    return POINTER * (_OPERAND_ADDRESS_BASE + number)
 
 
 def wrap(value: int) -> int:
@@ -110,7 +110,7 @@ class Machine:
             done = cycle + _LOCAL_LATENCY + size / _LOCAL_BANDWIDTH
         self._arrivals[semaphore].append(_Arrival(done, granules))
         if kind.endswith("_to_smem"):
-            self._write(target, self._operands.get(source // POINTER - _FIRST_OPERAND, ()))
+            self._write(target, self._operands.get(source // POINTER - _OPERAND_ADDRESS_BASE, ()))
 
     def start_general(self, cycle: float, kind: str, granules: int, source: int, target: int, overrides: int) -> None:
         """Starts a copy between any two memories, possibly of two devices, with a semaphore at either end.
@@ -156,6 +156,8 @@ class Machine:
         """Returns how often unwritten words were read, by name."""
         names = {number: name for name, number in allocations.items()}
         return {
-            names.get(place, f"operand {place - _FIRST_OPERAND}" if place >= _FIRST_OPERAND else str(place)): count
+            names.get(
+                place, f"operand {place - _OPERAND_ADDRESS_BASE}" if place >= _OPERAND_ADDRESS_BASE else str(place)
+            ): count
             for place, count in self.unknown.items()
         }

@@ -81,7 +81,7 @@ class _Walk:
             return [functools.partial(_constant, np.int32(0))]
         if name == "pvary":
             return inputs
-        if _collective(params):
+        if _is_collective(params):
             return [_unknown] * len(equation.outvars)
         inner = next((params[key] for key in _INNER if key in params), None)
         if inner is not None and name not in _CONTROL_FLOW:
@@ -101,7 +101,7 @@ def _pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
     return PallasCall(name.split(" ")[0], grid, tuple(_value(thunk) for thunk in inputs[:count]))
 
 
-def _collective(params: Any) -> bool:
+def _is_collective(params: Any) -> bool:
     """Returns whether an equation needs values of other devices, i.e. names axes of the mesh."""
     axes = params.get("axis_name", params.get("axes", ()))
     return any(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))

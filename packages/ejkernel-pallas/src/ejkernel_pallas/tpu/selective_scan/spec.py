@@ -45,7 +45,7 @@ class ScanSpec:
         return self.channels % self.block > 0
 
     @property
-    def short(self) -> bool:
+    def has_partial_chunk(self) -> bool:
         """Returns whether the last chunk of a row has positions past the row's last token."""
         return not self.packed and self.tokens % CHUNK > 0
 

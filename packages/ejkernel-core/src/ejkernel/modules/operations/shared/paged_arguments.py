@@ -70,7 +70,7 @@ def as_newest(name: str, window: Any) -> tuple[int | None, int | None] | None:
     return (None if pair is None or pair[0] is None else pair[0] - 1, 0)
 
 
-def as_mask_value(name: str, value: Any) -> float | None:
+def accept_mask_value(name: str, value: Any) -> float | None:
     """Returns the score of masked keys: any so low that they weigh nothing, which is what they weigh here.
 
     Raises:

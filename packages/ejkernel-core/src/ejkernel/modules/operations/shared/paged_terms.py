@@ -24,9 +24,9 @@ import numpy as np
 
 from ejkernel.modules.operations.shared.conditions import Packed, packed, shared_prefix
 from ejkernel.modules.operations.shared.paged_arguments import (
+    accept_mask_value,
     as_cap,
     as_count,
-    as_mask_value,
     as_newest,
     as_scale,
     check_per_head,
@@ -55,7 +55,7 @@ CANONICAL: dict[str, Callable[[str, Any], Any]] = {
     "chunk_size": as_count,
     "sliding_window": as_newest,
     "logits_soft_cap": as_cap,
-    "mask_value": as_mask_value,
+    "mask_value": accept_mask_value,
     "return_lse": as_flag,
 }
 """Argument -> (its name, what was given) -> its canonical value."""

@@ -27,8 +27,8 @@ from ejkernel.families.gated_grouped_matmul import activated, combined
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
+    BEFORE_ALL_GROUPS,
     FIRST,
-    LEADING,
     WHOLE,
     WORK,
     WorkItem,
@@ -170,7 +170,7 @@ def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
     """Returns the tile of contracted elements. An item without work gets the tile of a neighbouring item, so that
     nothing is copied.
     """
-    return jnp.where(v.has(WORK), k, jnp.where(v.has(LEADING), 0, spec.steps - 1))
+    return jnp.where(v.has(WORK), k, jnp.where(v.has(BEFORE_ALL_GROUPS), 0, spec.steps - 1))
 
 
 def _scales(scales: jax.Array, spec: GroupedSpec) -> Operand:

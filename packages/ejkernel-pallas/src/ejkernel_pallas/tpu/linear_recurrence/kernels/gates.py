@@ -209,8 +209,10 @@ def spans_of(gates: jax.Array) -> tuple[Span, ...]:
     found, length = [Span(total, jnp.ones_like(total))], 1
     while length < gates.shape[0]:
         # Tokens of a second block multiply the gates of the first one, those of a first block the gates of the second.
-        late, other, last = (token & length) != 0, swapped(total, length), found[-1]
-        found.append(Span(last.since * jnp.where(late, other, 1.0), last.until * jnp.where(late, 1.0, other)))
+        in_second_half, other, last = (token & length) != 0, swapped(total, length), found[-1]
+        found.append(
+            Span(last.since * jnp.where(in_second_half, other, 1.0), last.until * jnp.where(in_second_half, 1.0, other))
+        )
         total = total * other
         length *= 2
     return tuple(found)

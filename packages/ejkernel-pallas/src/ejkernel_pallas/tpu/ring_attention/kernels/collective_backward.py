@@ -65,7 +65,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     grads = _around(RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.wanted - {"softmax_aux"})
     if "softmax_aux" in pullback.wanted:
         grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
-    return {name: to_shard(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+    return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
 
 
 def query_rows_of(pullback: Pullback) -> QueryRows:
@@ -184,7 +184,7 @@ def _float32(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32)
 
 
-def to_shard(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+def unstriped_gradient(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
     """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
     gradient = gradient.astype(field.dtype)

@@ -22,7 +22,7 @@ from ejkernel_pallas.tpu.ring_attention.kernels.collective_backward import (
     inputs_of,
     query_rows_of,
     striped,
-    to_shard,
+    unstriped_gradient,
 )
 from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Route
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
@@ -64,7 +64,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}
     if "softmax_aux" in pullback.wanted:
         grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
-    return {name: to_shard(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+    return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
 
 
 class Sweep(NamedTuple):

@@ -191,7 +191,7 @@ def load_tile(ref: Ref, spec: ScanSpec, step: Step, tile: int) -> jax.Array:
     """Loads the tokens of a tile of a block, float32 [64, 128], with zeros past the last token and the last channel."""
     x = ref[:, lanes_of(tile)].astype(jnp.float32)
     there = None
-    if spec.short:
+    if spec.has_partial_chunk:
         token = lax.broadcasted_iota(jnp.int32, x.shape, 0) + step.chunk * CHUNK
         there = token < spec.tokens
     if spec.cut:
