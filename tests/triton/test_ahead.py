@@ -20,7 +20,7 @@ from ejkernel_triton.tiled_attention.backward import backward
 from ejkernel_triton.tiled_attention.forward import forward
 
 L40S = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA L40S", compute_capability=8.9)
-CHIPS = {**triton_chips.GPUS, "sm_89": L40S}
+CHIPS = {**triton_chips.CHIPS, "sm_89": L40S}
 BATCH, LENGTH, HEADS = 2, 2048, 4
 IDS = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
 FEATURES = {

@@ -308,7 +308,7 @@ def test_wrong_arguments_are_named(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"qkv_layouts": ((jnp.zeros((B, 1, 4)),) * 4,) * 3}, "qkv_layouts: bounds of blocks .* mask_builder"),
+        ({"qkv_layouts": ((jnp.zeros((B, 1, 4)),) * 4,) * 3}, "qkv_layouts: got a value, wants None: .* mask_builder"),
         ({"sequence_parallelism_mesh_axis_name": "sp"}, "sequence_parallelism_mesh_axis_name: got 'sp'; .* in_specs"),
     ],
 )

@@ -171,6 +171,8 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
         expected = [split.get(letter, ()) for letter in axis_letters.split()]
         named = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
+        while len(named) > len(expected) and not named[-1]:
+            named.pop()  # entries that split nothing may outnumber an output's axes, as on a mesh of one device
         if named + [()] * (len(expected) - len(named)) != expected:
             of = f" {index} of {letters.op.name}, with axes {axis_letters!r}," if len(outputs) > 1 else ""
             follows = _spec(axis_letters, split)

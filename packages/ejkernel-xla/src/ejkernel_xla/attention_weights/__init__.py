@@ -8,7 +8,7 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         "attention_weights",
-        gradients=FAMILY.differentiable,
+        gradients=set(FAMILY.differentiable) - {"relative_bias"},
         handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
         config=ConfigSpace(
             heuristic=config.heuristic,

@@ -79,7 +79,7 @@ _ROWS: tuple[Row[Sizes], ...] = (
     ("logits, bfloat16", Sizes((2, 32), 200, None, jnp.bfloat16), lambda key: {}, ("summed",), ()),
     ("Llama 3", Sizes((4, 8192), 128256, 4096, jnp.bfloat16), lambda key: {}, ("lm_head",), ("bench",)),
     ("logits of Llama 3", Sizes((8192,), 128256, None, jnp.bfloat16), lambda key: {}, ("summed",), ("bench",)),
-    ("small model", Sizes((2, 1024), 32000, 512), lambda key: {}, ("lm_head",), ("bench_cpu",)),
+    ("small model", Sizes((2, 1024), 16000, 512), lambda key: {}, ("lm_head",), ("bench_cpu",)),
 )
 
 

@@ -53,7 +53,7 @@ _ROWS: tuple[Row[Sizes], ...] = (
         (),
     ),
     ("Llama 3", Sizes((8192,), 128256, jnp.bfloat16, jnp.bfloat16), lambda key: {}, (), ("bench",)),
-    ("small model", Sizes((2, 512), 32000), lambda key: {}, (), ("bench_cpu",)),
+    ("small model", Sizes((2, 128), 16000), lambda key: {}, (), ("bench_cpu",)),
 )
 
 
