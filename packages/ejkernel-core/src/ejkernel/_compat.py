@@ -70,7 +70,7 @@ def varying_axes(value: Any) -> frozenset[str]:
 def as_varying(tree: Any, like: Any) -> Any:
     """Returns the arrays of a tree, taken to vary over every mesh axis that one of the arrays of `like` varies over.
 
-    What loops carry has to be of one type from the start, and constants vary over nothing.
+    A loop's carry must have one type from the start, and constants do not vary over any axis.
     """
     axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(like)))
     if not axes:

@@ -243,7 +243,7 @@ def _awq_codes(name: str, packed: jax.Array) -> jax.Array:
 
 
 def _group_of(name: str, groups: int, columns: int) -> tuple[int, int]:
-    """Returns columns of a row, and of a group; -1 for a group that is the whole row."""
+    """Returns the columns of a row and the columns of a group; -1 if a group is the whole row."""
     if not groups or columns % groups:
         raise ValueError(f"{name}: got {groups} groups, wants a divisor of the {columns} input features")
     return columns, -1 if groups == 1 else columns // groups

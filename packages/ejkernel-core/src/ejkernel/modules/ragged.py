@@ -1,6 +1,7 @@
 """Recurrences of packed requests whose states live in slots, for servers: prefill and decode in one call.
 
-`ragged_gated_delta_rule` is an operation; these are the others, as calls of the operations that they are named for:
+`ragged_gated_delta_rule` is an operation; this module has the ragged forms of the other recurrences, as calls of the
+operations that they are named for:
 
     states  = slots[state_indices]              zeros where an index is outside of the slots, such as -1
     y, last = recurrence(packed tokens, cu_seqlens=query_start_loc, initial_state=states)

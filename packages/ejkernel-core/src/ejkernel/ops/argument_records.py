@@ -15,7 +15,7 @@ from ejkernel.types import MaskInfo
 from ejkernel.types.arguments import arguments, static
 
 TREES = (jax.Array, AbstractArray, MaskInfo)
-"""What makes an argument a child of the record: arrays, and the class of this library that holds some."""
+"""The types of arguments that are children of the record's pytree: arrays, and `MaskInfo`, which holds arrays."""
 
 
 class ArgumentRecord:

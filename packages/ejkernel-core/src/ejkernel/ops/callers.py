@@ -16,8 +16,8 @@ callers: contextvars.ContextVar[Any] = contextvars.ContextVar("ejkernel_callers"
 
 
 def passed_tracer(value: Any) -> bool:
-    """Returns whether `value` was a tracer for the caller, too: every array of an eager call is one for
-    its validation.
+    """Returns whether `value` was a tracer in the caller's code. In the validation, every array of an eager call is a
+    tracer.
     """
     if not _compat.is_tracer(value):
         return False

@@ -1,4 +1,5 @@
-"""Calls written down, so that they can be tuned in another process, on another machine: `ejkernel tune --calls FILE`.
+"""Writes calls to a file, so that they can be tuned in another process or on another machine: `ejkernel tune --calls
+FILE`.
 
 A file is JSON, `{"calls": [...]}`, made by `save_recorded` or by hand:
 

@@ -119,7 +119,7 @@ TPUS = {tpu.name: tpu for tpu in _TPUS}
 
 
 def gpu_named(target: str) -> Gpu:
-    """Returns the GPU that compilers call so.
+    """Returns the GPU that compilers call by this name.
 
     Raises:
         ValueError: The name is not in the table of chips.
@@ -130,7 +130,8 @@ def gpu_named(target: str) -> Gpu:
 
 
 def gpu_of(device: DeviceInfo) -> Gpu:
-    """Returns the GPU of a device; of one that is not in the table, the newest of its vendor that is not newer.
+    """Returns the GPU of a device. For a device that is not in the table, returns the newest GPU of its vendor that is
+    not newer than the device.
 
     A CPU, where interpreters run, counts as Hopper: it has no limits of its own.
     """

@@ -1,6 +1,6 @@
 """Checks what plugins declare: names that do not exist, which would otherwise show at the first call or never.
 
-`ejkernel doctor` runs the checks. They import no kernel and no toolchain: a module is looked for and its source read.
+`ejkernel doctor` runs the checks. The checks import no kernel and no toolchain: they find a module and read its source.
 """
 
 import ast

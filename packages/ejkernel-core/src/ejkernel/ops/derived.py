@@ -1,4 +1,6 @@
-"""What follows from the signature of an operation's public function, so that its declaration need not say it."""
+"""Derives properties of an operation from the signature of its public function, so that the declaration need not repeat
+them.
+"""
 
 import inspect
 import typing
@@ -22,7 +24,8 @@ def config_of(function: Callable[..., Any]) -> type[BaseOperationConfig]:
 
 
 def axes_of(function: Callable[..., Any], other: Mapping[str, str]) -> dict[str, str]:
-    """Returns the axis letters of the positional arrays in public order, those of `other` in place of annotated ones.
+    """Returns the axis letters of the positional arrays in public order. Letters in `other` replace annotated
+    letters.
 
     Raises:
         ValueError: An annotation has a size that is no letter, and `other` does not have the argument.

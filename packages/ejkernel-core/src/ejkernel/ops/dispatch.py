@@ -257,7 +257,7 @@ PAIRED = "paired: serves both passes with one configuration"
 
 
 def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Returns the verdicts, of which the first that is not refused is now chosen and the others are usable."""
+    """Returns the verdicts, with the first that is not refused marked as chosen and all later ones as usable."""
     chosen = next((i for i, v in enumerate(verdicts) if v.status != "refused"), None)
     return tuple(
         v

@@ -59,7 +59,8 @@ class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Carried(msgspec.Struct, frozen=True):
-    """Why evidence is about sources that no chip has run: they lower to the programs of sources that one has.
+    """Why evidence is valid for sources that no chip has run: they lower to the same programs as sources that a chip
+    has run.
 
     Attributes:
         digest: Of the sources that the chip ran.

@@ -30,7 +30,7 @@ def dispatched_forward(op: str, record: Any) -> tuple[Any, Any]:
 
 
 def dispatched_backward(op: str, pullback: Pullback) -> dict[str, Any]:
-    """Returns the wanted gradients of a family record, by field.
+    """Returns the requested gradients of a family record, by field.
 
     Args:
         op: Name of the operation.

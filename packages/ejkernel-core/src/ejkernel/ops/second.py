@@ -148,7 +148,7 @@ def backward_pass(family: Family, run: Run, pullback: Pullback) -> dict[str, Any
 
     Args:
         family: What `run` is an implementation of.
-        run: Pullback -> the wanted gradients, and no others.
+        run: Pullback -> the requested gradients, and no others.
         pullback: The pieces. Residuals, private residuals and output follow from the record.
     """
     return run(pullback)

@@ -73,12 +73,12 @@ def is_differentiated() -> bool:
 def both_passes(
     forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any], start: Pullback, config: Any
 ) -> Any:
-    """Returns the output and the wanted gradients of an implementation's two passes with one configuration.
+    """Returns the output and the requested gradients of an implementation's two passes with one configuration.
 
     Args:
         forward: The forward function.
         backward: The backward function.
-        start: Record, cotangent and wanted fields. Where no field is wanted, the forward pass runs alone.
+        start: Record, cotangent and requested fields. Where no field is wanted, the forward pass runs alone.
         config: The configuration of both.
     """
     if not start.wanted:

@@ -63,7 +63,7 @@ class WeightsTile(NamedTuple):
 
 
 def backward(pullback: Pullback, config: WeightRows) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
         pullback: Record, residuals, the cotangents of output and weights, and the wanted names, of query, key, value,
@@ -71,7 +71,7 @@ def backward(pullback: Pullback, config: WeightRows) -> Gradients:
         config: Rows of the weights a step.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record = pullback.record
     fields = {name: getattr(record, name) for name in sorted(pullback.wanted)}

@@ -12,14 +12,14 @@ from ejkernel_xla.causal_convolution.forward import output_of
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangents of output and final states, and the wanted names.
+        pullback: Record, cotangents of output and final states, and the requested names.
         config: Not read.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record: CausalConvolution = pullback.record
     outputs, final = pullback.cotangent

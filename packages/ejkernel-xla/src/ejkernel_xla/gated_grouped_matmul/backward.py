@@ -16,11 +16,11 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """Returns gradients of lhs, of the matrices and of their biases; the products are computed again.
 
     Args:
-        pullback: Record, cotangent [M, F], and the wanted names.
+        pullback: Record, cotangent [M, F], and the requested names.
         config: Not read.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
 
     def multiply(product: GroupedMatmul) -> jax.Array:

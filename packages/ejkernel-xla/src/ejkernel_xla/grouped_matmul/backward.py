@@ -24,14 +24,14 @@ ROW_FIELDS = ("lhs", "lhs_scale")
 
 
 def backward(pullback: Pullback, config: RowTiles) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangent [M, N], and the wanted names.
+        pullback: Record, cotangent [M, N], and the requested names.
         config: Rows per tile.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record, cotangent = pullback.record, pullback.cotangent
     fields = sorted(pullback.wanted - {"existing_out"})

@@ -27,14 +27,14 @@ Gradients = dict[str, jax.Array]
 
 @with_plain_state_gradients
 def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangents of output and final states, and the wanted names.
+        pullback: Record, cotangents of output and final states, and the requested names.
         config: Tokens per chunk.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record = pullback.record
     if not record.query.size:  # no rows

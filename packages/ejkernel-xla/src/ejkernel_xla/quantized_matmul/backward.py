@@ -10,14 +10,14 @@ from ejkernel_xla.quantized_matmul.forward import product
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Returns gradients of the wanted fields of a record: of x alone.
+    """Returns gradients of the requested fields of a record: of x alone.
 
     Args:
-        pullback: Record, cotangent [M, N], and the wanted names.
+        pullback: Record, cotangent [M, N], and the requested names.
         config: Not read.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record: QuantizedMatmul = pullback.record
     axis = 0 if record.transpose else 1

@@ -40,14 +40,14 @@ Gradients = dict[str, Any]
 
 
 def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
         pullback: Record, gates and states of every token, cotangents of output and final states, and the wanted names.
         config: Tokens per block and an iteration of the loop.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record = pullback.record
     layers, directions, _ = shape(record)

@@ -34,7 +34,7 @@ Gradients = dict[str, jax.Array]
 
 
 def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
-    """Returns gradients of the wanted fields of one device's record.
+    """Returns gradients of the requested fields of one device's record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and

@@ -39,14 +39,14 @@ Gradients = dict[str, jax.Array]
 
 
 def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        pullback: Record, residuals, output and its cotangent, and the requested names.
         config: Tile sizes.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
 
     def selected(

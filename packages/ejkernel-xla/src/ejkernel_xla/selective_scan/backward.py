@@ -27,14 +27,14 @@ TOKENS = ("x", "step", "write", "read")
 
 @with_state_gradients
 def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, states between chunks, cotangents of output and final states, and the wanted names.
+        pullback: Record, states between chunks, cotangents of output and final states, and the requested names.
         config: How the tokens of a chunk are combined.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record, dtype = pullback.record, accumulator(pullback.record)
     outputs, final = pullback.cotangent

@@ -67,7 +67,7 @@ class QueryTile(NamedTuple):
 
 
 def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
@@ -75,7 +75,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
         params: Tile sizes.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record = pullback.record
     if pullback.lse_cotangent is not None and not record.normalize_output:

@@ -19,12 +19,12 @@ def gradients_of_products(
     """Returns gradients of lhs, of the matrices and of their biases; the products are computed again.
 
     Args:
-        pullback: Record, cotangent [M, F], and the wanted names.
+        pullback: Record, cotangent [M, F], and the requested names.
         multiply: The product of a record of the grouped matmul.
         gradients: The gradients of that product.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record: GatedGroupedMatmul = pullback.record
     product = product_record(record, gathered(record), dtype_of_sums(record.lhs.dtype))

@@ -92,10 +92,10 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
 
 
 def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
-    """Returns gradients of the wanted fields of one device's record.
+    """Returns gradients of the requested fields of one device's record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        pullback: Record, residuals, output and its cotangent, and the requested names.
         config: The kernel's configuration, for every step.
         kernel: What differentiates attention to the keys of one step.
 

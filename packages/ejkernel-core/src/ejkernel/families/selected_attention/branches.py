@@ -75,16 +75,16 @@ def forward(
 
 
 def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel) -> Gradients:
-    """Returns gradients of the wanted fields of a record.
+    """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names.
+        pullback: Record, residuals, output and its cotangent, and the requested names.
         selected: (record as in the forward pass, branch, its cotangent, wanted of query, key and value) -> gradients
             of the selected branch.
         dense: What differentiates the others.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record, grad_fields = clean(pullback.record), pullback.wanted
     if record.block_indices is None:

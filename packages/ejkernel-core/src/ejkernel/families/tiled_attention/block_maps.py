@@ -37,9 +37,10 @@ class PatternTiles:
     Attributes:
         some: Whether a pair attends, bool [H|1, query tiles, key tiles].
         every: Whether all pairs attend, in the same layout.
-        mask_ids: Which tile mask a tile has, int32, as above.
+        mask_ids: The index of each tile's mask, int32, in the same layout.
         tile_masks: int8 [n, q_block, kv_block], 0 beyond the call's last query and key.
-        reachable: As `some`, for any part and head the record may turn out to have; NumPy, [n, query tiles, key tiles].
+        reachable: Whether a pair may attend in any part and head that the record may have at run time; NumPy, [n, query
+            tiles, key tiles].
     """
 
     some: Any
@@ -58,7 +59,8 @@ class BlockMap:
         every: Whether all pairs may attend, in the same layout; False for a tile that ends past its array.
         mask_ids: Which tile mask a tile has, int32 [1, H|1, query tiles, key tiles]; None without a pattern.
         tile_masks: int8 [n, q_block, kv_block]; None without a pattern.
-        reachable: As `some`, where that is traced: all that it may turn out to be; NumPy, [n, query tiles, key tiles].
+        reachable: Whether a pair may attend for any value of `some`, which may be traced; NumPy, [n, query tiles, key
+            tiles].
     """
 
     some: Any

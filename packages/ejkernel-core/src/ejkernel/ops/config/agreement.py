@@ -1,4 +1,4 @@
-"""Multi-process agreement: process 0 decides, everyone else takes its decision.
+"""Multi-process agreement: process 0 decides, and all other processes use its decision.
 
 Processes of one job may have different stores on their disks, and a collective program compiled with different tile
 sizes is a different program. A decision travels through the job's key-value service under the configuration's own key,
@@ -70,7 +70,7 @@ class Agreement:
         self._lock = threading.RLock()
 
     def known(self, key: ConfigKey) -> Selection | None:
-        """Returns what was decided for `key` so far, as far as this process has heard."""
+        """Returns the decision for `key` if this process already knows one."""
         return self._decided.get(key)
 
     def decide(self, key: ConfigKey, part: type, propose: Callable[[], Selection], anew: bool = False) -> Selection:
@@ -79,8 +79,8 @@ class Agreement:
         Args:
             key: The call.
             part: Type of its configuration part.
-            propose: Makes the selection. Runs in process 0 alone, and not where a decision holds already.
-            anew: Ends the decision that holds. Every process must say so together.
+            propose: Makes the selection. Runs only in process 0, and only if there is no decision yet.
+            anew: Ends the current decision. Every process must pass True in the same call.
 
         Raises:
             AgreementError: Process 0 has not asked for this key within `EJKERNEL_AGREEMENT_TIMEOUT_S` (600) seconds,

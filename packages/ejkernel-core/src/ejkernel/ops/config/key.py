@@ -44,7 +44,7 @@ class ConfigKey:
         """Returns the key in a table that ships inside a backend: without the versions, which the package itself fixes.
 
         Args:
-            kind: What the calls that share the entry have in common; None for the call itself.
+            kind: The kind of the calls that share the entry; None for an entry of a single call.
         """
         # A table ships under the name that its package gave the implementation, which may be qualified here.
         name = self.implementation.partition("@")[0].rpartition(":")[2]

@@ -16,8 +16,8 @@ class Measurement:
 
     Attributes:
         cfg: The configuration part.
-        seconds: Median time of a call; None where it did not run.
-        error: Why it did not.
+        seconds: Median time of a call; None if the candidate did not run.
+        error: Why the candidate did not run.
         spread: Interquartile range of the samples, in seconds; 0 where there is one sample or a prediction.
         samples: How many there are.
     """
@@ -40,9 +40,9 @@ class TuningResult:
 
     Attributes:
         key: The call.
-        implementation: Whose candidates.
+        implementation: The implementation of the candidates.
         measurements: The candidates.
-        kind: What the call has in common with those that share its entry in a shipped table, if there are others.
+        kind: The kind of the calls that share its entry in a shipped table, if there are others.
         rule: What the heuristics would have taken; None without a rule.
     """
 
@@ -54,10 +54,11 @@ class TuningResult:
 
     @property
     def winner(self) -> Measurement:
-        """Returns the candidate to use: the fastest if it beats the rule's by more than their spread, else the rule's.
+        """Returns the candidate to use: the fastest candidate if it is faster than the heuristic's by more than the
+        spread of their samples, else the heuristic's.
 
-        Noise alone puts some candidate first. Where it cannot be told from the rule's time, the rule stays, so that two
-        machines of a fleet do not disagree for nothing.
+        Noise alone puts some candidate first. If its time cannot be told from the heuristic's, the heuristic's
+        configuration stays, so that two machines of a fleet do not disagree for nothing.
         """
         of_rule = next((m for m in self.measurements if m.part == self.rule and m.seconds is not None), self.best)
         assert of_rule.seconds is not None  # `next` has looked, and a tuner raises where nothing ran

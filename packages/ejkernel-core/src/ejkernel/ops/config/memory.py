@@ -10,9 +10,9 @@ from ejkernel.ops.config.key import ConfigKey
 class ConfigCache:
     """A thread-safe map from `ConfigKey` to a configuration part.
 
-    `generation` grows whenever an answer that some call was already given stops being true. Eager calls are compiled
-    once a generation, so that one made after tuning uses what was measured, and tuning a new call costs nothing to
-    those that went before.
+    `generation` grows whenever the configuration of a call changes that was already compiled. Eager calls are compiled
+    once per generation, so that a call after tuning uses the measured configuration, and tuning a new call costs
+    nothing to those that went before.
 
     Attributes:
         settled: Calls that need no further look before they run; forgotten with everything else.

@@ -46,7 +46,7 @@ def _is_word(name: str | os.PathLike[str]) -> bool:
 class PersistentCache:
     """The user's store. Opens nothing until it is asked.
 
-    Where its directory cannot be used it says so in one `StoreWarning`, and then does nothing.
+    If its directory cannot be used, the store warns once with a `StoreWarning`, and then does nothing.
 
     Args:
         opname: A word without a directory, such as `"flash-attn"`: the store is the file of this name in the directory

@@ -74,7 +74,7 @@ class Request:
         return self.implementation.config.completed(self.heuristic(), part, self.direction)
 
     def relatives(self) -> tuple[Op, ...]:
-        """Returns the operation and, after it, the others of its family."""
+        """Returns the operation and, after it, the other operations of its family."""
         others = (op for op in registry().ops.values() if op.family is self.op.family and op.name != self.op.name)
         return (self.op, *sorted(others, key=lambda op: op.name))
 

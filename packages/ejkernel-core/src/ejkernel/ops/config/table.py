@@ -60,7 +60,7 @@ class OtherFormatError(OSError):
 
 
 def decode(data: bytes) -> Mapping[str, Entry]:
-    """Returns the entries of a table; those that are damaged are left out with a warning.
+    """Returns the entries of a table; damaged entries are left out with a warning.
 
     Raises:
         ValueError: The data is not a table. The same RecursionError.

@@ -42,8 +42,8 @@ class _Contender:
     Attributes:
         part: Its configuration part.
         run: Starts one call.
-        alone: Whether a call must end before the next starts: CPUs carry out several at once.
-        traced: What is to be compiled before it runs.
+        alone: Whether a call must end before the next call starts, because CPUs run several calls at once.
+        traced: The traced function, which is compiled before the candidate runs.
         calls: Calls a sample.
         times: Seconds a call took in each sample.
         error: Why it does not run.
@@ -68,7 +68,9 @@ class _Contender:
             jax.block_until_ready(self.run())
 
     def sample(self) -> None:
-        """Takes a sample. The first says how many calls the others need; it counts if it was long enough itself."""
+        """Takes a sample. The first sample determines how many calls the later samples need; it counts if it was long
+        enough.
+        """
         seconds = self._seconds()
         if not self.times:
             self.calls = max(1, min(MOST, math.ceil(SAMPLE / max(seconds, 1e-9))))

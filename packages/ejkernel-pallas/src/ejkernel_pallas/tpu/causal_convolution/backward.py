@@ -22,14 +22,14 @@ Gradients = dict[str, jax.Array]
 
 
 def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
-    """Gradients of the wanted fields of a record.
+    """Gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangents of output and final states, and the wanted names.
+        pullback: Record, cotangents of output and final states, and the requested names.
         config: Blocks.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record: CausalConvolution = pullback.record
     spec = make_spec(record, config)

@@ -46,17 +46,17 @@ def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
 
 
 def gated_backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
-    """Returns gradients of the wanted fields of a gated product, whose products are computed again.
+    """Returns gradients of the requested fields of a gated product, whose products are computed again.
 
     Args:
-        pullback: Record, cotangent [M, F], and the names of the wanted fields.
+        pullback: Record, cotangent [M, F], and the names of the requested fields.
         config: Tile sizes `block_m`, `block_k` and `block_n`, of all kernels.
 
     Raises:
         ValueError: A tile size is none that a kernel can have.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
 
     def multiply_rows(product: GroupedMatmul) -> jax.Array:

@@ -34,11 +34,11 @@ def backward(pullback: Pullback, config: TpuScan) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, states between chunks, cotangents of output and final states, and the wanted names.
+        pullback: Record, states between chunks, cotangents of output and final states, and the requested names.
         config: Channels of a step.
 
     Returns:
-        Each wanted gradient, in its field's shape and dtype.
+        Each requested gradient, in its field's shape and dtype.
     """
     record: SelectiveScan = pullback.record
     plan = make_plan(record, config)

@@ -34,7 +34,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, cotangents of output and final states, the wanted names, and the forward pass's private
+        pullback: Record, cotangents of output and final states, the requested names, and the forward pass's private
             residuals.
         config: Chunks and tiles of both passes.
 

@@ -59,7 +59,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     """Returns the gradients of the requested fields of a record with beta.
 
     Args:
-        pullback: Record, cotangents of output and final states, the wanted names, and the forward pass's private
+        pullback: Record, cotangents of output and final states, the requested names, and the forward pass's private
             residuals.
         config: Chunks and tiles of both passes.
 

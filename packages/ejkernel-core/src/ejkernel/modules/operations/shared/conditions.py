@@ -1,6 +1,6 @@
-"""What lengths, starts, counts, tables and slots of a call have to satisfy, as `ejkernel.ops.values.Condition`s.
+"""Conditions on the lengths, starts, counts, tables and slots of a call, as `ejkernel.ops.values.Condition`s.
 
-Each function yields conditions for arrays of the right shapes alone: `validate` refuses the others.
+Each function yields conditions only for arrays of the right shapes, since `validate` raises errors for all others.
 """
 
 from collections.abc import Iterable

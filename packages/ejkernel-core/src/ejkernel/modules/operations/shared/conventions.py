@@ -1,4 +1,4 @@
-"""What a call means where libraries differ, in sentences for `explain`: windows, alignment and scales."""
+"""Sentences for `explain` about conventions in which libraries differ: windows, alignment and scales."""
 
 from collections.abc import Iterable
 from typing import Any

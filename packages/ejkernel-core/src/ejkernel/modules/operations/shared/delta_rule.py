@@ -1,4 +1,4 @@
-"""What `kernel_delta_attention` and `gated_delta_rule` share: they differ in the names of their arguments."""
+"""The shared code of `kernel_delta_attention` and `gated_delta_rule`, which differ in the names of their arguments."""
 
 import dataclasses
 from typing import Any

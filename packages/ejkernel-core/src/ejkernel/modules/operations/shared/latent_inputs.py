@@ -1,4 +1,4 @@
-"""What the operations on latent vectors share: checks of their sizes, projections, seeds."""
+"""The shared code of the operations on latent vectors: checks of sizes, projections, seeds."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -67,7 +67,8 @@ def check_latent_sizes(args: Any, required: Mapping[str, str], optional: Mapping
 
 
 def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
-    """Checks that a query has the size of the keys' part without rotary position, plus that of the other if `rotary`.
+    """Checks the size of a query: the size of the keys' part without rotary position, plus the size of the rotary part
+    if `rotary`.
 
     Raises:
         ValueError: The query has another size.

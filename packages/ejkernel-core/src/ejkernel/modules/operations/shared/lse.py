@@ -9,9 +9,8 @@ nothing to attend and no sink. Dropout leaves it alone.
 from typing import Any
 
 WithLse = Any
-"""`(output, lse)` and what else there is, which calls with `return_lse=True` return.
-
-To type checkers it is `Any`: calls without it have an array and not one of two things.
+"""The result of calls with `return_lse=True`: `(output, lse)` and further results. Type checkers see `Any`, because
+calls without `return_lse` return an array.
 """
 
 

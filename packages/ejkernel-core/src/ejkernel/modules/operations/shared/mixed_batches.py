@@ -1,4 +1,6 @@
-"""What operations on batches of prefills and decodes over separate caches share: checks, conditions, the record."""
+"""The shared code of operations on batches of prefills and decodes over separate caches: checks, conditions, the
+record.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -45,7 +47,7 @@ def batch_conditions(args: Any) -> Iterable[Condition]:
 
 
 def batch_record(args: Any, **fields: Any) -> PagedAttention:
-    """Returns the paged-attention record of a call, with the fields that one operation has alone."""
+    """Returns the paged-attention record of a call, with the extra fields of one operation."""
     return PagedAttention(
         query=args.queries,
         key_pages=args.key_cache,

@@ -1,4 +1,6 @@
-"""What the operations over paged caches share: canonical arguments, checks of caches and lengths, tuning arguments."""
+"""The shared code of the operations over paged caches: canonical arguments, checks of caches and lengths, tuning
+arguments.
+"""
 
 import dataclasses
 from typing import Any, TypeVar

@@ -1,4 +1,5 @@
-"""What operations over pages have in common in their scores: scales of 8-bit caches, biases, windows, a shared prefix.
+"""The terms that operations over pages share in their scores: scales of 8-bit caches, biases, windows, a shared
+prefix.
 
 An operation takes those of the arguments here that mean something for it, by the same names; the functions look only at
 the arguments that it has.
@@ -62,11 +63,11 @@ CANONICAL: dict[str, Callable[[str, Any], Any]] = {
 
 
 def settle_terms(args: Any, **others: Any) -> None:
-    """Gives arguments that are being made their canonical values.
+    """Sets the canonical values of a record that is being constructed.
 
     Args:
         args: The argument record.
-        **others: Values of arguments that this operation has alone, or that it reads in its own way.
+        **others: Values of arguments that only this operation has, or that it reads in a different way.
     """
     terms = {name: canonical for name, canonical in CANONICAL.items() if name not in others and hasattr(args, name)}
     settle(args, **{name: canonical(name, getattr(args, name)) for name, canonical in terms.items()}, **others)

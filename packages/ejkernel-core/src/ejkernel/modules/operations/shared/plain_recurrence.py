@@ -49,7 +49,7 @@ def validate(args: Any) -> None:
 
 
 def lower(args: Any) -> LinearRecurrence:
-    """Returns the family's record of a call: gates added up, one order of time."""
+    """Returns the family's record of a call, with gates added up and tokens in forward order."""
     tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
     tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
     state, bounds, slots = args.initial_state, args.cu_seqlens, args.state_indices

@@ -1,4 +1,4 @@
-"""What the operations of the linear recurrence family share: checks of their arguments, canonical gates, reversal."""
+"""The shared code of the linear recurrence operations: checks of arguments, canonical gates, reversal."""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +25,9 @@ TOLERANCE = {
     "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
     "float16": Tolerance(rtol=4e-3, atol=4e-3),
 }
-"""Sums over a whole sequence are larger than a softmax's, and so is their rounding."""
+"""The tolerances of recurrences. Sums over a whole sequence are larger than a softmax's, and so is their rounding
+error.
+"""
 
 NORM_EPSILON = 1e-6
 
@@ -70,10 +72,10 @@ def check_floating(name: str, array: Any, axes: str, sizes: dict[str, int], broa
 
     Args:
         name: Argument name for the message.
-        array: What was given, or None.
+        array: The argument's value, or None.
         axes: Space-separated axis names.
         sizes: Their sizes.
-        broadcast: Those of the axes that may have size 1.
+        broadcast: The axes that may have size 1.
 
     Raises:
         ValueError: The array has another shape or no floating dtype.
@@ -88,7 +90,7 @@ def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> No
 
     Args:
         name: Argument name for the message.
-        gate: What was given, or None.
+        gate: The argument's value, or None.
         axes: Axis names, up to the heads.
         sizes: Every size, the channels' K included.
 
@@ -104,7 +106,7 @@ def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> No
 
 
 def settle_packing(args: Any) -> None:
-    """Checks the lengths of a record under construction while they can be seen, and keeps ids of 64 bits exact.
+    """Checks the lengths of a record under construction if they are not traced, and keeps 64-bit ids exact.
 
     Raises:
         ValueError: The lengths are wrong, or there are segments too.

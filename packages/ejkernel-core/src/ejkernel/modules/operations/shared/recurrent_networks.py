@@ -1,4 +1,4 @@
-"""What `rnn`, `gru` and `lstm` have in common."""
+"""The shared code of `rnn`, `gru` and `lstm`."""
 
 from typing import Any
 

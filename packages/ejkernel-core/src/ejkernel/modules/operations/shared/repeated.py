@@ -10,7 +10,7 @@ def check_repeated(cfg: BaseOperationConfig | None, **arguments: Any) -> None:
 
     Args:
         cfg: The call's configuration, or None.
-        **arguments: What the call says, by the configuration's field.
+        **arguments: The call's values, by the name of the configuration's field.
 
     Raises:
         ValueError: A field is set to something else.

@@ -1,4 +1,6 @@
-"""Where a call of `ring_attention` runs: on the mesh it was given, on the one around it, or right where it is."""
+"""Decides where a call of `ring_attention` runs: on the passed mesh, on the mesh of the context, or on the current
+device.
+"""
 
 from typing import Any
 

@@ -52,10 +52,10 @@ def check_not_empty(name: str, array: Any, axes: str, full: str) -> None:
         name: Argument name for the message.
         array: Anything with a shape that fits `axes`.
         axes: Space-separated axis names.
-        full: Those of them that are checked.
+        full: The axes that are checked.
 
     Raises:
-        ValueError: One has.
+        ValueError: A checked axis has size 0.
     """
     sizes = dict(zip(axes.split(), array.shape, strict=True))
     empty = [axis for axis in full.split() if sizes[axis] == 0]
@@ -117,7 +117,7 @@ def as_number(
 
     Args:
         name: Argument name for the message.
-        value: What was given.
+        value: The argument's value.
         least: Smallest accepted value.
         above: Open lower bound.
         below: Open upper bound.
@@ -140,7 +140,7 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
 
     Args:
         name: Argument name for the message.
-        value: What was given.
+        value: The argument's value.
         least: Smallest accepted value.
 
     Raises:

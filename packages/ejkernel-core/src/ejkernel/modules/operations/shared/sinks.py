@@ -25,7 +25,7 @@ def check_sinks(softmax_aux: Any, heads: int) -> None:
     """Checks optional sinks.
 
     Args:
-        softmax_aux: What was given, or None.
+        softmax_aux: The argument's value, or None.
         heads: Number of query heads.
 
     Raises:

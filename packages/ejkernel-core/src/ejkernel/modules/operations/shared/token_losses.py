@@ -1,4 +1,4 @@
-"""What the losses over the vocabulary share: weights of tokens, and shapes of any rank."""
+"""The shared code of the losses over the vocabulary: weights of tokens, and shapes of any rank."""
 
 import functools
 from typing import Any
@@ -35,7 +35,7 @@ def check_one(name: str, value: Any, other: str, other_value: Any) -> None:
 
 
 def check_tokens(name: str, array: Any, tokens: tuple[int, ...], *last: int) -> None:
-    """Checks that an array has the axes of the tokens and then the given ones.
+    """Checks that the axes of an array are the axes of the tokens and then the given axes.
 
     Raises:
         ValueError: The array has other axes.
@@ -64,7 +64,7 @@ def token_weights(args: Any, dtype: Any) -> jax.Array | None:
 
 
 def average(weighted: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns a sum divided by that of weights; 0 where these are 0."""
+    """Returns a sum divided by the sum of weights; 0 if the weights are 0."""
     total = jnp.sum(weights)
     return jnp.where(total == 0, 0, weighted / jnp.where(total == 0, 1, total))
 
