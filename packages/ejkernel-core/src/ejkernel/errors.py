@@ -6,7 +6,7 @@ __all__ = ["AgreementError", "EjkernelRuntimeError", "NoConfigError", "NoImpleme
 
 
 class EjkernelRuntimeError(RuntimeError):
-    """A call is right, and cannot be carried out here: no kernel serves it, or no configuration is allowed."""
+    """The call is valid but cannot run here: no kernel serves it, or no configuration is allowed."""
 
 
 class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
@@ -22,11 +22,11 @@ class NoImplementationError(EjkernelRuntimeError, NotImplementedError):
 
 
 class NoConfigError(EjkernelRuntimeError):
-    """Every tier that the policy allows had no answer."""
+    """No tier that the policy allows has a configuration."""
 
 
 class TunerError(RuntimeError):
-    """Nothing could be measured."""
+    """No candidate could be measured."""
 
 
 class AgreementError(RuntimeError):

@@ -21,7 +21,7 @@ from ejkernel_conformance.shards import abstract_last_shard, last_shard
 from ejkernel_conformance.subjects import NONE, abstract_args, abstract_record, lowered, tolerance
 
 LSE_COTANGENT = "lse_cotangent"
-"""What `Requires.handles` may name in addition to record fields, a piece of the `Pullback`."""
+"""The names that `Requires.handles` may have in addition to record fields: a field of the `Pullback`."""
 Cases = Iterable[tuple[Op, Case]]
 """Cases of the operations that an implementation is registered for."""
 

@@ -1,4 +1,4 @@
-"""What the tests of the suite show, for the covering design of `--ejk-cover=first`.
+"""Lists what each test of the suite covers, for the covering design of `--ejk-cover=first`.
 
 Appear at least once, each where some test has it:
 

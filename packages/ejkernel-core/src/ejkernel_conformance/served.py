@@ -1,4 +1,4 @@
-"""Which tests can run here: those that dispatch refuses are not collected.
+"""Selects the tests that can run on this device: tests whose calls dispatch refuses are not collected.
 
 A test function says with a decorator what has to be served for it. The plugin asks before it makes the test, so that a
 run ends with passed and failed tests only. What is refused is checked by `refusals.check_refusals`, as data.

@@ -1,4 +1,6 @@
-"""What is tested: one implementation on one case, and the plan that makes an operation's path use just that one."""
+"""The subject of a test: one implementation on one case, and the plan with which the call path uses only this
+implementation.
+"""
 
 import dataclasses
 import functools

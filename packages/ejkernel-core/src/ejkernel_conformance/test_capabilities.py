@@ -1,4 +1,4 @@
-"""What an implementation says about itself. Needs neither its device nor, but for gradients, its toolchain."""
+"""Tests what an implementation declares. The tests need no device, and no toolchain except for gradients."""
 
 from ejkernel_conformance import claims, refusals
 from ejkernel_conformance.selection import FamilyTarget

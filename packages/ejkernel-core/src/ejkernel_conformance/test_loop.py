@@ -1,4 +1,4 @@
-"""Both passes in a loop, on GPUs: XLA fuses kernels there with the slices that a loop gives and takes."""
+"""Tests both passes in a loop, on GPUs: there XLA fuses kernels with the slices that a loop reads and writes."""
 
 from ejkernel_conformance import checks
 from ejkernel_conformance.served import refused, unless

@@ -1,4 +1,4 @@
-"""Both passes under `jax.vmap`."""
+"""Tests both passes under `jax.vmap`."""
 
 from ejkernel_conformance import checks
 from ejkernel_conformance.served import refused, unless

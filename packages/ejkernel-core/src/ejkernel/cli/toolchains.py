@@ -1,4 +1,4 @@
-"""Which kernels of GPUs are confirmed with a toolchain: the installed one, and those that pip installs."""
+"""Lists the GPU kernels that are confirmed with the installed toolchain, and with the toolchains that pip installs."""
 
 import collections
 import importlib.resources
@@ -15,7 +15,7 @@ from ejkernel.ops.toolchain import split_requirement
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """What installers chose from the package index on a day, by version of Python."""
+    """The versions that installers chose from the package index on a certain day, by version of Python."""
 
     date: str
     pythons: Mapping[str, Mapping[str, str]]

@@ -1,6 +1,7 @@
-"""What exists for callers of the earlier library of this name and of EjGPU alone: import paths, names and conventions.
+"""Import paths, names and conventions that exist only for callers of EjGPU and of the earlier library named
+ejkernel.
 
-`paths` holds the tables of old import paths and names, `upstream.toml` those of differences and of configuration fields
-without effect. `import ejkernel.utils`, `ejkernel.xla_utils`, `ejkernel.loggings`, `ejkernel.ejgpu`, `ejkernel.callib`
-and `ejkernel.kernel_registry` are modules of this package.
+`paths` holds the tables of old import paths and names, `upstream.toml` has the tables of differences and of
+configuration fields without effect. `import ejkernel.utils`, `ejkernel.xla_utils`, `ejkernel.loggings`,
+`ejkernel.ejgpu`, `ejkernel.callib` and `ejkernel.kernel_registry` are modules of this package.
 """

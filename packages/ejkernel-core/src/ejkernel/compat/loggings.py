@@ -1,7 +1,7 @@
 """Logging for programs that use the library: nothing is set up, read or imported before the first message.
 
-The library itself logs nothing. `rich` draws colours and progress; like a terminal's own programs it leaves colours out
-where the output is no terminal, or where `NO_COLOR` is set.
+The library itself logs nothing. `rich` draws colours and progress; it leaves colours out if the output is not a
+terminal, or if `NO_COLOR` is set.
 """
 
 import functools

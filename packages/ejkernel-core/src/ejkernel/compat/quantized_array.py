@@ -1,4 +1,4 @@
-"""Quantised weights as one object, and the product that makes the matrix first."""
+"""Quantised weights as one object, and a product that dequantises the matrix first."""
 
 import dataclasses
 from typing import Any, Literal

@@ -13,7 +13,7 @@ SENTENCE = (
     "a NaN or infinity of one sequence may reach sequences that share a tile with it; to keep it where it is, at the "
     "cost of a pass over keys and values, make the call under ejkernel.ops.isolate_sequences()"
 )
-"""What `explain` says of a call of packed attention outside of the policy."""
+"""The sentence of `explain` for a call of packed attention outside of an `isolate_sequences` block."""
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ def _no_reasons(record: Any) -> Iterable[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requires:
-    """What an implementation needs; everything not granted here is refused.
+    """The requirements of an implementation. A call with anything that is not granted here is refused.
 
     Attributes:
         devices: Any of `"cpu"`, `"gpu"`, `"nvidia"`, `"amd"`, `"tpu"`.

@@ -1,1 +1,1 @@
-"""What backends share about work: which tiles there are, packing, softmax merging, paged caches, rings, dropout."""
+"""Planning code that backends share: tiles, packing, softmax merging, paged caches, rings, dropout."""

@@ -1,4 +1,4 @@
-"""Which request every entry of a call's arrays belongs to.
+"""Determines the request that each entry of a call's arrays belongs to.
 
 A family whose calls serve several requests describes their *owners* by axis letters, those of `Family.axes`:
 

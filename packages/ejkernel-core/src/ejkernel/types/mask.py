@@ -53,7 +53,7 @@ __all__ = [
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MaskInfo(MaskParts):
-    """Which query attends to which key: an explicit mask, segment ids, or both.
+    """Says which query attends to which key: by an explicit mask, segment ids, or both.
 
     A pair attends if **every** stored part lets it: the explicit mask is True and the segment ids are equal and not
     negative (a negative id is padding). With nothing stored everything attends. Nothing of size q_len x kv_len is made

@@ -1,4 +1,4 @@
-"""Where the parts of a MaskInfo go on a mesh."""
+"""Computes the shardings of the parts of a `MaskInfo` on a mesh."""
 
 import math
 from typing import Any, NamedTuple

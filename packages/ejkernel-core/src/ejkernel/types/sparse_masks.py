@@ -31,9 +31,11 @@ class Spans(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of every tile, whether some pair may attend (False: none does) and whether every pair does; bool [rows, columns].
+    """Two bool arrays [rows, columns]: for every tile, whether some pair may attend (False: no pair does), and whether
+    every pair does.
 
-    Combinations may call a tile mixed that is not; they never leave out a pair or let one in.
+    A combination of masks may call a full or empty tile mixed, but it never leaves out a pair that attends or adds a
+    pair.
     """
 
     some: np.ndarray

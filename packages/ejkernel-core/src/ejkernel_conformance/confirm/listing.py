@@ -1,4 +1,4 @@
-"""Which tests there are on this machine, and the units in which processes take them."""
+"""Lists the tests that exist on this machine, and the units in which processes run them."""
 
 import dataclasses
 import functools

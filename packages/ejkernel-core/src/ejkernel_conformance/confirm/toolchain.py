@@ -1,4 +1,4 @@
-"""What a run was made with: versions, and digests of the sources."""
+"""Finds the toolchain of a run: versions, and digests of the sources."""
 
 import importlib
 import importlib.metadata

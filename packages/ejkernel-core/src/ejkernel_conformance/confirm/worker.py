@@ -29,7 +29,7 @@ LONGEST_MESSAGE = 4000
 
 
 class Channel:
-    """Where messages go; what else is printed goes to the standard error."""
+    """The stream that messages go to. All other output goes to the standard error."""
 
     def __init__(self) -> None:
         self._stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")

@@ -1,4 +1,4 @@
-"""What the programs of all operations are drawn from."""
+"""Draws the sizes, dtypes and values that the programs of all operations use."""
 
 import contextlib
 import contextvars

@@ -14,7 +14,7 @@ from ejkernel_conformance.random_calls.programs import DRAWN, make_program
 
 
 def _listed(ops: list[str], seed: int, programs: int) -> dict[str, Any]:
-    """As many programs of each operation as make up a number of them all."""
+    """Returns the programs of a run: a total number, spread evenly over the operations."""
     chosen = ops or list(DRAWN)
     names = [f"{seed}:{chosen[n % len(chosen)]}:{n // len(chosen)}" for n in range(programs)]
     tests = [SuiteTest(name, "", "default", name.split(":")[1], name) for name in names]

@@ -1,7 +1,8 @@
-"""The functions of the older package `ejgpu`, by their names and arguments, on today's operations.
+"""The functions of the older package `ejgpu`, with the same names and arguments, as calls of this library's
+operations.
 
 They run on every device, have gradients, and take traced lengths and seeds. Dropout takes its seed as an argument.
-New code is better served by `ejkernel.modules`.
+New code should use `ejkernel.modules`.
 """
 
 from ejkernel.compat.ejgpu.attention import flash_attention, flash_attn_varlen

@@ -1,7 +1,7 @@
-"""What cumulative lengths say about the tokens and the chunks of packed sequences.
+"""Computes indices of the tokens and chunks of packed sequences from cumulative lengths.
 
 `cu_seqlens` is always [N + 1] integers that start at 0 and never decrease: sequence n owns the tokens
-`cu_seqlens[n] : cu_seqlens[n + 1]`. Empty sequences keep their numbers. Values that are not traced are checked, for
+`cu_seqlens[n] : cu_seqlens[n + 1]`. Empty sequences keep their indices. Values that are not traced are checked, for
 which an eager call waits.
 """
 

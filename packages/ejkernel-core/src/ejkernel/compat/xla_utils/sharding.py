@@ -1,4 +1,4 @@
-"""Where arrays go on a mesh, and in what order their tokens go there."""
+"""Computes the shardings of arrays on a mesh, and orders of tokens for them."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What one ring step computes, as calls of tiled attention whose shapes and masks are known when they are traced.
+"""Expresses one ring step as calls of tiled attention, whose shapes and masks are known when they are traced.
 
 Device i holds queries; the keys of device i - d are here. What the two have to do with each other is one of four kinds:
 

@@ -16,7 +16,7 @@ Method = Callable[..., Any]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Differentiated:
-    """Which array leaves of the positional arguments a gradient is taken of."""
+    """The array leaves of the positional arguments that are differentiated."""
 
     leaves: tuple[bool, ...]
 

@@ -1,4 +1,5 @@
-"""What the calls of implementations lower to, on a machine without their device, so that two trees can be compared.
+"""Lowers the calls of implementations on a machine without their device, so that the programs of two trees can be
+compared.
 
 A change of names or of files changes the digest of a kernel's sources, and must leave every program as it is. For each
 implementation, each conformance case that it serves on a chip is lowered, alone and with its gradients, and a hash of

@@ -10,7 +10,7 @@ import numpy as np
 
 LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda"}
 GRADIENTS = ", with gradients"
-"""What the label of a differentiated call ends with."""
+"""The suffix of the label of a differentiated call."""
 
 
 class Listed:
