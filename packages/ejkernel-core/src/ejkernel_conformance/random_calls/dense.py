@@ -61,7 +61,7 @@ def _mask_info(rng: Rng, kind: str, b: int, t: int, s: int) -> tuple[MaskInfo | 
 
 
 def flash(rng: Rng, op: str = "flash_attention") -> Drawn:
-    """`flash_attention` and the operations that have its arrays."""
+    """Draws a call of `flash_attention`, or of an operation with the same arrays."""
     b, t, s, h, g, d, v = _sizes(rng)
     kind, kinds = dtype(rng), ("none", "none", "segments", "mask", "positions")
     mask = pick(rng, kinds)
@@ -88,7 +88,7 @@ def flash(rng: Rng, op: str = "flash_attention") -> Drawn:
 
 
 def packed(rng: Rng) -> Drawn:
-    """`flash_attention` of packed sequences."""
+    """Draws a call of `flash_attention` of packed sequences."""
     t, (h, g), d, kind = tokens(rng, 300), heads(rng), pick(rng, HEAD_DIMS), dtype(rng)
     sequences = int(rng.integers(1, 6))
 
@@ -103,12 +103,12 @@ def packed(rng: Rng) -> Drawn:
 
 
 def flash_or_packed(rng: Rng) -> Drawn:
-    """Returns one of the two."""
+    """Draws a call of packed or of dense sequences."""
     return packed(rng) if some(rng, 0.25) else flash(rng)
 
 
 def blocksparse(rng: Rng) -> Drawn:
-    """`blocksparse_attention`, whose heads come first."""
+    """Draws a call of `blocksparse_attention`, whose arrays have heads first."""
     drawn = flash(rng, "blocksparse_attention")
 
     def values(rng: Rng) -> Arrays:
@@ -119,7 +119,7 @@ def blocksparse(rng: Rng) -> Drawn:
 
 
 def latent(rng: Rng) -> Drawn:
-    """`flash_mla`."""
+    """Draws a call of `flash_mla`."""
     b, t, (h, g) = int(rng.integers(1, 3)), tokens(rng, 200), heads(rng)
     r, n, v, rope = pick(rng, (32, 64, 128)), pick(rng, (32, 64, 128)), pick(rng, (32, 64, 128)), pick(rng, (16, 64))
     form, kind = pick(rng, "abc"), dtype(rng)
@@ -138,7 +138,7 @@ def latent(rng: Rng) -> Drawn:
 
 
 def latent_decode(rng: Rng) -> Drawn:
-    """`mla_decode`, with memory after the lengths that is not read."""
+    """Draws a call of `mla_decode`, with unread memory after the lengths."""
     b, s, (h, g) = int(rng.integers(1, 5)), tokens(rng, 400), heads(rng, 16)
     r, n, v, rope = pick(rng, (64, 128, 512)), pick(rng, (32, 64, 128)), pick(rng, (32, 128)), pick(rng, (0, 64))
     one_cache, kind = rope == 0 or some(rng, 0.5), dtype(rng)
@@ -165,7 +165,7 @@ def latent_decode(rng: Rng) -> Drawn:
 
 
 def native_sparse(rng: Rng) -> Drawn:
-    """`native_sparse_attention`."""
+    """Draws a call of `native_sparse_attention`."""
     b, t, d = int(rng.integers(1, 3)), tokens(rng, 200), pick(rng, (16, 32, 64, 128))
     h, g = pick(rng, ((4, 2), (4, 1), (16, 1), (32, 2), (8, 8)))
     block, kind = pick(rng, (8, 16, 32)), dtype(rng)

@@ -28,7 +28,7 @@ def _groups(rng: Rng, groups: int, rows: int) -> np.ndarray:
 
 
 def grouped(rng: Rng) -> Drawn:
-    """`grouped_matmul`."""
+    """Draws a call of `grouped_matmul`."""
     m, k, n, e, kind = tokens(rng, 300), pick(rng, WIDTHS), pick(rng, WIDTHS), int(rng.integers(1, 9)), dtype(rng)
     transposed, bias = some(rng, 0.3), some(rng, 0.3)
 
@@ -43,7 +43,7 @@ def grouped(rng: Rng) -> Drawn:
 
 
 def gated_grouped(rng: Rng) -> Drawn:
-    """`gated_grouped_matmul`."""
+    """Draws a call of `gated_grouped_matmul`."""
     t, k, n, e, kind = tokens(rng, 200), pick(rng, WIDTHS), pick(rng, WIDTHS), int(rng.integers(1, 9)), dtype(rng)
     rows = tokens(rng, 400) if some(rng, 0.5) else None
 
@@ -59,7 +59,7 @@ def gated_grouped(rng: Rng) -> Drawn:
 
 
 def gather(rng: Rng) -> Drawn:
-    """`gather_reduce`: rows that no index names are poisoned."""
+    """Draws a call of `gather_reduce`. Rows that no index names are poisoned."""
     rows, t, count, most, kind = (
         tokens(rng, 100),
         tokens(rng, 100),
@@ -83,7 +83,7 @@ def gather(rng: Rng) -> Drawn:
 
 
 def routing(rng: Rng) -> Drawn:
-    """`expert_routing`, of logits that are often equal."""
+    """Draws a call of `expert_routing` with logits that are often equal."""
     t, e, kind = tokens(rng, 300), int(rng.integers(1, 140)), dtype(rng)
     coarse = some(rng, 0.4)
 
@@ -95,7 +95,7 @@ def routing(rng: Rng) -> Drawn:
 
 
 def quantized(rng: Rng) -> Drawn:
-    """`quantized_matmul`."""
+    """Draws a call of `quantized_matmul`."""
     mode = pick(rng, ("affine", "affine", "affine", "nf4", "mxfp4", "mxfp8"))
     group = {"affine": pick(rng, (32, 64)), "nf4": 64}.get(mode, 32)
     bits = pick(rng, (2, 4, 4, 8)) if mode == "affine" else None
@@ -113,7 +113,7 @@ def quantized(rng: Rng) -> Drawn:
 
 
 def pooling(rng: Rng) -> Drawn:
-    """`mean_pooling` of rows or of packed sequences."""
+    """Draws a call of `mean_pooling` of rows or of packed sequences."""
     b, t, kind = int(rng.integers(1, 4)), tokens(rng, 200), dtype(rng)
     tail = pick(rng, ((60,), (4, 32), (128,), (2, 16)))
     packed, chunk = some(rng, 0.5), int(rng.integers(1, 40)) if some(rng, 0.5) else None

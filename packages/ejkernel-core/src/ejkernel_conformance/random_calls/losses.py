@@ -10,7 +10,7 @@ ENTRIES = (1, 2, 33, 128, 250, 1000)
 
 
 def cross_entropy(rng: Rng) -> Drawn:
-    """`fused_cross_entropy` of logits or of hidden states; tokens that are ignored are poisoned."""
+    """Draws a call of `fused_cross_entropy` of logits or of hidden states. Ignored tokens are poisoned."""
     t, v, kind = tokens(rng, 200), pick(rng, ENTRIES), dtype(rng)
     d = pick(rng, (16, 60, 128)) if some(rng, 0.6) else None
     soft, weighted, bias = some(rng, 0.25), some(rng, 0.3), d is not None and some(rng, 0.4)
@@ -42,7 +42,7 @@ def cross_entropy(rng: Rng) -> Drawn:
 
 
 def kl_divergence(rng: Rng) -> Drawn:
-    """`fused_kl_divergence`; tokens that are masked are poisoned."""
+    """Draws a call of `fused_kl_divergence`. Masked tokens are poisoned."""
     t, v, kind = tokens(rng, 200), pick(rng, ENTRIES), dtype(rng)
     masked = some(rng, 0.5)
 

@@ -119,7 +119,7 @@ def _queries(rng: Rng, batch: Batch) -> np.ndarray:
 
 
 def page(rng: Rng, op: str = "page_attention") -> Drawn:
-    """`page_attention` and `decode_attention`: one query a sequence."""
+    """Draws a call of `page_attention` or `decode_attention`, with one query per sequence."""
     z, sinks = _batch(rng, decoding=True), some(rng, 0.3)
     plain = op == "page_attention"
 
@@ -143,12 +143,12 @@ def page(rng: Rng, op: str = "page_attention") -> Drawn:
 
 
 def decode(rng: Rng) -> Drawn:
-    """`decode_attention`."""
+    """Draws a call of `decode_attention`."""
     return page(rng, "decode_attention")
 
 
 def prefill(rng: Rng) -> Drawn:
-    """`prefill_page_attention`: one sequence."""
+    """Draws a call of `prefill_page_attention` with one sequence."""
     z, sinks = _batch(rng, decoding=False, sequences=1), some(rng, 0.3)
     rows = int(z.q_lens[0])
 
@@ -163,7 +163,7 @@ def prefill(rng: Rng) -> Drawn:
 
 
 def unified(rng: Rng, writes: bool = False) -> Drawn:
-    """`unified_attention` and `chunked_prefill_paged_decode`, which writes new keys and values first."""
+    """Draws a call of `unified_attention` or `chunked_prefill_paged_decode`, which writes new keys and values first."""
     z, sinks, slopes = _batch(rng, decoding=False), some(rng, 0.3), some(rng, 0.2)
     pairs = not writes and some(rng, 0.2)
 
@@ -189,12 +189,12 @@ def unified(rng: Rng, writes: bool = False) -> Drawn:
 
 
 def chunked(rng: Rng) -> Drawn:
-    """`chunked_prefill_paged_decode`."""
+    """Draws a call of `chunked_prefill_paged_decode`."""
     return unified(rng, writes=True)
 
 
 def version2(rng: Rng) -> Drawn:
-    """`ragged_page_attention_v2`: keys and values alternate in one cache."""
+    """Draws a call of `ragged_page_attention_v2`, whose cache alternates keys and values."""
     z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
 
     def values(rng: Rng) -> Arrays:
@@ -209,7 +209,7 @@ def version2(rng: Rng) -> Drawn:
 
 
 def version3(rng: Rng) -> Drawn:
-    """`ragged_page_attention_v3`: a packed cache with lanes of 128, which new keys and values are written to."""
+    """Draws a call of `ragged_page_attention_v3`, which writes new keys and values into a packed cache."""
     z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
     pack = 4 // z.kind.itemsize
     shape = (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
@@ -228,7 +228,7 @@ def version3(rng: Rng) -> Drawn:
 
 
 def latent(rng: Rng) -> Drawn:
-    """`multi_latent_ragged_page_attention` and its second version."""
+    """Draws a call of `multi_latent_ragged_page_attention` or its second version."""
     z = _batch(rng, decoding=False)
     r, rope = pick(rng, (64, 128, 512)), pick(rng, (16, 64))
     pack = 4 // z.kind.itemsize
@@ -250,7 +250,7 @@ def latent(rng: Rng) -> Drawn:
 
 
 def ragged_decode(rng: Rng) -> Drawn:
-    """`ragged_decode_attention`: one query a row, over a range of its keys."""
+    """Draws a call of `ragged_decode_attention`, with one query per row over a range of keys."""
     z, sinks, s = _batch(rng, decoding=True), some(rng, 0.3), int(rng.integers(1, 300))
     count = len(z.lens)
 

@@ -79,7 +79,7 @@ QKV = ("query", "key", "value")
 
 
 def gated(rng: Rng, names: tuple[str, ...] = ("g",)) -> Drawn:
-    """`gated_linear_attention`; with other gates `recurrent_attention`."""
+    """Draws a call of `gated_linear_attention`, or of `recurrent_attention` with other gates."""
     z, (h, g, k, v), kind = Sequences(rng), _head_sizes(rng), dtype(rng)
     gates = [name for name in names if some(rng, 0.6)]
     by_channel, reverse = some(rng, 0.4), z.form == "rows" and some(rng, 0.2)
@@ -94,12 +94,12 @@ def gated(rng: Rng, names: tuple[str, ...] = ("g",)) -> Drawn:
 
 
 def recurrent(rng: Rng) -> Drawn:
-    """`recurrent_attention`."""
+    """Draws a call of `recurrent_attention`."""
     return gated(rng, ("g", "gk", "gv"))
 
 
 def lightning(rng: Rng) -> Drawn:
-    """`lightning_attention`."""
+    """Draws a call of `lightning_attention`."""
     z, (h, g, k, v), kind = Sequences(rng), _head_sizes(rng), dtype(rng)
     layers = int(rng.integers(1, 8))
 
@@ -127,17 +127,17 @@ def _delta(rng: Rng, segments: bool) -> Drawn:
 
 
 def gated_delta(rng: Rng) -> Drawn:
-    """`gated_delta_rule`."""
+    """Draws a call of `gated_delta_rule`."""
     return _delta(rng, segments=True)
 
 
 def kernel_delta(rng: Rng) -> Drawn:
-    """`kernel_delta_attention`."""
+    """Draws a call of `kernel_delta_attention`."""
     return _delta(rng, segments=False)
 
 
 def ragged_delta(rng: Rng) -> Drawn:
-    """`ragged_gated_delta_rule`."""
+    """Draws a call of `ragged_gated_delta_rule`."""
     z, (h, g, k, v), kind = Sequences(rng, forms=("slots",)), _head_sizes(rng), dtype(rng)
     decay = pick(rng, ("none", "head", "channel"))
 
@@ -153,7 +153,7 @@ def ragged_delta(rng: Rng) -> Drawn:
 
 
 def state_space_v2(rng: Rng) -> Drawn:
-    """`state_space_v2`."""
+    """Draws a call of `state_space_v2`."""
     z, (h, g), kind = Sequences(rng), heads(rng), dtype(rng)
     p, e, gate = pick(rng, CHANNELS), pick(rng, CHANNELS), some(rng, 0.3)
 
@@ -169,7 +169,7 @@ def state_space_v2(rng: Rng) -> Drawn:
 
 
 def state_space_v1(rng: Rng) -> Drawn:
-    """`state_space_v1`."""
+    """Draws a call of `state_space_v1`."""
     z, kind = Sequences(rng, 200), dtype(rng)
     i, e, gate = pick(rng, (8, 16, 24, 64, 100)), pick(rng, (1, 3, 4, 8, 16)), some(rng, 0.5)
 
@@ -186,7 +186,7 @@ def state_space_v1(rng: Rng) -> Drawn:
 
 
 def convolution(rng: Rng) -> Drawn:
-    """`causal_conv1d`."""
+    """Draws a call of `causal_conv1d`."""
     z, kind = Sequences(rng, 200, ("rows", "packed")), dtype(rng)
     c, w, bias = pick(rng, (8, 20, 64, 130)), int(rng.integers(2, 9)), some(rng, 0.5)
 
@@ -201,7 +201,7 @@ def convolution(rng: Rng) -> Drawn:
 
 
 def network(rng: Rng, gates: int) -> Drawn:
-    """`rnn`, `gru` and `lstm`, by their number of gates."""
+    """Draws a call of `rnn`, `gru` or `lstm`, by their number of gates."""
     b, t, f, h = int(rng.integers(1, 4)), tokens(rng, 40), int(rng.integers(1, 40)), pick(rng, (8, 16, 33, 64))
     directions, kind = pick(rng, (1, 2)), dtype(rng)
     biases, state, lengths = (some(rng, 0.5) for _ in range(3))
