@@ -1,4 +1,4 @@
-"""Lists what else computes a call: the operation's reference, and functions of JAX that compute the same."""
+"""Lists the baselines of a call: the operation's reference, and functions of JAX that compute the same result."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

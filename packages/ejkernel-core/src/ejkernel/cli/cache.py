@@ -263,7 +263,7 @@ def read_table(path: Path) -> Mapping[str, Entry]:
     """Reads the entries of a file.
 
     Raises:
-        click.ClickException: It cannot be read, or is no table.
+        click.ClickException: The file cannot be read or is not a table.
     """
     try:
         data = path.read_bytes()

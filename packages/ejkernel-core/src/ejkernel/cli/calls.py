@@ -117,7 +117,7 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
     """Reads the calls of a file; only those of one operation if it is named.
 
     Raises:
-        click.UsageError: It is no file of calls.
+        click.UsageError: The file is not a file of calls.
     """
     try:
         calls = read_calls(path)
@@ -139,7 +139,7 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
 
 
 def _set_fields(args: Any) -> list[str]:
-    """Returns the names of required arguments and of others that are not at their default, in order."""
+    """Returns the names of the required arguments and of the arguments that differ from their default, in order."""
     field_names = {
         *non_default_fields(args),
         *({f.name for f in dataclasses.fields(args)} - optional_fields(args).keys()),
@@ -167,7 +167,7 @@ class CallSpec:
             default: Tag of the cases to return without --shape and --case; None makes that an error.
 
         Raises:
-            click.UsageError: It is no valid call of the operation.
+            click.UsageError: The options describe no valid call of the operation.
         """
         shaped = bool(self.shapes or self.kv_shape or self.options or self.value_dim)
         if self.cases and shaped:
@@ -328,7 +328,7 @@ def plain_options(op: Op) -> list[str]:
 
 
 def literal(text: str) -> Any:
-    """Reads a value: a Python literal, true, false, none, or else the text itself."""
+    """Reads a value: a Python literal, true, false or none; any other text is the value itself."""
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     try:

@@ -210,7 +210,7 @@ FACTS: dict[str, Callable[[Implementation], str]] = {
     "head sizes": _requires(_head_dims),
     "backward": _backward,
 }
-"""Rows about an implementation as a whole; one that is empty for all of them is left out."""
+"""The rows about an implementation as a whole. A row that is empty for all implementations is left out."""
 
 
 def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -25,7 +25,8 @@ class Program:
     """Describes one pass of one implementation.
 
     Attributes:
-        implementation: Its name; if another implementation runs the backward pass, that one's follows a plus sign.
+        implementation: The name of the implementation. If another implementation runs the backward pass, its name
+            follows after a plus sign.
         passes: One of `PASSES`.
         config: The configuration it runs with, as text.
         function: What to compile; a function of the lowered record.
@@ -38,12 +39,12 @@ class Program:
 
     @property
     def has_backward(self) -> bool:
-        """Says whether it runs the backward pass too."""
+        """Returns whether the program also runs the backward pass."""
         return self.passes == PASSES[1]
 
 
 def programs(plan: CallPlan, record: Any, choice: Choice, with_baselines: bool) -> list[Program]:
-    """Returns the programs of a call, those of implementations first.
+    """Returns the programs of a call: first those of implementations, then those of baselines.
 
     Args:
         plan: How the call is carried out.
@@ -93,7 +94,7 @@ def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
 
 
 def _backward_verdict(backward: Choice, verdict: Verdict) -> Verdict | None:
-    """Chooses the backward pass: that of the same implementation, or the first that is not paired."""
+    """Chooses the backward pass of the same implementation, or the first backward pass that is not paired."""
     usable = [one for one in backward.verdicts if one.status != "refused"]
     same = [one for one in usable if one.implementation == verdict.implementation]
     others = [] if verdict.implementation.paired else [one for one in usable if not one.implementation.paired]

@@ -22,7 +22,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """How the kernels of GPUs stand with a toolchain on a chip.
+    """The state of the GPU kernels with one toolchain on one chip.
 
     Attributes:
         what: The toolchain: `"installed"`, or a version of Python.

@@ -38,7 +38,7 @@ class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
     """The results of tests.
 
     Attributes:
-        passed: How many passed.
+        passed: Number of tests that passed.
         refused: Number of tests whose call the implementation refuses.
         failed: The failed tests, each with the first line of its error.
         not_run: Those that did not run.
@@ -95,9 +95,9 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         device: JAX's name for the kind of device.
-        versions: Of all that the kernels were compiled and run with.
+        versions: The versions of everything that the kernels were compiled and run with.
         at: ISO 8601 time of the last run, UTC.
-        families: What was found about the implementation of each family.
+        families: The evidence about the implementation of each family.
     """
 
     device: str
@@ -119,7 +119,7 @@ class EvidenceFile(msgspec.Struct, frozen=True, omit_defaults=True):
         chip: The chip, as in the file's path.
         confirmations: One for each device and toolchain.
         kind: Whether a device ran the kernels, or a CPU interpreted them.
-        checksum: Of all else in the file.
+        checksum: The checksum of the rest of the file.
         format: The format of the file.
     """
 

@@ -1,4 +1,4 @@
-"""The policy under which sequences that share a tile of attention are kept apart, whatever they hold."""
+"""The policy that keeps NaN and infinities of one sequence from other sequences in the same tile of attention."""
 
 import contextlib
 from collections.abc import Generator
@@ -21,9 +21,9 @@ def isolate_sequences() -> Generator[None]:
     """Keeps sequences apart that share tiles of attention, in the calls traced inside of the block.
 
     Dense attention with segment ids or cumulative lengths multiplies weights of 0 with rows of other sequences, and
-    0 x NaN is NaN. In the block, what a sequence holds reaches no other one's output or gradient. It costs a read and a
-    write of keys and values before the forward kernel, and of five arrays before the backward one. Every other
-    operation keeps its requests apart without the block.
+    0 x NaN is NaN. In the block, no value of a sequence reaches the output or the gradient of another sequence. It
+    costs a read and a write of keys and values before the forward kernel, and of five arrays before the backward one.
+    Every other operation keeps its requests apart without the block.
 
     Example:
         ```python

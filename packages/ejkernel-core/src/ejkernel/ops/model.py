@@ -68,7 +68,7 @@ class Op:
 
     Attributes:
         arguments: The argument record, an `ArgumentRecord` of the public function.
-        family: What it lowers to.
+        family: The family that the operation lowers to.
         validate: Raises ValueError for a call that is wrong on every backend.
         lower: Argument record -> family record; plain differentiable jnp.
         cases: Input makers.
@@ -201,7 +201,7 @@ class Requires:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """One way to compute the calls of a family, whichever operation they are of.
+    """A registered kernel that computes the calls of a family, for all operations of the family.
 
     Attributes:
         family: The family's name; the registry lists the implementation for every operation that lowers to it.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 import msgspec
 
 Direction = Literal["forward", "backward", "both"]
-"""A pass of a call; `"both"` where a paired implementation has one configuration for the two passes."""
+"""The pass of a call. `"both"` stands for both passes of a paired implementation, which share one configuration."""
 Platform = Literal["triton", "pallas", "cuda", "xla", "auto"]
 Backend = Literal["gpu", "tpu", "cpu", "any"]
 
@@ -159,8 +159,8 @@ class BaseOperationConfig:
 
 
 def piece(direction: Direction) -> Direction:
-    """Returns which piece of a configuration a direction reads: that of the forward pass where one
-    serves both passes.
+    """Returns which piece of a configuration a direction reads. If one configuration serves both passes, this is the
+    piece of the forward pass.
     """
     return "forward" if direction == "both" else direction
 

@@ -51,7 +51,7 @@ def record_calls() -> Generator[None]:
 
 
 def note(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
-    """Records a call, if recording is on or the policy would have tuned it were it not traced."""
+    """Records a call if recording is on, or if the policy would tune the call but the call is traced."""
     if not (_active.value or (plan.tunes_on_miss and _open(plan.cfg))):
         return
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), args)

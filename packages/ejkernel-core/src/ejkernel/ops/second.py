@@ -1,9 +1,9 @@
 """Second derivatives: derivatives of the two passes.
 
 Kernels are not differentiated. In a `second_derivatives()` block both passes have the derivatives of the family's
-reference: plain jnp, which can be differentiated as often as anybody wants. Elsewhere a second derivative is refused by
-name, with one exception: XLA's passes have forward-mode derivatives of their own, so `jax.hessian` needs no block
-there.
+reference: plain jnp, which can be differentiated any number of times. Outside of such a block, a second derivative
+raises an error that names the operation, with one exception: XLA's passes have forward-mode derivatives of their own,
+so `jax.hessian` needs no block there.
 
 The block is not the rule because its passes have to keep all of their inputs, of which most kernels read a part.
 """
@@ -64,7 +64,7 @@ def second_derivatives_enabled() -> bool:
 def refusing(op: str, implementation: Implementation, run: Run, argument: Any) -> Any:
     """Returns `run(argument)`, a pass of a kernel. Differentiating the result raises an error that names the operation.
 
-    What XLA is left to compile can be differentiated forwards.
+    Passes that XLA compiles can be differentiated in forward mode.
 
     Raises:
         NotImplementedError: The result is differentiated.

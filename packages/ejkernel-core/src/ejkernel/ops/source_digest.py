@@ -202,7 +202,7 @@ def _parsed(module: str) -> _Parsed:
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """Returns the names that a statement at the top of a module defines; `""` for one that does something else."""
+    """Returns the names that a statement at the top of a module defines; `""` for a statement that defines nothing."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom) or _is_text(statement):
@@ -215,7 +215,7 @@ def _defined(statement: ast.stmt) -> list[str]:
 
 
 def _is_text(node: Any) -> bool:
-    """Returns whether a statement is a string alone: a docstring, or one that documents an assignment."""
+    """Returns whether a statement is only a string: a docstring, or a string that documents an assignment."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 

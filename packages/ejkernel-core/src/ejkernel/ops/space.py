@@ -10,8 +10,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
 
 PUBLIC = (FwdParams, BwdParams, BaseOperationConfig)
-"""The classes that calls are configured with. A kernel may have one of them for its own, whose fields `public_fields`
-holds too."""
+"""The public configuration classes. A kernel may use one of these classes as its own configuration type."""
 
 
 def _of_no_kind(record: Any) -> str | None:
@@ -52,7 +51,7 @@ class ConfigSpace:
         return (self.backward or self.forward) if direction == "backward" else self.forward
 
     def is_kernel_type(self, part: Any, direction: Direction) -> bool:
-        """Returns whether a part is in the kernel's own fields, and not in public ones."""
+        """Returns whether a part has the kernel's own fields, not public fields."""
         return isinstance(part, self.kernel_type(direction)) and not isinstance(part, PUBLIC)
 
     def completed(self, ruled: Any, part: Any, direction: Direction) -> Any:
@@ -83,15 +82,15 @@ class ConfigSpace:
         return frozenset(self._public_fields(direction))
 
     def public(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
-        """Returns the public configuration of what the two directions chose.
+        """Returns the public configuration for the chosen parts of the two directions.
 
         A part that the public fields cannot express is held as it is by classes that have a part for each direction.
         """
         return config.from_parts(self.shown(config, forward, "forward"), self.shown(config, backward, "backward"))
 
     def shown(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
-        """Returns a part in the public fields; as it is where they cannot express it and the public class
-        can hold it.
+        """Returns a part in the public fields. If the public fields cannot express it and the public class can hold it,
+        returns it unchanged.
         """
         if not self.is_kernel_type(part, direction):
             return part

@@ -24,7 +24,7 @@ def tune_missing(plan: CallPlan, args: Any) -> None:
     """Measures the forward pass of an eager call before it runs, unless a tier before autotune has its configuration.
 
     In a job of several processes only process 0 measures; the others take its decision. Arrays that are spread over
-    processes cannot be measured by one of them; such a call is left to offline tuning.
+    processes cannot be measured by one of them; such a call can be tuned only offline.
     """
     leaves, structure = jax.tree.flatten(args)
     call = (plan, structure, tuple(map(jax.api_util.shaped_abstractify, leaves)))
@@ -86,7 +86,8 @@ def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> It
 
 
 def argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
-    """Returns what the kernel of a choice is measured with: a record, or a `Pullback` with a random cotangent.
+    """Returns the argument that the kernel of a choice is measured with: a record, or a `Pullback` with a random
+    cotangent.
 
     Args:
         plan: How the call is carried out.

@@ -1,4 +1,4 @@
-"""Kernels that change arrays in place, which XLA must not fuse with slices on GPUs.
+"""Keeps XLA from fusing slices with GPU kernels that change arrays in place.
 
 XLA fuses a kernel on GPUs with the slices that it reads, and with the updates of slices that take its results:
 

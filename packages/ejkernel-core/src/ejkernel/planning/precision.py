@@ -31,7 +31,7 @@ def product_precision(dtype: Any, precision: lax.Precision | None = None) -> lax
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns x with the digits of another floating dtype, in its own; 0 below that dtype's smallest normal number.
 
-    XLA takes a conversion to a narrower dtype and back for one that it may leave out, and does so on GPUs.
+    XLA may remove a conversion to a narrower dtype and back, and does so on GPUs.
     """
     if jnp.promote_types(x.dtype, dtype) == dtype:
         return x

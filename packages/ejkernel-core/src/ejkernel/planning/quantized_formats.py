@@ -64,8 +64,9 @@ SMALLEST_E4M3 = 2.0**-9
 MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 """Smallest normal float32, devices may flush what is smaller to zero; and the largest."""
 LARGEST_ZEROS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
-"""By dtype, the largest zero point that is rounded by at most a half when it is stored. The bound of float32 is lower,
-because the sum of code and zero is rounded too."""
+"""For each dtype, the largest zero point whose rounding error is at most a half when it is stored. The bound of float32
+is lower, because the sum of code and zero is rounded too.
+"""
 GROUPS, WHOLE_ROW = (16, 32, 64, 128, 256, 512, 1024), -1
 DEFAULT_GROUPS = {
     "affine": 64,
@@ -83,11 +84,11 @@ BITS = {"fp8": 8, "nf4": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "nvfp8": 8}
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a matrix is quantised.
+    """The format of a quantised matrix.
 
     Attributes:
         mode: One of `MODES`.
-        bits: Of a code.
+        bits: Bits per code.
         group_size: Neighbours that share a scale.
     """
 
@@ -172,11 +173,11 @@ class Encoded(NamedTuple):
 
 
 def whole_rows(form: Format, columns: int) -> Format:
-    """Returns the format whose groups are the rows of so many columns, where a group is a whole row; else the format
+    """Returns the format with the group size set to the number of columns if a group is a whole row, else the format
     itself.
 
     Raises:
-        ValueError: Rows of so many columns cannot be one group.
+        ValueError: Rows with this number of columns cannot be one group.
     """
     if form.group_size != WHOLE_ROW:
         return form
@@ -297,7 +298,7 @@ def _largest_code(form: Format) -> float:
 
 
 def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
-    """Scales for groups with these largest magnitudes, as they are stored; 1 for groups of zeros."""
+    """Returns the scales, as they are stored, for groups with these largest magnitudes; 1 for groups of zeros."""
     if form.mode == "nf4":
         return jnp.where(largest > 0, largest, 1)
     needed = jnp.where(largest > 0, largest / _largest_code(form), 1)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 PADDING = -1
-"""Padding: whatever it holds, its output and its gradient are 0."""
+"""The owner of padding. The output and the gradient of padding are 0, even if padding holds NaN."""
 
 SHARED = -2
 """The owner of arrays that several requests read, such as weights. Their gradient is the sum over all requests."""
@@ -39,7 +39,7 @@ def segment_owners(segment_ids: Any) -> np.ndarray:
 
 
 def slot_owners(indices: Any, cu_seqlens: Any, slots: int) -> np.ndarray:
-    """Returns the packed sequence whose state every slot holds, [S]; of other slots requests of their own."""
+    """Returns the packed sequence whose state every slot holds, [S]; every other slot is a separate request."""
     indices, bounds = np.asarray(indices), np.asarray(cu_seqlens)
     lengths = bounds[1:] - bounds[:-1]
     owners = lengths.size + np.arange(slots)
@@ -60,7 +60,7 @@ def claimed(owners: np.ndarray, at: Any, request: Any) -> None:
 
 
 def packed_requests(cu_seqlens: Any, tokens: int, states: Any = None, state_slots: Any = None) -> dict[str, np.ndarray]:
-    """Returns the owners of a row of packed sequences whose states are one each, or in slots."""
+    """Returns the owners of a row of packed sequences whose states are separate arrays or in slots."""
     owners = {"b t": packed_owners(cu_seqlens, tokens)}
     if states is None or state_slots is None:
         sequences = np.arange(np.asarray(cu_seqlens).size - 1)

@@ -303,7 +303,7 @@ def dynamic_init(
     inputs_embeds: ArrayLike | None = None,
     attention_mask: ArrayLike | None = None,
 ) -> Info:
-    """Makes a mask from whatever a model was called with; the first of the following that is given decides.
+    """Makes a mask from the arguments of a model; the first of the following arguments that is not None decides.
 
     Args:
         cls: The class.
