@@ -64,9 +64,8 @@ SMALLEST_E4M3 = 2.0**-9
 MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 """Smallest normal float32, devices may flush what is smaller to zero; and the largest."""
 LARGEST_ZEROS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
-"""For each dtype, the largest zero point whose rounding error is at most a half when it is stored. The bound of float32
-is lower, because the sum of code and zero is rounded too.
-"""
+"""For each dtype, the largest zero point that is stored with a rounding error of at most a half. The bound of float32 is
+lower, because the sum of code and zero is rounded too."""
 GROUPS, WHOLE_ROW = (16, 32, 64, 128, 256, 512, 1024), -1
 DEFAULT_GROUPS = {
     "affine": 64,
@@ -173,8 +172,7 @@ class Encoded(NamedTuple):
 
 
 def whole_rows(form: Format, columns: int) -> Format:
-    """Returns the format with the group size set to the number of columns if a group is a whole row, else the format
-    itself.
+    """Returns the format; if a group is a whole row, with the number of columns as group size.
 
     Raises:
         ValueError: Rows with this number of columns cannot be one group.
@@ -313,7 +311,7 @@ def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Ar
         )
     nearest = _as_stored(jnp.clip(needed, SMALLEST_E4M3, E4M3_MOST), jnp.float8_e4m3fn)
     codes = lax.bitcast_convert_type(nearest, jnp.uint8)
-    # Takes the next larger scale if rounding made it smaller, so that the largest weight of the group is in range.
+    # Takes the next larger scale if rounding made it smaller, so that the largest weight is in range.
     return codes + (nearest.astype(jnp.float32) < jnp.minimum(needed, E4M3_MOST)).astype(jnp.uint8)
 
 
