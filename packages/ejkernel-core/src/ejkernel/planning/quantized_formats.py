@@ -64,8 +64,8 @@ SMALLEST_E4M3 = 2.0**-9
 MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 """Smallest normal float32, devices may flush what is smaller to zero; and the largest."""
 LARGEST_ZEROS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
-"""For each dtype, the largest zero point that is stored with a rounding error of at most a half. The bound of float32 is
-lower, because the sum of code and zero is rounded too."""
+"""For each dtype, the largest zero point that is stored with a rounding error of at most a half. The bound of float32
+is lower, because the sum of code and zero is rounded too."""
 GROUPS, WHOLE_ROW = (16, 32, 64, 128, 256, 512, 1024), -1
 DEFAULT_GROUPS = {
     "affine": 64,
