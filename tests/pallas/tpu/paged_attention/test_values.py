@@ -128,7 +128,7 @@ def written(dtype, heads, size):
     (lambda: paged(jnp.bfloat16, heads=1), "1 rows"),
     (lambda: written(jnp.int8, 1, 128), "a multiple of 4"),
     (lambda: written(jnp.bfloat16, 1, 64), "a multiple of 2"),
-    (lambda: paged(size=192), "beyond 128"),
+    (lambda: paged(size=192), "above 128"),
     (lambda: paged(slots=1000), "whole pages of 1000"),
     (lambda: paged(jnp.bfloat16, "phsd", slots=8), "pages of 8 slots"),
     (lambda: paged(block_tables=None), "without pages"),
