@@ -238,7 +238,7 @@ def _check_served(plan: CallPlan, call: Call, direction: str, results: list[Tuni
         raise click.ClickException(f"no implementation supports the {missing[0]} pass, so there is nothing to tune")
 
 
-def _print_result(out: Console, call: Call, result: TuningResult, where: str) -> None:
+def _print_result(out: Console, call: Call, result: TuningResult, preposition: str) -> None:
     key, best, winner = result.key, result.best.seconds or 0.0, result.winner
     rows: list[tuple[Any, ...]] = []
     for rank, measured in enumerate(result.measurements, 1):
@@ -249,7 +249,7 @@ def _print_result(out: Console, call: Call, result: TuningResult, where: str) ->
         spread = milliseconds(measured.spread) if measured.samples else "-"
         times = milliseconds(measured.seconds), spread, f"{measured.seconds / best:.2f}"
         rows.append(((rank, style), (given_values(measured.part), style), *times, _note(result, measured)))
-    title = f"{call.op.name}, {key.direction}, {result.implementation} {where} {key.device}"
+    title = f"{call.op.name}, {key.direction}, {result.implementation} {preposition} {key.device}"
     headings = ("rank", "configuration", "ms", "spread", "relative", "note")
     print_table(out, title, *headings, rows=rows, right=["rank", "ms", "spread", "relative"], fold=["note"])
 

@@ -149,14 +149,14 @@ def _around(
     Returns:
         The gradients of this device's load, back home, and the state.
     """
-    firsts = {hop: ring.shift(load, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)}
+    after_first_hop = {hop: ring.shift(load, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)}
     home, state = first_step(load)
     legs = [(1, ring.before), (-1, ring.after)]
     totals: list[Gradients] = []
     cargo = home
     for hop, last in legs:
         if last:
-            total, state = _leg(ring, hop, last, firsts[hop], cargo, remote_step, state, unrolled=unrolled)
+            total, state = _leg(ring, hop, last, after_first_hop[hop], cargo, remote_step, state, unrolled=unrolled)
             totals.append(total)
             cargo = jax.tree.map(jnp.zeros_like, cargo)
     return (_added(*totals) if totals else home), state

@@ -242,7 +242,7 @@ def _normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
 
 
 def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> StateSpaceV2Config | None:
-    """Returns the call's own configuration, if it repeats the call's arguments."""
+    """Returns `cfg`; raises ValueError if a field of it contradicts an argument of the call."""
     repeated = {"use_gated_rmsnorm": args.use_gated_rmsnorm, "rmsnorm_eps": args.rmsnorm_eps}
     check_repeated(cfg, n_groups=args.n_groups or args.B.shape[-2], **repeated)
     return cfg

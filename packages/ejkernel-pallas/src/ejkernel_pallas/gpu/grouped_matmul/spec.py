@@ -235,7 +235,7 @@ def shared_bytes(params: HopperGrouped) -> int:
 
 
 def reasons(record: GroupedMatmul) -> list[str]:
-    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     found = []
     if rows % 8 or rows < WGMMA_M:
@@ -315,7 +315,7 @@ def scaled_shared_bytes(params: HopperScaled) -> int:
 
 
 def scaled_reasons(record: GroupedMatmul) -> list[str]:
-    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     found = []
     if str(record.rhs.dtype) != FLOAT8:
@@ -359,7 +359,7 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
 
 
 def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
-    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    """Returns the reasons to refuse a record that `Requires` cannot express."""
     product, size = product_of(record), record.lhs.size * record.lhs.dtype.itemsize
     found = reasons(product)
     half = record.rhs.shape[2] // 2

@@ -81,12 +81,12 @@ def inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
     # Outputs of the size of 1, as a model's weights make them: kernels may round weights, which adds up as they do.
     weights = jax.random.normal(other, (z.n, z.k), jnp.float32) * z.k**-0.5
     axis = "col" if z.transpose else "row"
-    packed, scales, *third = quantize(weights, z.group_size, z.bits, z.mode, axis, z.scales)
+    packed, scales, *zeros = quantize(weights, z.group_size, z.bits, z.mode, axis, z.scales)
     return {
         "x": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
         "w": packed,
         "scales": scales,
-        "zeros": third[0] if third else None,
+        "zeros": zeros[0] if zeros else None,
         "transpose": z.transpose,
         "group_size": z.group_size,
         "bits": z.bits,
@@ -118,7 +118,7 @@ def quantized_like(stored: dict[str, Any], form: Format, key: jax.Array) -> dict
     *rows, groups = scales.shape
     weights = jax.random.normal(key, (*rows, groups * form.group_size), jnp.float32)
     dtype = scales.dtype if len(form.scale_dtypes) > 1 else None
-    packed, values, *third = quantize(weights, form.group_size, form.bits, cast(Mode, form.mode), "col", dtype)
+    packed, values, *zeros = quantize(weights, form.group_size, form.bits, cast(Mode, form.mode), "col", dtype)
     arrays = {"w": packed, "scales": values}
     arrays = {name: lax.bitcast_convert_type(array, stored[name].dtype) for name, array in arrays.items()}
-    return arrays | dict(zip(("tensor_scale" if form.has_tensor_scale else "zeros",), third, strict=False))
+    return arrays | dict(zip(("tensor_scale" if form.has_tensor_scale else "zeros",), zeros, strict=False))

@@ -259,16 +259,16 @@ def in_rows(row: jax.Array, width: int) -> jax.Array:
     return jnp.broadcast_to(column, (row.shape[1], width))
 
 
-def _last_row_saved(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _last_row_fwd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return last_row(x), x
 
 
-def _last_row_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+def _last_row_bwd(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return (jnp.where(token == x.shape[0] - 1, cotangent, 0.0),)
 
 
-@with_gradient(_last_row_saved, _last_row_gradient)
+@with_gradient(_last_row_fwd, _last_row_bwd)
 def last_row(x: jax.Array) -> jax.Array:
     """Returns the last row of [n, d] as [1, d]."""
     return x[x.shape[0] - 1 :]
