@@ -28,7 +28,7 @@ from suite.mutants import FIRST, read_outcomes
 
 COSTS = Path(__file__).with_name("costs.json")
 CHEAP = 0.15
-BUDGET = 300.0
+BUDGET = 240.0
 LONG = 5.0
 
 
