@@ -27,7 +27,7 @@ from suite import needs
 from suite.mutants import FIRST, read_outcomes
 
 COSTS = Path(__file__).with_name("costs.json")
-CHEAP = 0.15
+CHEAP = 0.12
 BUDGET = 240.0
 LONG = 5.0
 
