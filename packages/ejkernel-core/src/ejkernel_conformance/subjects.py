@@ -104,9 +104,9 @@ class PinnedPlan(CallPlan):
 
     implementation: str
 
-    def pick(self, record: Any, direction: Direction, wanted: frozenset[str] = NONE) -> Choice:
+    def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = NONE) -> Choice:
         """Returns the implementation, or its refusal."""
-        choice = super().pick(record, direction, wanted)
+        choice = super().pick(record, direction, grad_fields)
         found = next(v for v in choice.verdicts if v.implementation.name == self.implementation)
         if direction == "backward" and found.implementation.backward is None:
             return choice
