@@ -253,9 +253,8 @@ def _shards(args: FusedCrossEntropyArguments) -> int:
     return 1 if axis is None else lax.axis_size(axis)
 
 
-def _checked_weights(args: FusedCrossEntropyArguments) -> jax.Array:
+def _nan_for_unknown_targets(args: FusedCrossEntropyArguments, weights: jax.Array) -> jax.Array:
     """Returns the weights, NaN for tokens whose target is no entry of the vocabulary."""
-    weights = _weights(args)
     if args.targets is None:
         return weights
     known = (args.targets >= 0) & (args.targets < _entries(args) * _shards(args))
@@ -268,9 +267,10 @@ def lower(args: FusedCrossEntropyArguments) -> family.CrossEntropy:
     rows = rows.reshape(-1, rows.shape[-1])
     if args.compute_dtype is not None and head is not None:
         rows, head = rows.astype(args.compute_dtype), head.astype(args.compute_dtype)
-    weights = (_weights(args) != 0).astype(_weights(args).dtype) if split else _checked_weights(args)
+    unchecked = _weights(args)
+    weights = (unchecked != 0).astype(unchecked.dtype) if split else _nan_for_unknown_targets(args, unchecked)
     if args.reduction == "mean" and not split:
-        total = jnp.sum(_weights(args))
+        total = jnp.sum(unchecked)
         weights = weights / jnp.where(total == 0, 1, total)
     first = lax.axis_index(args.vocab_parallel_axis) * _entries(args) if split else 0
     targets = jnp.zeros(rows.shape[0], jnp.int32) if args.targets is None else args.targets.reshape(-1)
@@ -310,18 +310,13 @@ def finish(args: FusedCrossEntropyArguments, output: Any) -> CrossEntropyOutput:
         loss, lse, entry = _over_devices(args, loss, lse, largest, entry)
     weights, shape = _weights(args), _rows(args).shape[:-1]
     lse, entry = (lax.stop_gradient(x).reshape(shape) for x in (lse, entry))
-    z_loss, total = weights * args.z_loss * lse**2, jnp.sum(weights)
-    if args.reduction == "none":
-        loss = loss.reshape(shape)
-    elif args.vocab_parallel_axis is not None:
-        loss = jnp.sum(loss) if args.reduction == "sum" else token_losses.average(jnp.sum(loss), weights)
-    else:
-        loss = jnp.sum(loss)
-    if args.reduction != "none":
-        z_loss = jnp.sum(z_loss) if args.reduction == "sum" else token_losses.average(jnp.sum(z_loss), weights)
+    z_loss = token_losses.reduced(args.z_loss * lse**2, weights, args)
+    loss = loss.reshape(shape) if args.reduction == "none" else jnp.sum(loss)
+    if args.reduction == "mean" and args.vocab_parallel_axis is not None:
+        loss = token_losses.average(loss, weights)
     right = None if args.targets is None else jnp.sum(jnp.where(entry == args.targets, weights, 0))
     accuracy = None if right is None else token_losses.average(right, weights)
-    return CrossEntropyOutput(loss, *jax.tree.map(lax.stop_gradient, (z_loss, total, accuracy)))
+    return CrossEntropyOutput(loss, *jax.tree.map(lax.stop_gradient, (z_loss, jnp.sum(weights), accuracy)))
 
 
 def _over_devices(
@@ -336,7 +331,7 @@ def _over_devices(
     # Each device computes the loss with its local softmax. Subtracting the local log-sum-exp leaves the expected logit.
     expected = lax.psum(lse * mass - loss, axis) * (1 - part + part / shards)
     whole_lse = token_losses.lse_over_devices(lse, axis)
-    weights = _checked_weights(args).reshape(-1)
+    weights = _nan_for_unknown_targets(args, _weights(args)).reshape(-1)
     losses = jnp.where(weights == 0, 0, weights * (whole_lse * whole - expected + args.z_loss * whole_lse**2))
     best = lax.pmax(lax.stop_gradient(largest), axis)
     first = lax.axis_index(axis) * _entries(args)
