@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import gla_attention, kda_attention, lightning_attention, state_space_v1, state_space_v2
+from ejkernel.modules import (
+    gla_attention,
+    kda_attention,
+    lightning_attention,
+    ragged_gated_delta_rule,
+    state_space_v1,
+    state_space_v2,
+)
 from ejkernel.modules.ragged import (
     ragged_gated_linear_attention,
     ragged_kernel_delta_attention,
@@ -183,3 +190,23 @@ def test_slots_want_packed_sequences_and_states():
         gla_attention(**{name: x[None] for name, x in QKV.items()}, state_indices=INDICES, initial_state=SLOTS_KV)
     with pytest.raises(ValueError, match=r"initial_state: .*slots"):
         gla_attention(**call, cu_seqlens=STARTS, initial_state=SLOTS_KV[0])
+
+
+@pytest.mark.parametrize("operation", [ragged_gated_delta_rule, ragged_kernel_delta_attention])
+def test_tokens_of_no_request_get_gradients_of_zero_where_l2_norms_read_them(operation):
+    """Tokens after all requests hold NaN and infinities: their own gradients are 0, not NaN."""
+    starts, end = jnp.array([0, 5, 9]), 9
+    unused = jnp.arange(T) >= end
+
+    def total(query, key, value):
+        gate = GATES[..., 0] if operation is ragged_gated_delta_rule else GATES
+        slots = SLOTS_KV[:2] * 0
+        output, held = operation(query, key, value, BETA, gate, slots, starts, jnp.array([1, 0]), use_qk_l2norm=True)
+        return jnp.sum(jnp.square(output)) + jnp.sum(held)
+
+    arrays = normal(T, H, K), normal(T, H, K), normal(T, H, V)
+    poisoned = [x.at[end:].set(jnp.nan).at[T - 1].set(jnp.inf) for x in arrays]
+    clean = jax.grad(total, argnums=(0, 1, 2))(*arrays)
+    for gradient, expected in zip(jax.grad(total, argnums=(0, 1, 2))(*poisoned), clean, strict=True):
+        np.testing.assert_array_equal(gradient[unused], 0)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)

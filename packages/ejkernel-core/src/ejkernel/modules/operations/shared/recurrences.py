@@ -213,11 +213,13 @@ def _inverse_length(x: jax.Array) -> jax.Array:
 @promoting
 def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     """Computes the gradient by hand, because XLA's CPU backend computes the sum of products of two arrays fast only as
-    a matrix product.
+    a matrix product, and because a vector whose cotangent is zero has a gradient of zero, whatever it holds: tokens
+    that no sequence has may be NaN.
     """
     inverse = _inverse_length(x)
     along = jnp.einsum("...d,...d->...", x, cotangent, precision=jax.lax.Precision.HIGHEST)
-    return (inverse * (cotangent - x * (inverse**2 * along[..., None])),)
+    gradient = inverse * (cotangent - x * (inverse**2 * along[..., None]))
+    return (jnp.where(jnp.any(cotangent != 0, axis=-1, keepdims=True), gradient, 0),)
 
 
 # Written out in the forward rule, which forward-mode derivatives of gradients go through.
