@@ -26,21 +26,21 @@ def having(function: str) -> list[str]:
     return [family for family in FAMILIES if hasattr(recipe(family), function)]
 
 
-def values_and_gradients(family: str) -> dict[str, Pair]:
+def values_and_gradients(family: str, dtype: Any = jnp.float32) -> dict[str, Pair]:
     """The output of whole sequences, and the gradients of the input and of every weight."""
-    fixture = load(family)
+    fixture = load(family, dtype)
     prefill = jax.jit(lambda weights, x: recipe(family).prefill(weights | fixture.buffers, x))
     output, pullback = jax.vjp(prefill, fixture.weights, fixture.x)
-    weights, x = pullback(fixture.dy)
+    weights, x = pullback(fixture.dy.astype(output.dtype))
     if weights.keys() != fixture.weight_gradients.keys():
         raise ValueError(f"{family}: gradients of other weights: {weights.keys() ^ fixture.weight_gradients.keys()}")
     named = {f"gradient of {name}": (weights[name], want) for name, want in fixture.weight_gradients.items()}
     return {"y": (output, fixture.y), "gradient of x": (x, fixture.dx), **named}
 
 
-def packed(family: str) -> dict[str, Pair]:
+def packed(family: str, dtype: Any = jnp.float32) -> dict[str, Pair]:
     """The outputs of sequences in one row, where the original gets each on its own."""
-    fixture = load(family)
+    fixture = load(family, dtype)
     starts = jnp.array(np.cumsum([0, *LENGTHS]), jnp.int32)
     output = jax.jit(recipe(family).packed)(fixture.weights, fixture.x[:1], starts)
     if fixture.y_packed is None:
@@ -48,9 +48,9 @@ def packed(family: str) -> dict[str, Pair]:
     return {"y": (output, fixture.y_packed)}
 
 
-def decoded(family: str) -> dict[str, Pair]:
+def decoded(family: str, dtype: Any = jnp.float32) -> dict[str, Pair]:
     """The outputs of tokens that come one at a time, with a cache."""
-    fixture, model = load(family), recipe(family)
+    fixture, model = load(family, dtype), recipe(family)
     batch, tokens, _ = fixture.x.shape
 
     def step(cache: Any, token: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
@@ -59,7 +59,10 @@ def decoded(family: str) -> dict[str, Pair]:
         return cache, y[:, 0]
 
     inputs = fixture.x.swapaxes(0, 1), jnp.arange(tokens, dtype=jnp.int32)
-    _, output = jax.jit(lambda: jax.lax.scan(step, model.empty_cache(batch, tokens), inputs))()
+    cache = model.empty_cache(batch, tokens)
+    kept, _ = jax.eval_shape(step, cache, jax.tree.map(lambda x: x[0], inputs))  # in the dtypes that steps return
+    cache = jax.tree.map(lambda x, like: x.astype(like.dtype), cache, kept)
+    _, output = jax.jit(lambda: jax.lax.scan(step, cache, inputs))()
     return {"y": (output.swapaxes(0, 1), fixture.y)}
 
 
