@@ -1,5 +1,6 @@
 """Runs the recipes and measures how far they are from the original layers."""
 
+import ast
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from tests.models.fixtures import LENGTHS, load, load_generated
 
-FAMILIES = sorted(x.stem for x in (Path(__file__).parent / "fixtures").glob("*.npz"))
+FOLDER = Path(__file__).parent
+FAMILIES = sorted(x.stem for x in (FOLDER / "fixtures").glob("*.npz"))
+SHARED = "tests.models.recipes.shared"
 
 Pair = tuple[Any, np.ndarray]
 """What a recipe computes, and what the original layer does."""
@@ -19,6 +22,27 @@ Pair = tuple[Any, np.ndarray]
 def recipe(family: str) -> ModuleType:
     """The recipe of a family."""
     return importlib.import_module(f"tests.models.recipes.{family}")
+
+
+def shared_layers(family: str) -> list[Path]:
+    """The modules of `recipes/shared` that the recipe of a family imports."""
+    imports = _imports(FOLDER / "recipes" / f"{family}.py")
+    names = [name for module, names in imports if module == SHARED for name in names]
+    names += [module.removeprefix(f"{SHARED}.") for module, _ in imports if module.startswith(f"{SHARED}.")]
+    return [FOLDER / "recipes" / "shared" / f"{name}.py" for name in names]
+
+
+def called_operations(family: str) -> list[str]:
+    """The names that a recipe, or a shared layer that it imports, has from `ejkernel.modules`."""
+    paths = [FOLDER / "recipes" / f"{family}.py", *shared_layers(family)]
+    return [
+        name for path in paths for module, names in _imports(path) if module == "ejkernel.modules" for name in names
+    ]
+
+
+def _imports(path: Path) -> list[tuple[str, list[str]]]:
+    nodes = [x for x in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(x, ast.ImportFrom)]
+    return [(node.module or "", [alias.name for alias in node.names]) for node in nodes]
 
 
 def having(function: str) -> list[str]:

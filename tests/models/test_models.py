@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.models.checking import CHECKS, FAMILIES, error, having
+from tests.models.checking import CHECKS, FAMILIES, called_operations, error, having
 
 FOLDER = Path(__file__).parent
 VALUE, GRADIENT = 2e-5, 5e-5
@@ -21,10 +21,14 @@ def test_every_recipe_has_a_fixture_and_every_fixture_a_recipe() -> None:
     assert recipes - {"common"} == set(FAMILIES) == originals - {"common"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_recipe_calls_nothing_that_is_not_public(family: str) -> None:
-    lines = (FOLDER / "recipes" / f"{family}.py").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("path", sorted((FOLDER / "recipes").rglob("[!_]*.py")), ids=lambda path: path.stem)
+def test_a_recipe_calls_nothing_that_is_not_public(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
     imports = [line for line in lines if "ejkernel" in line and line.startswith(("import", "from"))]
     public = tuple(f"from ejkernel.{name} import" for name in ("modules", "types", "quantization"))
     assert imports == [line for line in imports if line.startswith(public)]
-    assert imports
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recipe_calls_an_operation_itself_or_in_a_shared_layer(family: str) -> None:
+    assert called_operations(family)

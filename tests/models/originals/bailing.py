@@ -1,6 +1,7 @@
 """The delta attention of Ling (Bailing), with its bounded gate."""
 
 import torch
+from tests.models.originals.common import LINEAR_LAYERS
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
     BailingHybridConfig,
     BailingHybridDeltaAttention,
@@ -11,8 +12,7 @@ CONFIG = BailingHybridConfig(
     num_attention_heads=2,
     num_key_value_heads=2,
     head_dim=8,
-    num_hidden_layers=2,
-    layer_types=["linear_attention", "full_attention"],
+    **LINEAR_LAYERS,
 )
 WIDTH = 16
 
@@ -22,7 +22,3 @@ def build() -> torch.nn.Module:
     torch.nn.init.zeros_(layer.forget_gate.dt_bias)
     torch.nn.init.zeros_(layer.forget_gate.A_log)
     return layer
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)

@@ -19,7 +19,3 @@ WIDTH = 16
 
 def build() -> torch.nn.Module:
     return BambaMixer(CONFIG, layer_idx=0)
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)

@@ -3,6 +3,30 @@
 import numpy as np
 import torch
 
+GROUPED_QUERIES = dict(
+    hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
+)
+LATENT_ATTENTION = dict(
+    hidden_size=16,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    attn_implementation="eager",
+)
+GATED_DELTA = dict(
+    hidden_size=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)
+WINDOW_LAYERS = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+LINEAR_LAYERS = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+"""Fields of the configurations of several models."""
+
 
 def causal_mask(tokens: int, window: int | None = None) -> torch.Tensor:
     """The additive mask [1, 1, tokens, tokens] of causal attention, over the newest `window` keys if that is given."""
@@ -37,3 +61,15 @@ def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
             else:
                 moved = parameter + draw(rng, tuple(parameter.shape), 0.1)
                 parameter.copy_(moved.to(torch.bfloat16).float())
+
+
+def initialise_router(layer: torch.nn.Module, router: torch.nn.Module, rng: np.random.Generator) -> None:
+    """Draws every parameter of a layer of experts, the logits far apart, so that rounding changes no choice."""
+    initialise(layer, rng)
+    with torch.no_grad():
+        router.weight.mul_(4)
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Calls a layer that takes nothing but x; other layers have a `call` of their own."""
+    return layer(x)

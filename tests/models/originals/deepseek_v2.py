@@ -1,7 +1,7 @@
 """DeepSeek V2's latent attention."""
 
 import torch
-from tests.models.originals.common import causal_mask, rotary
+from tests.models.originals.common import LATENT_ATTENTION, causal_mask, rotary
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
     DeepseekV2Attention,
     DeepseekV2Config,
@@ -9,15 +9,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
 )
 
 CONFIG = DeepseekV2Config(
-    hidden_size=16,
-    num_attention_heads=4,
-    num_key_value_heads=4,
+    **LATENT_ATTENTION,
     q_lora_rank=None,
-    kv_lora_rank=12,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    attn_implementation="eager",
 )
 WIDTH = 16
 

@@ -1,7 +1,7 @@
 """DiffLlama's attention."""
 
 import torch
-from tests.models.originals.common import causal_mask, rotary
+from tests.models.originals.common import GROUPED_QUERIES, causal_mask, rotary
 from transformers.models.diffllama.modeling_diffllama import (
     DiffLlamaAttention,
     DiffLlamaConfig,
@@ -9,12 +9,8 @@ from transformers.models.diffllama.modeling_diffllama import (
 )
 
 CONFIG = DiffLlamaConfig(
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+    **GROUPED_QUERIES,
     rms_norm_eps=1e-5,
-    attn_implementation="eager",
 )
 
 

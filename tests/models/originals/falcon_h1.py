@@ -25,7 +25,3 @@ def build() -> torch.nn.Module:
     layer = FalconH1Mixer(CONFIG, layer_idx=0)
     layer.register_buffer("mup_vector", compute_mup_vector(CONFIG), persistent=False)
     return layer
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)

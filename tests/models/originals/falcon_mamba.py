@@ -23,7 +23,3 @@ def build() -> torch.nn.Module:
         layer.D.fill_(1.0)
         layer.dt_proj.bias.fill_(-1.0)
     return layer
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)

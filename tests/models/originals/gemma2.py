@@ -1,7 +1,7 @@
 """Gemma 2's attention with a window."""
 
 import torch
-from tests.models.originals.common import causal_mask, rotary
+from tests.models.originals.common import GROUPED_QUERIES, WINDOW_LAYERS, causal_mask, rotary
 from transformers.models.gemma2.modeling_gemma2 import (
     Gemma2Attention,
     Gemma2Config,
@@ -9,16 +9,11 @@ from transformers.models.gemma2.modeling_gemma2 import (
 )
 
 CONFIG = Gemma2Config(
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    attn_implementation="eager",
+    **GROUPED_QUERIES,
     sliding_window=5,
     attn_logit_softcapping=2.0,
     query_pre_attn_scalar=24,
-    num_hidden_layers=2,
-    layer_types=["sliding_attention", "full_attention"],
+    **WINDOW_LAYERS,
 )
 
 

@@ -1,7 +1,7 @@
 """Gemma 3's attention with a window."""
 
 import torch
-from tests.models.originals.common import causal_mask
+from tests.models.originals.common import GROUPED_QUERIES, WINDOW_LAYERS, causal_mask
 from transformers.models.gemma3.modeling_gemma3 import (
     Gemma3Attention,
     Gemma3RotaryEmbedding,
@@ -9,15 +9,10 @@ from transformers.models.gemma3.modeling_gemma3 import (
 )
 
 CONFIG = Gemma3TextConfig(
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    attn_implementation="eager",
+    **GROUPED_QUERIES,
     sliding_window=5,
     query_pre_attn_scalar=24,
-    num_hidden_layers=2,
-    layer_types=["sliding_attention", "full_attention"],
+    **WINDOW_LAYERS,
 )
 
 

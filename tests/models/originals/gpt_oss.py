@@ -1,7 +1,7 @@
 """GPT-OSS's attention with a window."""
 
 import torch
-from tests.models.originals.common import causal_mask, rotary
+from tests.models.originals.common import GROUPED_QUERIES, WINDOW_LAYERS, causal_mask, rotary
 from transformers.models.gpt_oss.modeling_gpt_oss import (
     GptOssAttention,
     GptOssConfig,
@@ -9,14 +9,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 )
 
 CONFIG = GptOssConfig(
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    attn_implementation="eager",
+    **GROUPED_QUERIES,
     sliding_window=5,
-    num_hidden_layers=2,
-    layer_types=["sliding_attention", "full_attention"],
+    **WINDOW_LAYERS,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tests.models.originals.common import initialise as common_initialise
+from tests.models.originals.common import initialise_router
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssMLP
 
 CONFIG = GptOssConfig(
@@ -20,10 +20,7 @@ def build() -> torch.nn.Module:
 
 
 def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
-    """As elsewhere; logits of the router are far apart, so that rounding changes no choice of experts."""
-    common_initialise(layer, rng)
-    with torch.no_grad():
-        layer.router.weight.mul_(4)
+    initialise_router(layer, layer.router, rng)
 
 
 def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """Kimi Linear's delta attention."""
 
 import torch
+from tests.models.originals.common import LINEAR_LAYERS
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearConfig, KimiLinearDeltaAttention
 
 CONFIG = KimiLinearConfig(
     hidden_size=16,
     linear_num_heads=2,
     linear_head_dim=8,
-    num_hidden_layers=2,
-    layer_types=["linear_attention", "full_attention"],
+    **LINEAR_LAYERS,
 )
 WIDTH = 16
 
@@ -17,7 +17,3 @@ def build() -> torch.nn.Module:
     layer = KimiLinearDeltaAttention(CONFIG, layer_idx=0)
     torch.nn.init.zeros_(layer.forget_gate.dt_bias)
     return layer
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)

@@ -1,12 +1,10 @@
 """Llama's attention."""
 
 import torch
-from tests.models.originals.common import causal_mask, rotary
+from tests.models.originals.common import GROUPED_QUERIES, causal_mask, rotary
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig, LlamaRotaryEmbedding
 
-CONFIG = LlamaConfig(
-    hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, attn_implementation="eager"
-)
+CONFIG = LlamaConfig(**GROUPED_QUERIES)
 
 
 def build() -> torch.nn.Module:

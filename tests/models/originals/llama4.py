@@ -1,7 +1,7 @@
 """Llama 4's attention over chunks."""
 
 import torch
-from tests.models.originals.common import causal_mask
+from tests.models.originals.common import GROUPED_QUERIES, causal_mask
 from transformers.models.llama4.modeling_llama4 import (
     Llama4TextAttention,
     Llama4TextConfig,
@@ -9,14 +9,10 @@ from transformers.models.llama4.modeling_llama4 import (
 )
 
 CONFIG = Llama4TextConfig(
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+    **GROUPED_QUERIES,
     num_hidden_layers=1,
     no_rope_layers=[1],
     attention_chunk_size=8,
-    attn_implementation="eager",
 )
 
 

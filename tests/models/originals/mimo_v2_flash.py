@@ -1,7 +1,7 @@
 """MiMo V2 Flash's attention with a window."""
 
 import torch
-from tests.models.originals.common import causal_mask
+from tests.models.originals.common import WINDOW_LAYERS, causal_mask
 from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import (
     MiMoV2FlashAttention,
     MiMoV2FlashConfig,
@@ -17,8 +17,7 @@ CONFIG = MiMoV2FlashConfig(
     attention_value_scale=0.707,
     attn_implementation="eager",
     sliding_window=5,
-    num_hidden_layers=2,
-    layer_types=["sliding_attention", "full_attention"],
+    **WINDOW_LAYERS,
 )
 
 

@@ -1,7 +1,7 @@
 """Mistral's attention."""
 
 import torch
-from tests.models.originals.common import causal_mask, rotary
+from tests.models.originals.common import GROUPED_QUERIES, causal_mask, rotary
 from transformers.models.mistral.modeling_mistral import (
     MistralAttention,
     MistralConfig,
@@ -9,11 +9,7 @@ from transformers.models.mistral.modeling_mistral import (
 )
 
 CONFIG = MistralConfig(
-    hidden_size=32,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    attn_implementation="eager",
+    **GROUPED_QUERIES,
     sliding_window=5,
 )
 

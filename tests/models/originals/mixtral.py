@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tests.models.originals.common import initialise as common_initialise
+from tests.models.originals.common import initialise_router
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 
 CONFIG = MixtralConfig(hidden_size=32, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)
@@ -14,11 +14,4 @@ def build() -> torch.nn.Module:
 
 
 def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
-    """As elsewhere; logits of the router are far apart, so that rounding changes no choice of experts."""
-    common_initialise(layer, rng)
-    with torch.no_grad():
-        layer.gate.weight.mul_(4)
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)
+    initialise_router(layer, layer.gate, rng)

@@ -1,6 +1,7 @@
 """ModernBERT's attention with a window."""
 
 import torch
+from tests.models.originals.common import WINDOW_LAYERS
 from transformers.models.modernbert.modeling_modernbert import (
     ModernBertAttention,
     ModernBertConfig,
@@ -11,8 +12,7 @@ CONFIG = ModernBertConfig(
     hidden_size=32,
     num_attention_heads=4,
     local_attention=6,
-    num_hidden_layers=2,
-    layer_types=["sliding_attention", "full_attention"],
+    **WINDOW_LAYERS,
     attn_implementation="eager",
 )
 

@@ -1,6 +1,7 @@
 """OLMo Hybrid's gated delta rule, with values of another size than the keys."""
 
 import torch
+from tests.models.originals.common import LINEAR_LAYERS
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridConfig, OlmoHybridGatedDeltaNet
 
 CONFIG = OlmoHybridConfig(
@@ -10,15 +11,10 @@ CONFIG = OlmoHybridConfig(
     linear_key_head_dim=6,
     linear_value_head_dim=8,
     linear_a_log_min=1.0,
-    num_hidden_layers=2,
-    layer_types=["linear_attention", "full_attention"],
+    **LINEAR_LAYERS,
 )
 WIDTH = 16
 
 
 def build() -> torch.nn.Module:
     return OlmoHybridGatedDeltaNet(CONFIG, layer_idx=0)
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tests.models.originals.common import initialise as common_initialise
+from tests.models.originals.common import initialise_router
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 CONFIG = Qwen3MoeConfig(
@@ -16,11 +16,4 @@ def build() -> torch.nn.Module:
 
 
 def initialise(layer: torch.nn.Module, rng: np.random.Generator) -> None:
-    """As elsewhere; logits of the router are far apart, so that rounding changes no choice of experts."""
-    common_initialise(layer, rng)
-    with torch.no_grad():
-        layer.gate.weight.mul_(4)
-
-
-def call(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)
+    initialise_router(layer, layer.gate, rng)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from tests.models.recipes.common import rms_norm
+from tests.models.recipes.shared.recurrent import functions_of
 
 from ejkernel.modules import causal_conv1d, kda_decay, kernel_delta_attention
 
@@ -28,18 +29,8 @@ def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
     return output.reshape(*x.shape[:2], -1) @ w["o_proj.weight"].T, conv_state, state
 
 
-def prefill(w, x):
-    return mix(w, x)[0]
-
-
-def packed(w, x, cu_seqlens):
-    return mix(w, x, cu_seqlens=cu_seqlens)[0]
+prefill, packed, decode = functions_of(mix)
 
 
 def empty_cache(batch, tokens):
     return jnp.zeros((batch, 3 * HEADS * DIM, TAPS - 1)), jnp.zeros((batch, HEADS, DIM, DIM))
-
-
-def decode(w, x, cache, position):
-    output, *cache = mix(w, x, *cache)
-    return output, tuple(cache)

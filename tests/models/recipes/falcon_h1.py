@@ -1,57 +1,14 @@
 """Falcon H1: Mamba-2 with multipliers, limits of the step sizes, and a norm before the gate."""
 
-import jax.numpy as jnp
-import numpy as np
+from functools import partial
 
-from ejkernel.modules import causal_conv1d, state_space_v2
+import numpy as np
+from tests.models.recipes.shared import mamba2
+from tests.models.recipes.shared.recurrent import functions_of
 
 SOURCE = "falcon_h1.FalconH1Mixer"
-CHANNELS, HEADS, GROUPS, STATES, TAPS = 32, 4, 2, 4, 4
 STEP_LIMITS = (0.5, 2.0)
 INPUT, MULTIPLIERS = 0.5, np.repeat([1.5, 0.75, 1.25, 0.5, 2.0], [32, 32, 8, 8, 4])  # of gate, x, B, C and dt
-
-
-def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
-    """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
-    projected = (INPUT * x) @ w["in_proj.weight"].T * MULTIPLIERS.astype(x.dtype)
-    gate, hidden, dt = jnp.split(projected, [CHANNELS, 2 * CHANNELS + 2 * GROUPS * STATES], axis=-1)
-    taps, bias = w["conv1d.weight"][:, 0], w["conv1d.bias"]
-    hidden, conv_state = causal_conv1d(hidden, taps, bias, conv_state, cu_seqlens, activation="silu", return_state=True)
-    hidden, write, read = jnp.split(hidden, [CHANNELS, CHANNELS + GROUPS * STATES], axis=-1)
-    hidden = hidden.reshape(*x.shape[:2], HEADS, -1)
-    write, read = (piece.reshape(*x.shape[:2], GROUPS, STATES) for piece in (write, read))
-    output, state, _ = state_space_v2(
-        hidden,
-        -jnp.exp(w["A_log"]),
-        write,
-        read,
-        w["D"],
-        dt,
-        gate,
-        state,
-        cu_seqlens=cu_seqlens,
-        dt_bias=w["dt_bias"],
-        dt_softplus=True,
-        dt_limit=STEP_LIMITS,
-        use_gated_rmsnorm=True,
-        norm_group_size=CHANNELS // GROUPS,
-    )
-    return (output * w["norm.weight"]) @ w["out_proj.weight"].T, conv_state, state
-
-
-def prefill(w, x):
-    return mix(w, x)[0]
-
-
-def packed(w, x, cu_seqlens):
-    return mix(w, x, cu_seqlens=cu_seqlens)[0]
-
-
-def empty_cache(batch, tokens):
-    channels = CHANNELS + 2 * GROUPS * STATES
-    return jnp.zeros((batch, channels, TAPS - 1)), jnp.zeros((batch, HEADS, CHANNELS // HEADS, STATES))
-
-
-def decode(w, x, cache, position):
-    output, *cache = mix(w, x, *cache)
-    return output, tuple(cache)
+FACTORS = (INPUT * MULTIPLIERS).astype(np.float32)
+prefill, packed, decode = functions_of(partial(mamba2.mix, multipliers=FACTORS, dt_limit=STEP_LIMITS))
+empty_cache = mamba2.empty_cache

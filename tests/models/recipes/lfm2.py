@@ -1,6 +1,7 @@
 """LFM2: a short convolution between two gates."""
 
 import jax.numpy as jnp
+from tests.models.recipes.shared.recurrent import functions_of
 
 from ejkernel.modules import causal_conv1d
 
@@ -15,17 +16,8 @@ def mix(w, x, state=None, cu_seqlens=None):
     return (after * hidden) @ w["out_proj.weight"].T, state
 
 
-def prefill(w, x):
-    return mix(w, x)[0]
-
-
-def packed(w, x, cu_seqlens):
-    return mix(w, x, cu_seqlens=cu_seqlens)[0]
+prefill, packed, decode = functions_of(mix)
 
 
 def empty_cache(batch, tokens):
-    return jnp.zeros((batch, WIDTH, TAPS - 1))
-
-
-def decode(w, x, cache, position):
-    return mix(w, x, cache)
+    return (jnp.zeros((batch, WIDTH, TAPS - 1)),)

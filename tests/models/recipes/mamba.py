@@ -1,47 +1,8 @@
 """Mamba: the selective scan with its short convolution."""
 
-import jax.numpy as jnp
-
-from ejkernel.modules import causal_conv1d, state_space_v1
+from tests.models.recipes.shared import mamba
+from tests.models.recipes.shared.recurrent import functions_of
 
 SOURCE = "mamba.MambaMixer"
-CHANNELS, STATES, RANK, TAPS = 32, 4, 3, 4
-
-
-def mix(w, x, conv_state=None, state=None, cu_seqlens=None):
-    """The layer over tokens that follow the given states: (output, new convolution state, new state)."""
-    hidden, gate = jnp.split(x @ w["in_proj.weight"].T, 2, axis=-1)
-    taps, bias = w["conv1d.weight"][:, 0], w["conv1d.bias"]
-    hidden, conv_state = causal_conv1d(hidden, taps, bias, conv_state, cu_seqlens, activation="silu", return_state=True)
-    dt, write, read = jnp.split(hidden @ w["x_proj.weight"].T, [RANK, RANK + STATES], axis=-1)
-    output, state, _ = state_space_v1(
-        hidden,
-        -jnp.exp(w["A_log"]),
-        write,
-        read,
-        w["D"],
-        dt @ w["dt_proj.weight"].T,
-        gate,
-        state,
-        cu_seqlens=cu_seqlens,
-        dt_bias=w["dt_proj.bias"],
-        dt_softplus=True,
-    )
-    return output @ w["out_proj.weight"].T, conv_state, state
-
-
-def prefill(w, x):
-    return mix(w, x)[0]
-
-
-def packed(w, x, cu_seqlens):
-    return mix(w, x, cu_seqlens=cu_seqlens)[0]
-
-
-def empty_cache(batch, tokens):
-    return jnp.zeros((batch, CHANNELS, TAPS - 1)), jnp.zeros((batch, CHANNELS, STATES))
-
-
-def decode(w, x, cache, position):
-    output, *cache = mix(w, x, *cache)
-    return output, tuple(cache)
+prefill, packed, decode = functions_of(mamba.mix)
+empty_cache = mamba.empty_cache

@@ -1,44 +1,8 @@
 """Mistral, and every Llama with a sliding window: a window of W tokens is (W - 1, 0)."""
 
-import jax.numpy as jnp
-from tests.models.recipes.common import positions, rotate
-
-from ejkernel.modules import flash_attention, ragged_decode_attention
+from tests.models.recipes.shared import grouped_attention
 
 SOURCE = "mistral.MistralAttention"
-KV_HEADS, HEAD_DIM = 2, 8
 WINDOW = (4, 0)  # `sliding_window = 5`: a token sees four before it, and itself
-
-
-def project(w, x, position):
-    """Queries, keys and values [B, T, heads, HEAD_DIM] of tokens at these positions [T]."""
-    query, key, value = (
-        (x @ w[f"{name}_proj.weight"].T).reshape(*x.shape[:2], -1, HEAD_DIM) for name in ("q", "k", "v")
-    )
-    return rotate(query, position), rotate(key, position), value
-
-
-def output(w, attended):
-    return attended.reshape(*attended.shape[:2], -1) @ w["o_proj.weight"].T
-
-
-def prefill(w, x):
-    query, key, value = project(w, x, positions(x.shape[1]))
-    return output(w, flash_attention(query, key, value, causal=True, sliding_window=WINDOW))
-
-
-def packed(w, x, cu_seqlens):
-    query, key, value = project(w, x, positions(x.shape[1], cu_seqlens))
-    return output(w, flash_attention(query, key, value, cum_seqlens_q=cu_seqlens, causal=True, sliding_window=WINDOW))
-
-
-def empty_cache(batch, tokens):
-    return (jnp.zeros((batch, tokens, KV_HEADS, HEAD_DIM)),) * 2
-
-
-def decode(w, x, cache, position):
-    query, *new = project(w, x, position[None])
-    keys, values = (old.at[:, position].set(x[:, 0]) for old, x in zip(cache, new, strict=True))
-    start = jnp.zeros(len(x), jnp.int32)
-    attended = ragged_decode_attention(query, keys, values, start, start + position + 1, sliding_window=WINDOW)
-    return output(w, attended), (keys, values)
+prefill, packed, decode = grouped_attention.functions_of(lambda w: dict(sliding_window=WINDOW))
+empty_cache = grouped_attention.empty_cache

@@ -1,9 +1,6 @@
 """Mixtral's experts: the two largest logits, weighted by their own softmax."""
 
-import jax
-import jax.numpy as jnp
-
-from ejkernel.modules import expert_routing, gather_reduce, grouped_matmul
+from tests.models.recipes.shared.experts import swiglu_experts
 
 SOURCE = "mixtral.MixtralSparseMoeBlock"
 TOP_K = 2
@@ -11,11 +8,4 @@ TOP_K = 2
 
 def prefill(w, x):
     tokens = x.reshape(-1, x.shape[-1])
-    logits = tokens @ w["gate.weight"].T
-    _, rows, order, sizes, weights = expert_routing(logits, TOP_K, scores="softmax", normalise=True)
-    expert_rows = gather_reduce(tokens, order[:, None] // TOP_K, rows)
-    # The checkpoint stores [E, columns, features]: `transpose_rhs` reads it as it is.
-    products = grouped_matmul(expert_rows, w["experts.gate_up_proj"], sizes, transpose_rhs=True)
-    gate, up = jnp.split(products, 2, axis=-1)
-    results = grouped_matmul(jax.nn.silu(gate) * up, w["experts.down_proj"], sizes, transpose_rhs=True)
-    return gather_reduce(results, rows, order[:, None], weights).reshape(x.shape)
+    return swiglu_experts(w, tokens, TOP_K, scores="softmax", normalise=True).reshape(x.shape)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from tests.models.recipes.shared.recurrent import functions_of
 
 from ejkernel.modules import gla_attention
 
@@ -30,17 +31,8 @@ def mix(w, x, state=None, cu_seqlens=None):
     return (jax.nn.sigmoid(x @ w["ogate_preact.weight"].T) * output) @ w["out_proj.weight"].T, state
 
 
-def prefill(w, x):
-    return mix(w, x)[0]
-
-
-def packed(w, x, cu_seqlens):
-    return mix(w, x, cu_seqlens=cu_seqlens)[0]
+prefill, packed, decode = functions_of(mix)
 
 
 def empty_cache(batch, tokens):
-    return jnp.zeros((batch, HEADS, KEY_DIM, VALUE_DIM + 1))
-
-
-def decode(w, x, cache, position):
-    return mix(w, x, cache)
+    return (jnp.zeros((batch, HEADS, KEY_DIM, VALUE_DIM + 1)),)
