@@ -9,6 +9,7 @@ import naive
 import numpy as np
 from causal_convolution_loop import causal_conv1d
 from grouped_matmul_loop import grouped_matmul
+from rwkv_loop import rwkv6
 from segment_pooling_loop import mean_pooling
 from selective_scan_loop import state_space_v1
 
@@ -52,6 +53,14 @@ def ragged_delta(args):
     return linear_recurrence_loop.ragged_delta(
         **tokens, decay=decay, slots=np.asarray(args.recurrent_state), starts=starts, indices=indices
     )[0]
+
+
+def rwkv(args, loop, *names):
+    if args.state_indices is not None:
+        return None
+    given = arrays(args, *names, "initial_state", "cu_seqlens")
+    output, _ = loop(**given, reverse=args.reverse, softmax_scale=args.softmax_scale)
+    return unassigned(output, args.cu_seqlens)
 
 
 def state_space_v2(args):
@@ -112,6 +121,7 @@ LOOPS = {
     "mean_pooling": pooling,
     "ragged_gated_delta_rule": ragged_delta,
     "recurrent_attention": recurrent,
+    "rwkv6": lambda args: rwkv(args, rwkv6, "r", "k", "v", "w", "u"),
     "state_space_v1": selective_scan,
     "state_space_v2": state_space_v2,
 }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import linear_recurrence_loop as loop
 import numpy as np
+import rwkv_loop
 
 from ejkernel.modules.operations import configs
 from ejkernel.ops.model import Op
@@ -92,7 +93,7 @@ def _space(x, A, B, C, D, dt, gate=None, initial_state=None, use_gated_rmsnorm=F
 
 def calls() -> list[Call]:
     """Calls of every operation, over lengths of 1, 21, 63 and 129 tokens, 1, 4 and 8 heads a KV head, K and V apart."""
-    return [*_plain(), *_deltas(), *_raggeds(), *_spaces()]
+    return [*_plain(), *_deltas(), *_raggeds(), *_spaces(), *_rwkv()]
 
 
 def _plain() -> list[Call]:
@@ -186,6 +187,31 @@ def _spaces() -> list[Call]:
     return [
         Call("groups", "state_space_v2", groups, {"use_gated_rmsnorm": True, "n_groups": 2}, _space, cfg),
         Call("one token", "state_space_v2", arrays(2, 1, 4, 1, 6, 9), {}, _space, cfg),
+    ]
+
+
+def _rwkv() -> list[Call]:
+    rng, chunks = np.random.default_rng(4), configs.RWKV6Config(chunk_size=8)
+    state, back = {"return_state": True}, {"reverse": True, "return_state": True}
+    packed = {"cu_seqlens": np.array([0, 5, 5, 40, 41, 60], np.int32)}
+
+    def arrays(b, t, h, g, k, v, states, **more):
+        given = {name[0].replace("q", "r"): x for name, x in tokens(rng, b, t, h, g, k, v).items()}
+        given |= {"w": gate(rng, b, t, h, k), "initial_state": rng.normal(size=(states, h, k, v))}
+        return given | {name: rng.normal(size=shape) for name, shape in more.items()}
+
+    rows, one = arrays(2, 21, 4, 2, 5, 3, 2, u=(4, 5)), arrays(2, 1, 4, 4, 6, 9, 2, u=(4, 6))
+    sequences = arrays(1, 63, 4, 4, 6, 9, 5, u=(4, 6))
+
+    def rwkv6(return_state=True, **given):
+        return rwkv_loop.rwkv6(**given)
+
+    return [
+        Call("rows", "rwkv6", rows, {**state, "softmax_scale": 1.0}, rwkv6, chunks),
+        Call("one token", "rwkv6", one, state, rwkv6, chunks),
+        Call("reversed", "rwkv6", rows, back, rwkv6, chunks),
+        Call("packed", "rwkv6", sequences, {**packed, **state}, rwkv6, chunks),
+        Call("packed, reversed", "rwkv6", sequences, {**packed, **back}, rwkv6, chunks),
     ]
 
 

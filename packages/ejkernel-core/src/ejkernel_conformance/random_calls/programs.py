@@ -49,6 +49,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "recurrent_attention": recurrences.recurrent,
     "ring_attention": functools.partial(dense.flash, op="ring_attention"),
     "rnn": functools.partial(recurrences.network, gates=1),
+    "rwkv6": recurrences.rwkv6,
     "scaled_dot_product_attention": functools.partial(dense.flash, op="scaled_dot_product_attention"),
     "state_space_v1": recurrences.state_space_v1,
     "state_space_v2": recurrences.state_space_v2,

@@ -3,6 +3,7 @@
 Slots without a request are poisoned, and so are padding tokens, where the outputs of these are 0.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,24 @@ def lightning(rng: Rng) -> Drawn:
         return z.spoiled(_qkv(rng, z, h, g, k, v, kind) | z.arrays(rng, (h, k, v)), QKV)
 
     return Drawn(values, {"layer_idx": int(rng.integers(0, layers + 1)), "num_layers": layers, "return_state": True})
+
+
+def _rwkv(rng: Rng, more: Callable[[Rng, tuple[int, ...]], Arrays]) -> Drawn:
+    z, (h, g, k, v), kind = Sequences(rng), _head_sizes(rng), dtype(rng)
+    reverse = z.form == "rows" and some(rng, 0.2)
+
+    def values(rng: Rng) -> Arrays:
+        tokens = _qkv(rng, z, h, g, k, v, kind)
+        arrays = {name[0].replace("q", "r"): x for name, x in tokens.items()} | z.arrays(rng, (h, k, v))
+        arrays |= {"w": log_gates(rng, (z.b, z.t, h, k))} | more(rng, (z.b, z.t, h, k))
+        return z.spoiled(arrays, ("r", "k", "v", "w", "a", "b", "kk"))
+
+    return Drawn(values, given(return_state=True, reverse=True if reverse else None))
+
+
+def rwkv6(rng: Rng) -> Drawn:
+    """Draws a call of `rwkv6`."""
+    return _rwkv(rng, lambda rng, shape: {"u": normal(rng, shape[2:])})
 
 
 def _delta(rng: Rng, segments: bool) -> Drawn:

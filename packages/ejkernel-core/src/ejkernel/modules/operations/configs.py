@@ -33,6 +33,7 @@ from ejkernel.modules.operations.configuration.recurrence import (
     LightningAttentionConfig,
     RaggedGatedDeltaRuleConfig,
     RecurrentAttentionConfig,
+    RWKV6Config,
     StateSpaceV2Config,
 )
 from ejkernel.modules.operations.configuration.sequence import (
@@ -85,6 +86,7 @@ __all__ = [
     "PrefillPageAttentionConfig",
     "QuantizedMatmulConfig",
     "RNNConfig",
+    "RWKV6Config",
     "RaggedDecodeAttentionConfig",
     "RaggedGatedDeltaRuleConfig",
     "RaggedPageAttentionv2Config",

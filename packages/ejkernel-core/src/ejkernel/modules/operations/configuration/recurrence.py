@@ -73,6 +73,11 @@ class RaggedGatedDeltaRuleConfig(_ChunkConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class RWKV6Config(_ChunkConfig):
+    """Chunks of `rwkv6`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StateSpaceV2Config(BaseOperationConfig):
     """Chunks of `state_space_v2`. `None` lets the heuristics decide.
 

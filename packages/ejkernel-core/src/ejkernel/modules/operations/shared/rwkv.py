@@ -1,0 +1,85 @@
+"""The shared code of `rwkv6` and `rwkv7`: checks of arguments, and their calls as plain recurrences."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_states, rank
+from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
+    as_number,
+    check_cumulative,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+)
+
+
+def canonicalise(args: Any) -> None:
+    """Gives a record under construction its canonical values, and checks lengths while they can be seen."""
+    scale = args.softmax_scale
+    object.__setattr__(args, "softmax_scale", None if scale is None else as_number("softmax_scale", scale))
+    for name in ("reverse", "return_state"):
+        object.__setattr__(args, name, as_flag(name, getattr(args, name)))
+    if args.cu_seqlens is not None and rank(args.r) in (3, 4):
+        check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.r.shape[-3])
+
+
+def check_tokens(args: Any, vectors: tuple[str, ...] = ()) -> dict[str, int]:
+    """Checks the tokens, gates and states of a call, and returns the sizes of their axes.
+
+    Args:
+        args: Record with r, k, v, w, cu_seqlens, initial_state and state_indices.
+        vectors: Further arguments of the shape of r.
+
+    Raises:
+        ValueError: One of them is wrong.
+    """
+    rows = "" if args.cu_seqlens is not None and rank(args.r) == 3 else "B "
+    sizes: dict[str, int] = {"B": 1} if not rows else {}
+    for name, axes in (("r", "T H K"), ("k", "T Hk K"), ("v", "T Hk V")):
+        check_shape(name, getattr(args, name), rows + axes, sizes)
+        check_not_empty(name, getattr(args, name), rows + axes, axes)
+        check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
+    check_same_dtype({name: getattr(args, name) for name in ("r", "k", "v")})
+    if sizes["H"] % sizes["Hk"]:
+        raise ValueError(
+            f"k: got shape {args.k.shape} with {sizes['Hk']} heads, wants a divisor of r's {sizes['H']} heads"
+        )
+    for name in ("w", *vectors):
+        if getattr(args, name) is None:
+            raise ValueError(f"{name}: got None, wants [{', '.join(f'{rows}T H K'.split())}]")
+        check_floating(name, getattr(args, name), f"{rows}T H K", sizes)
+    if args.cu_seqlens is not None:
+        check_packing(args.cu_seqlens, sizes)
+    check_states(args, "H K V", sizes)
+    return sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainCall:
+    """A call by the names that `plain_recurrence` reads, which are those of `recurrent_attention`."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    gk: jax.Array
+    initial_state: jax.Array | None
+    cu_seqlens: jax.Array | None
+    state_indices: jax.Array | None
+    softmax_scale: float | None
+    reverse: bool
+    return_state: bool
+    g: None = None
+    gv: None = None
+    g_gamma: None = None
+    seg_ids: None = None
+
+
+def as_plain(args: Any) -> PlainCall:
+    """Returns the call without what is special to RWKV: the same tokens, gates and states."""
+    names = ("softmax_scale", "initial_state", "cu_seqlens", "state_indices", "reverse", "return_state")
+    return PlainCall(query=args.r, key=args.k, value=args.v, gk=args.w, **{name: getattr(args, name) for name in names})
