@@ -146,7 +146,7 @@ def _notes(registered: Registry, name: str) -> list[str]:
 def splits(op: Op) -> list[str]:
     """Returns the axis letters of an operation's arguments that may be split over devices, in order."""
     letters = dict.fromkeys(letter for axes in op.axes.values() for letter in axes.split())
-    shardable = op.family.shardable_of(_record(op, op.cases[0]))
+    shardable = op.family.splittable_of(_record(op, op.cases[0]))
     return [letter for letter in letters if letter in shardable]
 
 

@@ -32,6 +32,23 @@ class Isolation:
     concerns: Callable[[Any], bool]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverTokens:
+    """The functions of a family whose tokens may be split over devices, though each token depends on those before it.
+
+    Attributes:
+        run: `(run, record, shards) -> output` computes the output of one device, where `run(record)` computes a record
+            of one device and `shards`, an `ejkernel.planning.token_shards.TokenShards`, says how tokens are split. Each
+            device calls it in `shard_map`, with its tokens.
+        on_device: Record of a device's tokens -> the record that its kernel gets, for `explain`.
+        letter: The axis letter of tokens.
+    """
+
+    run: Callable[[Callable[[Any], Any], Any, Any], Any]
+    on_device: Callable[[Any], Any]
+    letter: str = "t"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """A contract that several operations lower to and that backends implement: record, output and residuals.
@@ -49,7 +66,7 @@ class Family:
             `{"query": "b t h d", ...}`, with a tuple of letters where the output is a tuple. A function of the record
             that returns all letters where they follow from it. An output of size 1 along an axis that is split has an
             entry for each shard.
-        shardable: Letters that may be split over mesh axes; as above.
+        shardable: Letters that may be split over mesh axes, for which each shard is a call of its own; as above.
         aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
         localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
             `offsets` maps each letter to the global index of the shard's first element. By default a shard is a call of
@@ -57,6 +74,8 @@ class Family:
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
         lse: Axis letters of the residuals' lse, which operations with `return_lse` return with the output; None
             where the residuals have none, or the output has it already.
+        over_tokens: How tokens are split, for which devices exchange states; None where they cannot be split, or are
+            among `shardable`.
         unsplit: What to do instead, for letters that cannot be split; the message of a call that splits them ends so.
         requests: Record -> how its arrays belong to the requests that the call serves, in one or several ways, each as
             `ejkernel.planning.requests` describes it; None where the requests are the rows of axis `b` and their
@@ -76,6 +95,7 @@ class Family:
     aligned: tuple[tuple[str, str], ...] = ()
     localise: Callable[[Any, Mapping[str, Any]], Any] = _as_it_is
     lse: str | None = None
+    over_tokens: OverTokens | None = None
     unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
     isolate: Isolation | None = None
@@ -96,6 +116,10 @@ class Family:
     def shardable_of(self, record: Any) -> str:
         """Returns the letters of a record that may be split."""
         return self.shardable(record) if callable(self.shardable) else self.shardable
+
+    def splittable_of(self, record: Any) -> str:
+        """Returns the letters of a record that may be split, that of tokens among them."""
+        return self.shardable_of(record) + ("" if self.over_tokens is None else self.over_tokens.letter)
 
     def aligned_of(self, record: Any) -> tuple[tuple[str, str], ...]:
         """Returns the pairs of letters of a record that must be split alike."""

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ejkernel.families.contract import OverTokens
 from ejkernel.ops.model import Op
+from ejkernel.planning.token_shards import TokenShards
 from ejkernel.types.arguments import array_fields, optional_fields
 
 MeshAxes = tuple[str, ...]
@@ -62,7 +64,7 @@ def letters_of(op: Op, args: Any) -> Letters:
         record=axes,
         outputs=(first, *lse, *others),
         results=results,
-        shardable=op.family.shardable_of(record),
+        shardable=op.family.splittable_of(record),
         aligned=op.family.aligned_of(record),
         sizes=_sizes(arguments, args),
     )
@@ -189,7 +191,14 @@ def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: 
     parts = jax.tree.map(lambda axis_letters: _spec(axis_letters, split), letters.results)
 
     def whole(mesh: Any, args: Any) -> Any:
-        return op.finish(args, _mapped(letters, op.lower(args), mesh, split, parts, run))
+        over_tokens = _over_tokens(letters, split, mesh)
+
+        def on_shard(local: Any) -> Any:
+            if over_tokens is None:
+                return run(local)
+            return over_tokens.run(run, local, _shards(letters, over_tokens.letter, local, split, mesh))
+
+        return op.finish(args, _mapped(letters, op.lower(args), mesh, split, parts, on_shard))
 
     def shardings() -> Any:
         untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
@@ -207,8 +216,10 @@ def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out
     letters = letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
 
+    over_tokens = _over_tokens(letters, split, mesh)
+
     def run(local: Any) -> Any:
-        note(local)
+        note(local if over_tokens is None else over_tokens.on_device(local))
         return jnp.zeros(())
 
     def whole(mesh: Any, args: Any) -> Any:
@@ -241,6 +252,24 @@ def _mapped(letters: Letters, record: Any, mesh: Any, split: Mapping[str, MeshAx
     # JAX cannot infer over which mesh axes the results of a kernel vary, so it does not check them (`check_vma`). The
     # specs are derived from the letters and need no check.
     return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(record)
+
+
+def _over_tokens(letters: Letters, split: Mapping[str, MeshAxes], mesh: Any) -> OverTokens | None:
+    """Returns how the family of a call computes tokens that are split; None where they are not, or need no exchange."""
+    over_tokens = letters.op.family.over_tokens
+    return over_tokens if over_tokens and _splitting(split.get(over_tokens.letter, ()), mesh) else None
+
+
+def _shards(letters: Letters, letter: str, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> TokenShards:
+    """Returns how the tokens of a call, whose axis has a letter, are split, from the record of one device."""
+    tokens = max(
+        size
+        for name, value in array_fields(local).items()
+        for each, size in zip(letters.record[name].split(), value.shape, strict=True)
+        if each == letter
+    )
+    axes = _splitting(split[letter], mesh)
+    return TokenShards(axes=axes, sizes=tuple(mesh.shape[axis] for axis in axes), tokens=tokens)
 
 
 def _with_automatic_axes(run: Any, mesh: Any, args: Any, shardings: Any) -> Any:

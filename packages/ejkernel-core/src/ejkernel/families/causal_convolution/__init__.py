@@ -6,7 +6,8 @@ import numpy as np
 
 from ejkernel.families.causal_convolution.record import CausalConvolution, accumulator, activate, places, states
 from ejkernel.families.causal_convolution.reference import reference
-from ejkernel.families.contract import Family
+from ejkernel.families.causal_convolution.token_shards import on_device, over_tokens
+from ejkernel.families.contract import Family, OverTokens
 from ejkernel.planning.requests import packed_requests
 
 __all__ = [
@@ -46,6 +47,7 @@ FAMILY = Family(
     },
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
+    over_tokens=OverTokens(run=over_tokens, on_device=on_device),
     reference=reference,
     requests=requests,
 )

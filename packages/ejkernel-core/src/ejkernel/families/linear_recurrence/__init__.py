@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.families.contract import Family
+from ejkernel.families.contract import Family, OverTokens
 from ejkernel.families.linear_recurrence.record import (
     TOKEN_FIELDS,
     InSlots,
@@ -19,6 +19,7 @@ from ejkernel.families.linear_recurrence.record import (
     with_plain_states,
 )
 from ejkernel.families.linear_recurrence.reference import reference
+from ejkernel.families.linear_recurrence.token_shards import on_device, over_tokens
 from ejkernel.planning.requests import SHARED, packed_requests, segment_owners
 
 __all__ = [
@@ -91,6 +92,7 @@ FAMILY = Family(
     # Each shard is a separate call, since rows and heads are independent.
     shardable="bhg",
     aligned=(("h", "g"),),
+    over_tokens=OverTokens(run=over_tokens, on_device=on_device),
     reference=reference,
     requests=requests,
 )

@@ -1,0 +1,171 @@
+"""The linear recurrence with its tokens split over devices: the summaries of a shard.
+
+Without a delta rule, gates alone act on a state: the factor of a shard is the product of its gates, and the state that
+it adds is one product of keys and values, each weighted by the gates after it. With a delta rule the factor is a matrix
+for each head, and the kernel itself computes both: from zeros the state that is added, and from the identity, with
+values of zero, the matrix. The outputs of that second call are what a state that enters adds to the outputs, so that
+the backward pass needs no third.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families import split_recurrence
+from ejkernel.families.linear_recurrence.record import (
+    LinearRecurrence,
+    accumulator,
+    as_recorded,
+    head_count,
+    segment_roles,
+    states,
+    with_plain_states,
+)
+from ejkernel.families.split_recurrence import Borders, Run, SplitRecurrence, Summary
+from ejkernel.planning.precision import product_precision
+from ejkernel.planning.token_shards import TokenShards, packed_borders
+
+
+def over_tokens(run: Run, record: LinearRecurrence, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs of a device's tokens and the final states of the call.
+
+    Args:
+        run: Computes the record of one device.
+        record: The record of this device's tokens.
+        shards: How tokens are split.
+    """
+    read, final = split_recurrence.over_tokens(RULE, run, with_plain_states(record), shards)
+    return read, as_recorded(record, final)
+
+
+def on_device(record: LinearRecurrence) -> LinearRecurrence:
+    """Returns a device's record as its kernel gets it."""
+    return split_recurrence.with_states(RULE, with_plain_states(record))
+
+
+def borders(record: LinearRecurrence, shards: TokenShards) -> Borders:
+    """Returns the tokens of a shard that its borders concern."""
+    rows, tokens = record.query.shape[:2]
+    if record.cu_seqlens is not None:
+        return split_recurrence.packed_tokens(packed_borders(record.cu_seqlens, shards), shards)
+    if record.segment_ids is None:
+        every = jnp.ones((rows, tokens), bool)
+        return Borders(every, every, jnp.ones(rows, bool))
+    real, restart = segment_roles(record.segment_ids)
+    restarts = jnp.cumsum(restart, axis=1, dtype=jnp.int32)
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    first, last = jnp.min(jnp.where(real, index, tokens), axis=1), jnp.max(jnp.where(real, index, -1), axis=1)
+    at = jnp.clip(jnp.stack([first, last], axis=1), 0, tokens - 1)
+    ends = jnp.where(last[:, None] < 0, -1, jnp.take_along_axis(record.segment_ids, at, axis=1))
+    return Borders(real & (restarts == 0), real & (restarts == restarts[:, -1:]), restarts[:, -1] == 0, ends)
+
+
+def enters(ends: jax.Array) -> jax.Array:
+    """Returns whether a segment crosses the border before each shard, bool [P, B], from the shards' ends [P, B, 2]."""
+    count, rows, _ = ends.shape
+    _, restart = segment_roles(jnp.moveaxis(ends, 0, 1).reshape(rows, 2 * count))
+    return ~restart[:, ::2].T
+
+
+def summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summary:
+    """Returns the summary of a shard."""
+    if record.beta is not None:
+        return _delta_summary(run, record, borders)
+    key_gates, value_gates = _gates(record, borders.running)
+    keys = _weighted(record.key, _after(key_gates), borders.running, record)
+    written = record.value if record.dt is None else record.value * record.dt[..., None]
+    values = _weighted(written, _after(value_gates), borders.running, record)
+    added = _product(keys, values, record)
+    packed = borders.packed
+    if packed is not None and record.sequence_state is not None:
+        # The sequence that goes on may have begun here, with a state of its own.
+        begun = states(record)[packed.run][None] * _total(key_gates, value_gates)
+        added = added + jnp.where(packed.passes & ~borders.continues[0], begun, 0)
+    return Summary(_total(*_gates(record, borders.leading)), added)
+
+
+def _delta_summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summary:
+    """Returns the summary of a shard with a delta rule, in two calls of the kernel."""
+    packed, heads, channels = borders.packed, head_count(record), record.query.shape[3]
+    zeros, name = jnp.zeros((*record.value.shape[:3], channels), record.value.dtype), RULE.name(record)
+    identity = jnp.broadcast_to(jnp.eye(channels, dtype=accumulator(record)), (heads, channels, channels))
+    if packed is None:
+        begin = jnp.broadcast_to(identity, (record.query.shape[0], *identity.shape))
+        unread = dataclasses.replace(record, initial_state=None)
+    else:
+        sequence = jnp.arange(states(record).shape[0])[:, None, None, None]
+        begin, unread = jnp.where(sequence == packed.lead, identity, 0), record
+    effect, factor = run(dataclasses.replace(record, value=zeros, skip=None, **{name: begin}))
+    _, added = run(unread)
+    if packed is not None:
+        factor, added = factor[packed.lead][None], jnp.where(packed.passes, added[packed.run], 0)[None]
+    return Summary(factor, added, effect)
+
+
+def gradient(record: LinearRecurrence, borders: Borders, saved: jax.Array | None, d_read: jax.Array) -> jax.Array:
+    """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
+    if saved is not None:
+        effect = jnp.where(borders.leading[..., None, None], saved, 0)
+        return _product(effect, jnp.where(borders.leading[..., None, None], d_read, 0), record)
+    key_gates, value_gates = _gates(record, borders.leading)
+    queries = _weighted(record.query, _up_to(key_gates), borders.leading, record, record.softmax_scale)
+    return _product(queries, _weighted(d_read, _up_to(value_gates), borders.leading, record), record)
+
+
+Gates = jax.Array | None
+
+
+def _gates(record: LinearRecurrence, chosen: jax.Array) -> tuple[Gates, Gates]:
+    """Returns the logs of the gates of chosen tokens [B, T, H, ...], 0 for others, in the accumulator's dtype."""
+
+    def of_chosen(gate: jax.Array | None) -> Gates:
+        return None if gate is None else jnp.where(chosen[..., None, None], gate.astype(accumulator(record)), 0)
+
+    return of_chosen(record.decay), of_chosen(record.value_decay)
+
+
+def _total(key_gates: Gates, value_gates: Gates) -> jax.Array:
+    """Returns the factor of all gates on a state, [B, H, K|1, V|1]; 1 without gates."""
+    keys = 0.0 if key_gates is None else jnp.sum(key_gates, axis=1)[..., None]
+    values = 0.0 if value_gates is None else jnp.sum(value_gates, axis=1)[..., None, :]
+    return jnp.exp(keys + values)
+
+
+def _up_to(gates: Gates) -> Gates:
+    """Returns the sum of the gates of all tokens up to each, its own included."""
+    return None if gates is None else jnp.cumsum(gates, axis=1)
+
+
+def _after(gates: Gates) -> Gates:
+    """Returns the sum of the gates of all tokens after each. Differences of sums would be NaN after a gate of -inf."""
+    if gates is None:
+        return None
+    later = jnp.pad(gates[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
+    return lax.cumsum(later, axis=1, reverse=True)
+
+
+def _weighted(x: jax.Array, logs: Gates, chosen: jax.Array, record: LinearRecurrence, scale: float = 1.0) -> jax.Array:
+    """Returns [B, T, H, ...]: an array of all heads, weighted by the exponentials of logs; 0 for tokens not chosen."""
+    x = jnp.repeat(x, head_count(record) // x.shape[2], axis=2).astype(accumulator(record)) * scale
+    x = x if logs is None else x * jnp.exp(logs)
+    return jnp.where(chosen[..., None, None], x, 0).astype(record.query.dtype)
+
+
+def _product(keys: jax.Array, values: jax.Array, record: LinearRecurrence) -> jax.Array:
+    """Returns the sum over tokens of keys times values, [B, H, K, V]."""
+    precision, dtype = product_precision(record.query.dtype, record.precision), accumulator(record)
+    return jnp.einsum("bthk,bthv->bhkv", keys, values, precision=precision, preferred_element_type=dtype)
+
+
+RULE = SplitRecurrence(
+    borders=borders,
+    enters=enters,
+    summary=summary,
+    gradient=gradient,
+    matrices=lambda record: record.beta is not None,
+    states=states,
+    name=lambda record: "initial_state" if record.cu_seqlens is None else "sequence_state",
+)
+"""The functions of the linear recurrence."""

@@ -1,0 +1,118 @@
+"""The selective scan with its tokens split over devices: the summaries of a shard.
+
+The step sizes after a token are all that acts on what it writes: the state that a shard adds is one sum over tokens,
+weighted by `exp(A * steps after)`, which XLA computes without an array of tokens times states.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families import split_recurrence
+from ejkernel.families.selective_scan.record import SelectiveScan, accumulator, first_state
+from ejkernel.families.split_recurrence import Borders, Run, SplitRecurrence, Summary
+from ejkernel.planning import slots
+from ejkernel.planning.token_shards import TokenShards, packed_borders
+
+
+def over_tokens(run: Run, record: SelectiveScan, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs of a device's tokens and the final states of the call.
+
+    Args:
+        run: Computes the record of one device.
+        record: The record of this device's tokens.
+        shards: How tokens are split.
+    """
+    held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+    read, final = split_recurrence.over_tokens(RULE, run, _with_plain_states(record), shards)
+    if held is None or indices is None or starts is None:
+        return read, final
+    return read, slots.write_slots(held, indices, starts, final)
+
+
+def on_device(record: SelectiveScan) -> SelectiveScan:
+    """Returns a device's record as its kernel gets it."""
+    return split_recurrence.with_states(RULE, _with_plain_states(record))
+
+
+def _with_plain_states(record: SelectiveScan) -> SelectiveScan:
+    """Returns the record with a state for every packed sequence, read out of the slots."""
+    held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
+    if held is None or indices is None or starts is None:
+        return record
+    return dataclasses.replace(record, initial_state=slots.read_slots(held, indices, starts), state_slots=None)
+
+
+def borders(record: SelectiveScan, shards: TokenShards) -> Borders:
+    """Returns the tokens of a shard that its borders concern."""
+    if record.cu_seqlens is not None:
+        return split_recurrence.packed_tokens(packed_borders(record.cu_seqlens, shards), shards)
+    every = jnp.ones(record.x.shape[:2], bool)
+    return Borders(every, every, every[:, 0])
+
+
+def summary(run: Run, record: SelectiveScan, borders: Borders) -> Summary:
+    """Returns the summary of a shard."""
+    steps = _steps(record, borders.running)
+    later = lax.cumsum(jnp.pad(steps[:, 1:], ((0, 0), (0, 1), (0, 0))), axis=1, reverse=True)
+    values, numbers = (_chosen(x, borders.running, record) for x in (record.x, record.write))
+    added = _weighted_sum(record, later, steps * values, numbers)
+    packed = borders.packed
+    if packed is not None and record.initial_state is not None:
+        # The sequence that goes on may have begun here, with a state of its own.
+        begun = states(record)[packed.run][None] * _factor(record, steps)
+        added = added + jnp.where(packed.passes & ~borders.continues[0], begun, 0)
+    return Summary(_factor(record, _steps(record, borders.leading)), added)
+
+
+def gradient(record: SelectiveScan, borders: Borders, saved: None, d_read: jax.Array) -> jax.Array:
+    """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
+    so_far = jnp.cumsum(_steps(record, borders.leading), axis=1)
+    values, numbers = (_chosen(x, borders.leading, record) for x in (d_read, record.read))
+    return _weighted_sum(record, so_far, values, numbers)
+
+
+def states(record: SelectiveScan) -> jax.Array:
+    """Returns the initial states, [B, I, E] or [N, I, E], in the accumulator's dtype."""
+    return jnp.swapaxes(first_state(record), 1, 2)
+
+
+def _steps(record: SelectiveScan, chosen: jax.Array) -> jax.Array:
+    return _chosen(record.step, chosen, record)
+
+
+def _chosen(x: jax.Array, chosen: jax.Array, record: SelectiveScan) -> jax.Array:
+    """Returns x of chosen tokens [B, T, ...] in the accumulator's dtype, and 0 for others."""
+    return jnp.where(chosen[..., None], x.astype(accumulator(record)), 0)
+
+
+def _factor(record: SelectiveScan, steps: jax.Array) -> jax.Array:
+    """Returns the factor of all steps on a state, [B, I, E]."""
+    return jnp.exp(jnp.sum(steps, axis=1)[..., None] * record.decay.astype(accumulator(record)))
+
+
+def _weighted_sum(record: SelectiveScan, steps: jax.Array, values: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Returns the sum over tokens of `exp(decay * steps) * values * numbers`, [B, I, E].
+
+    Args:
+        record: The record.
+        steps: [B, T, I], the step sizes that weight each token.
+        values: [B, T, I], 0 for tokens that do not count, as are their numbers.
+        numbers: [B, T, E].
+    """
+    weights = jnp.exp(steps[..., None] * record.decay.astype(accumulator(record)))
+    return jnp.sum(weights * values[..., None] * numbers[:, :, None], axis=1)
+
+
+RULE = SplitRecurrence(
+    borders=borders,
+    enters=jnp.ones_like,
+    summary=summary,
+    gradient=gradient,
+    matrices=lambda record: False,
+    states=states,
+    name=lambda record: "initial_state",
+)
+"""The functions of the selective scan."""

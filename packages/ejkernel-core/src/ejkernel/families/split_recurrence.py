@@ -1,0 +1,257 @@
+"""Recurrences whose tokens are split over devices, out of the kernels for the tokens of one device.
+
+Both passes have the same three steps:
+
+    forward      summary of the shard  ->  all-gather, fold  ->  kernel with the state that enters
+    backward     the same of the       ->  all-gather, fold  ->  backward kernel with the gradient of the
+                 outputs' cotangent                              state that leaves
+
+The kernel of each device gets the right state and the right gradient, and so returns the outputs and all gradients of
+its tokens: nothing is corrected afterwards. Where gates are the only factors on a state, a summary is one product of
+weighted keys and values, which costs less than a second pass of the kernel or a correction of all outputs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ejkernel.planning import token_shards
+from ejkernel.planning.token_shards import PackedBorders, TokenShards, Transitions
+from ejkernel.promotion import promoting
+from ejkernel.types.arguments import array_fields
+
+Run = Callable[[Any], tuple[jax.Array, jax.Array]]
+
+
+class Borders(NamedTuple):
+    """The tokens of a shard that its borders concern.
+
+    Attributes:
+        leading: bool [B, T], the tokens that continue the state which enters the shard, if one does.
+        running: bool [B, T], the tokens of the sequence or segment that goes on after the shard.
+        continues: bool [B], whether these are the same sequence or segment.
+        ends: [B, 2] int32, the ids of the first and the last real token; -1 without one. None without segment ids.
+        packed: The packed sequences at the borders; None of rows.
+    """
+
+    leading: jax.Array
+    running: jax.Array
+    continues: jax.Array
+    ends: jax.Array | None = None
+    packed: PackedBorders | None = None
+
+
+def packed_tokens(packed: PackedBorders, shards: TokenShards) -> Borders:
+    """Returns the tokens of packed sequences that the borders of this device's shard concern."""
+    entered = packed.enters[shards.index()]
+    continues = entered & packed.passes & (packed.lead == packed.run)
+    leading, running = (packed.ids == packed.lead) & entered, (packed.ids == packed.run) & packed.passes
+    return Borders(leading, running, continues[None], packed=packed)
+
+
+class Summary(NamedTuple):
+    """The summary of a shard.
+
+    Attributes:
+        factor: [B, ...], the factor on the state that enters, over the leading tokens.
+        added: [B, ...], the state that leaves where zeros enter.
+        saved: What `SplitRecurrence.gradient` needs besides the record; any tree of arrays.
+    """
+
+    factor: jax.Array
+    added: jax.Array
+    saved: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitRecurrence:
+    """The functions of a family of recurrences.
+
+    Attributes:
+        borders: (Record, shards) -> `Borders`.
+        enters: (`Borders.ends` of all shards, [P, B, 2]) -> bool [P, B], whether a segment crosses the border before
+            each shard.
+        summary: (`run`, record, borders) -> `Summary`.
+        gradient: (Record, borders, `Summary.saved`, cotangent of the outputs) -> the gradient of the state that enters,
+            for which that of the state that leaves is zeros.
+        matrices: Record -> whether the factors of summaries are matrices.
+        states: Record -> the initial states, in the accumulator's dtype: [B, ...], or [N, ...] of packed sequences.
+        name: Record -> the name of their field.
+    """
+
+    borders: Callable[[Any, TokenShards], Borders]
+    enters: Callable[[jax.Array], jax.Array]
+    summary: Callable[[Run, Any, Borders], Summary]
+    gradient: Callable[[Any, Borders, Any, jax.Array], jax.Array]
+    matrices: Callable[[Any], bool]
+    states: Callable[[Any], jax.Array]
+    name: Callable[[Any], str]
+
+
+class _Exchanged(NamedTuple):
+    """What a device knows after the exchange of the forward pass.
+
+    Attributes:
+        record: The record as its kernel gets it.
+        borders: Those of its shard.
+        summary: That of its shard.
+        transitions: Those of all shards.
+        final: [B, ...], the state that leaves the last shard.
+    """
+
+    record: Any
+    borders: Borders
+    summary: Summary
+    transitions: Transitions
+    final: jax.Array
+
+
+def over_tokens(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs of a device's tokens and the final states of all rows or packed sequences.
+
+    Args:
+        rule: The family's functions.
+        run: Computes a record of one device, and can be differentiated.
+        record: The record of this device's tokens, with plain states, and `cu_seqlens` of the whole row.
+        shards: How tokens are split.
+    """
+
+    @jax.custom_vjp
+    def call(record: Any) -> tuple[jax.Array, jax.Array]:
+        exchanged = _exchange(rule, run, record, shards)
+        read, final = run(exchanged.record)
+        return read, _finals(shards, exchanged, final)
+
+    def forward(marked: Any) -> tuple[Any, Any]:
+        record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
+        exchanged = _exchange(rule, run, record, shards)
+        main = exchanged.record
+        fields = {name: getattr(main, name) for name in _differentiated(rule, marked, exchanged.borders)}
+        (read, final), pull = jax.vjp(lambda fields: run(dataclasses.replace(main, **fields)), fields)
+        return (read, _finals(shards, exchanged, final)), (record, exchanged, pull)
+
+    backward = functools.partial(_backward, rule, shards)
+    call.defvjp(promoting(forward), promoting(backward), symbolic_zeros=True)
+    return call(record)
+
+
+def with_states(rule: SplitRecurrence, record: Any, states: jax.Array | None = None) -> Any:
+    """Returns a device's record as its kernel gets it: with initial states, zeros where none are given."""
+    states = rule.states(record) if states is None else states
+    return dataclasses.replace(record, **{rule.name(record): states})
+
+
+def _exchange(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards) -> _Exchanged:
+    """Returns the record of this device's kernel, with the states that enter its shard."""
+    matrices, borders = rule.matrices(record), rule.borders(record, shards)
+    packed = borders.packed
+    if packed is not None:
+        record = dataclasses.replace(record, cu_seqlens=packed.cu_seqlens)
+    states = rule.states(record)
+    if packed is not None and getattr(record, rule.name(record)) is not None:
+        states = jnp.where(_lead(packed, shards, states), 0, states)  # it was the state before an earlier shard
+        record = with_states(rule, record, states)
+    summary = rule.summary(run, record, borders)
+    factors, continues, added, ends = shards.gather((summary.factor, borders.continues, summary.added, borders.ends))
+    if packed is not None:
+        first, enters = jnp.zeros_like(summary.added), packed.enters[:, None]
+    else:
+        first, enters = states, jnp.ones_like(continues) if ends is None else rule.enters(ends)
+    transitions = Transitions(factors, continues, enters)
+    entering, final = token_shards.carried_states(transitions, added, first, matrices)
+    entering = entering[shards.index()]
+    if packed is not None:
+        entering = jnp.where(_lead(packed, shards, states), entering, states)
+    return _Exchanged(with_states(rule, record, entering), borders, summary, transitions, final)
+
+
+def _finals(shards: TokenShards, exchanged: _Exchanged, final: jax.Array) -> jax.Array:
+    """Returns the final states of the whole call, from those of this device's kernel."""
+    packed = exchanged.borders.packed
+    if packed is None:
+        return exchanged.final
+    return shards.sum(jnp.where(_each(packed.ends, final), final, 0))
+
+
+def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent: Any) -> tuple[Any]:
+    """Returns the gradients of a device's record, from those of its outputs and of the final states of the call."""
+    record, exchanged, pull = saved
+    d_read, d_final = cotangent
+    if isinstance(d_read, SymbolicZero):
+        read: Any = d_read.aval
+        d_read = jnp.zeros(read.shape, read.dtype)
+    # Every device returned the same final states; `shard_map` divides their cotangent among the devices.
+    d_final = None if isinstance(d_final, SymbolicZero) else shards.sum(d_final)
+    leaving, first = _exchange_gradients(rule, shards, exchanged, d_read, d_final)
+    (gradients,) = pull((d_read, leaving))
+    name, packed = rule.name(record), exchanged.borders.packed
+    if getattr(record, name) is not None and packed is None:
+        gradients[name] = jnp.where(shards.index() == 0, first, 0).astype(getattr(record, name).dtype)
+    elif name in gradients and packed is not None:
+        states = gradients[name]
+        gradients[name] = jnp.where(_lead(packed, shards, states), 0, states).astype(getattr(record, name).dtype)
+    return (dataclasses.replace(record, **{field: gradients.get(field) for field in array_fields(record)}),)
+
+
+def _exchange_gradients(
+    rule: SplitRecurrence, shards: TokenShards, exchanged: _Exchanged, d_read: jax.Array, d_final: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of the final states of this device's kernel, and of the state that enters the first shard.
+
+    Args:
+        rule: The family's functions.
+        shards: How tokens are split.
+        exchanged: What the forward pass left.
+        d_read: Cotangent of this device's outputs.
+        d_final: Cotangent of the final states of the call; None for zeros.
+    """
+    record, packed, summary = exchanged.record, exchanged.borders.packed, exchanged.summary
+    matrices = rule.matrices(record)
+    added = rule.gradient(record, exchanged.borders, summary.saved, d_read)
+    last, local = jnp.zeros_like(added), None
+    if packed is None:
+        last = last if d_final is None else d_final
+    elif d_final is not None:
+        local = jnp.where(_each(packed.ends, d_final), d_final, 0)
+        # Where the sequence that enters also ends here, its final state depends on the state that enters.
+        added = added + token_shards.applied_transposed(summary.factor, local[packed.lead][None], matrices)
+    leaving, first = token_shards.carried_gradients(exchanged.transitions, shards.gather(added), last, matrices)
+    leaving = leaving[shards.index()]
+    if packed is not None:
+        states = rule.states(record)
+        leaving = jnp.where(_one_hot(packed.run, states) & packed.passes, leaving, 0)
+        leaving = leaving if local is None else leaving + local
+    return leaving, first
+
+
+def _lead(packed: PackedBorders, shards: TokenShards, states: jax.Array) -> jax.Array:
+    """Returns which of the states [N, ...] is that of the sequence that enters a shard, as bool [N, 1, ...]."""
+    return _one_hot(packed.lead, states) & packed.enters[shards.index()]
+
+
+def _one_hot(index: jax.Array, states: jax.Array) -> jax.Array:
+    return _each(jnp.arange(states.shape[0]) == index, states)
+
+
+def _each(flags: jax.Array, states: jax.Array) -> jax.Array:
+    return flags.reshape(-1, *(1,) * (states.ndim - 1))
+
+
+def _differentiated(rule: SplitRecurrence, marked: Any, borders: Borders) -> list[str]:
+    """Returns the fields that the kernel is differentiated with respect to. The gradient of the state that enters the
+    shards of rows comes with the exchange.
+    """
+    marks = jax.tree.map(
+        lambda x: x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact), marked, is_leaf=_is_marked
+    )
+    names = [name for name, perturbed in array_fields(marks).items() if perturbed]
+    return [name for name in names if borders.packed is not None or name != rule.name(marked)]
+
+
+def _is_marked(value: Any) -> bool:
+    return hasattr(value, "perturbed")
