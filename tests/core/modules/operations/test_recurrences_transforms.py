@@ -216,12 +216,12 @@ def test_split_over_devices_the_call_means_the_same(name):
     transformed.close(split, run(), rtol=1e-4, atol=1e-5)
 
 
-def test_time_cannot_be_split_and_specs_must_agree():
+def test_channels_cannot_be_split_and_specs_must_agree():
     every = arrays(0)
     call = functools.partial(recurrent_attention, every["query"], every["key"], every["value"], mesh=mesh())
-    time = P(None, "sp", None)
-    with pytest.raises(ValueError, match="axis 't' of query cannot be split"):
-        call(in_specs=(time, time, time), out_specs=time)
+    channels = P(None, None, None, "sp")
+    with pytest.raises(ValueError, match="axis 'k' of query cannot be split"):
+        call(in_specs=(channels, channels, P()), out_specs=P())
     with pytest.raises(ValueError, match="out_specs: the inputs' specs make the output"):
         call(in_specs=(ROWS, ROWS, ROWS), out_specs=P())
     with pytest.raises(ValueError, match="returns at most 2 arrays"):

@@ -54,9 +54,9 @@ def _states_between(record: CausalConvolution, shards: TokenShards) -> tuple[jax
     rows, channels = gathered.shape[1:3]
     last = jnp.moveaxis(gathered, 0, 2).reshape(rows, channels, shards.count * sent)
     first = states(record) if record.cu_seqlens is None else jnp.zeros((rows, channels, held), record.x.dtype)
-    joined = jnp.concatenate([first, last], axis=2)
-    before = lax.dynamic_slice_in_dim(joined, shards.index() * sent, held, axis=2)
-    return before, joined[:, :, shards.count * sent :]
+    tokens_in_order = jnp.concatenate([first, last], axis=2)
+    before = lax.dynamic_slice_in_dim(tokens_in_order, shards.index() * sent, held, axis=2)
+    return before, tokens_in_order[:, :, shards.count * sent :]
 
 
 def _entering(
@@ -67,7 +67,7 @@ def _entering(
     # Columns of `before` from the first token of the sequence on are its tokens; those before are of its state.
     begin = cu_seqlens[packed.lead].astype(jnp.int32)
     position = shards.index() * shards.tokens - held + jnp.arange(held, dtype=jnp.int32) - begin
-    own = jnp.take(state[packed.lead], jnp.clip(position + held, 0, max(0, held - 1)), axis=1)
-    entering = jnp.where(position >= 0, before[0], own)
+    earlier = jnp.take(state[packed.lead], jnp.clip(position + held, 0, max(0, held - 1)), axis=1)
+    entering = jnp.where(position >= 0, before[0], earlier)
     lead = (jnp.arange(state.shape[0]) == packed.lead) & packed.enters[shards.index()]
     return jnp.where(lead[:, None, None], entering, state)

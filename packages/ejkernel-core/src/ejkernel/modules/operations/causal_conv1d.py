@@ -59,7 +59,7 @@ def causal_conv1d(
     what a single call over all of them gives. Checkpoints' caches often hold W tokens, the oldest of which no weight
     meets: such states are taken and returned as they are.
 
-    Over devices, rows and channels can be split, tokens cannot.
+    Over devices, rows, channels and tokens can be split.
 
     Args:
         x: [B, T, I] float16, bfloat16, float32 or float64.

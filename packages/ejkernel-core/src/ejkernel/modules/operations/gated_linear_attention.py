@@ -47,7 +47,7 @@ def gated_linear_attention(
     -inf forgets), then writes `key value^T` into it, then reads `softmax_scale * state^T query`. Query head h
     reads KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 
-    Over devices, batch and heads can be split.
+    Over devices, batch, heads and tokens can be split.
 
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.

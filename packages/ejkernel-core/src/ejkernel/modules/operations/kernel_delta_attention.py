@@ -51,7 +51,7 @@ def kernel_delta_attention(
     holds for its key, `S += key (beta (value - S^T key))^T`, then reads `softmax_scale * S^T query`. Query head h reads
     KV head `h // (H // Hk)`. The formula is in `ejkernel.families.linear_recurrence`.
 
-    Over devices, batch and heads can be split.
+    Over devices, batch, heads and tokens can be split.
 
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.

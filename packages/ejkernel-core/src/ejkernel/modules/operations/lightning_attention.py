@@ -50,7 +50,7 @@ def lightning_attention(
     layers decay less, and `layer_idx == num_layers` not at all. H is the number of query heads of the whole call, also
     when the heads are split over devices by `mesh`. Query head h reads KV head `h // (H // Hk)`.
 
-    Over devices, batch and heads can be split.
+    Over devices, batch, heads and tokens can be split.
 
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.

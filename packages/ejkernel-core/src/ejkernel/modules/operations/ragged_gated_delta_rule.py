@@ -47,7 +47,7 @@ def ragged_gated_delta_rule(
     Request n owns tokens `query_start_loc[n] : query_start_loc[n + 1]`. Its state is read from slot `state_indices[n]`
     and stored there afterwards. The formula is that of `gated_delta_rule`, with scale `K ** -0.5`.
 
-    Over devices, heads can be split.
+    Over devices, heads and tokens can be split.
 
     Args:
         query: [T, H, K] float16, bfloat16, float32 or float64.

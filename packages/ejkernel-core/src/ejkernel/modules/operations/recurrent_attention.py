@@ -49,7 +49,7 @@ def recurrent_attention(
     given together add up. Query head h reads KV head `h // (H // Hk)`. The formula is in
     `ejkernel.families.linear_recurrence`.
 
-    Over devices, batch and heads can be split.
+    Over devices, batch, heads and tokens can be split.
 
     Args:
         query: [B, T, H, K] float16, bfloat16, float32 or float64.

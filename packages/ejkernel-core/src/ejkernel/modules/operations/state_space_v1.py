@@ -68,7 +68,7 @@ def state_space_v1(
     Shape letters: B rows, T tokens, I channels, E numbers per state. The formula is in
     `ejkernel.families.selective_scan`. Between chunks only their states are kept, forward and backward.
 
-    Over devices, rows and channels can be split, tokens and states cannot.
+    Over devices, rows, channels and tokens can be split, states cannot.
 
     Args:
         hidden_states: [B, T, I] float16, bfloat16, float32 or float64: x.

@@ -72,7 +72,7 @@ def state_space_v2(
         h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T
         y_t = h_t C_t + D x_t
 
-    Over devices, batch and heads can be split.
+    Over devices, batch, heads and tokens can be split.
 
     Args:
         x: [B, T, H, P] float16, bfloat16, float32 or float64.
