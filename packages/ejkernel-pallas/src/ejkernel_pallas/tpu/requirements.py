@@ -1,9 +1,10 @@
-"""The requirements that all Mosaic TPU kernels have of device, toolchain and dtypes."""
+"""What the registrations of all Mosaic TPU kernels share: requirements of device, toolchain and dtypes, and names."""
 
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
-from ejkernel.ops import Requires
+from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
 from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import devices
 
@@ -27,4 +28,41 @@ def tpu_requires(
         head_dims=head_dims,
         handles=frozenset(handles),
         extra=extra,
+    )
+
+
+def mosaic_tpu(
+    family: Family,
+    config: ModuleType,
+    *,
+    forward: type,
+    backward: type,
+    requires: Requires,
+) -> Implementation:
+    """Returns the implementation of a family whose folder has `forward.py`, `backward.py` and `config.py`.
+
+    Args:
+        family: The family; its name is the folder's.
+        config: The folder's module `config`: the heuristic, the candidates and the public fields.
+        forward: The config type of the forward kernel.
+        backward: The config type of the backward kernels.
+        requires: What the kernels need, from `tpu_requires`.
+    """
+    folder = f"ejkernel_pallas.tpu.{family.name}"
+    return Implementation(
+        family=family.name,
+        name="mosaic_tpu",
+        platform="pallas",
+        forward=f"{folder}.forward:forward",
+        backward=f"{folder}.backward:backward",
+        gradients=frozenset(family.differentiable),
+        requires=requires,
+        config=ConfigSpace(
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=forward,
+            backward=backward,
+            public_fields=config.PUBLIC_FIELDS,
+        ),
+        priority=10,
     )

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.causal_convolution import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops import Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.causal_convolution import config
-from ejkernel_pallas.tpu.requirements import tpu_requires
+from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 WIDTHS = range(2, 9)
 """The largest number of weights per channel: the rows of one vector register hold the tokens before a block."""
@@ -29,22 +29,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of this family."""
+    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=WIDTHS)
     return (
-        Implementation(
-            family="causal_convolution",
-            name="mosaic_tpu",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.causal_convolution.forward:forward",
-            backward="ejkernel_pallas.tpu.causal_convolution.backward:backward",
-            gradients=frozenset(FAMILY.differentiable),
-            requires=tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=WIDTHS),
-            config=ConfigSpace(
-                forward=config.TpuConvolution,
-                backward=config.TpuConvolution,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
-            priority=10,
-        ),
+        mosaic_tpu(FAMILY, config, forward=config.TpuConvolution, backward=config.TpuConvolution, requires=requires),
     )

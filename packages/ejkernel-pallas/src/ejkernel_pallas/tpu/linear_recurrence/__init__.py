@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.linear_recurrence import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops import Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
-from ejkernel_pallas.tpu.requirements import tpu_requires
+from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -25,22 +25,5 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
-    return (
-        Implementation(
-            family="linear_recurrence",
-            name="mosaic_tpu",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.linear_recurrence.forward:forward",
-            backward="ejkernel_pallas.tpu.linear_recurrence.backward:backward",
-            gradients=frozenset(FAMILY.differentiable),
-            requires=tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons),
-            config=ConfigSpace(
-                forward=config.TpuRecurrence,
-                backward=config.TpuRecurrence,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
-            priority=10,
-        ),
-    )
+    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons)
+    return (mosaic_tpu(FAMILY, config, forward=config.TpuRecurrence, backward=config.TpuRecurrence, requires=requires),)

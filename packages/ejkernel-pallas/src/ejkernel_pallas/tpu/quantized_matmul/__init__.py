@@ -1,17 +1,15 @@
 """Quantized matmul in Mosaic TPU: packed weights are copied to VMEM as stored, and dequantized in registers.
 
 The requirements of the kernels are data in this module, which imports nothing of Pallas.
-
-The requirements and limits of the kernels are data here; nothing of Pallas is imported before a call.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.quantized_matmul import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops import Implementation
 from ejkernel_pallas.tpu.quantized_matmul import config
-from ejkernel_pallas.tpu.requirements import tpu_requires
+from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 BITS = (4, 8)
 """Bits of the codes that the kernels unpack."""
@@ -25,25 +23,5 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
-    return (
-        Implementation(
-            family="quantized_matmul",
-            name="mosaic_tpu",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.quantized_matmul.forward:forward",
-            backward="ejkernel_pallas.tpu.quantized_matmul.backward:backward",
-            gradients=frozenset(FAMILY.differentiable),
-            requires=tpu_requires(
-                handles=frozenset({"zeros", "tensor_scale", "transpose", "precision"}),
-                extra=_reasons,
-            ),
-            config=ConfigSpace(
-                forward=config.TpuQuantized,
-                backward=config.TpuQuantized,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
-            priority=10,
-        ),
-    )
+    requires = tpu_requires(handles=frozenset({"zeros", "tensor_scale", "transpose", "precision"}), extra=_reasons)
+    return (mosaic_tpu(FAMILY, config, forward=config.TpuQuantized, backward=config.TpuQuantized, requires=requires),)

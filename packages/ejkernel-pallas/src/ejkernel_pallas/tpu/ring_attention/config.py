@@ -7,8 +7,10 @@ from ejkernel.families.ring_attention import RingAttention, tiled
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention import config as tiled_config
-from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, TpuForward
+from ejkernel_pallas.tpu.tiled_attention.config import PUBLIC_FIELDS, TpuBackward, TpuForward
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
+
+__all__ = ["PUBLIC_FIELDS", "candidates", "fitted", "heuristic"]
 
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> TpuForward | TpuBackward:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.selective_scan import FAMILY
-from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops import Implementation
 from ejkernel.types.arguments import optional_fields
-from ejkernel_pallas.tpu.requirements import DTYPES, tpu_requires
+from ejkernel_pallas.tpu.requirements import DTYPES, mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.selective_scan import config, plan
 
 SIZES = range(1, 129)
@@ -29,22 +29,5 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of this family."""
-    return (
-        Implementation(
-            family="selective_scan",
-            name="mosaic_tpu",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.selective_scan.forward:forward",
-            backward="ejkernel_pallas.tpu.selective_scan.backward:backward",
-            gradients=frozenset(FAMILY.differentiable),
-            requires=tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=SIZES),
-            config=ConfigSpace(
-                forward=config.TpuScan,
-                backward=config.TpuScan,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
-            priority=10,
-        ),
-    )
+    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=SIZES)
+    return (mosaic_tpu(FAMILY, config, forward=config.TpuScan, backward=config.TpuScan, requires=requires),)
