@@ -172,13 +172,11 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one shape, few rounds")
-    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
-    parser.add_argument("--only", default="", help="a platform; without it all")
-    options = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    options = shared.report.options(
+        __doc__,
+        {"--quick": "one shape, few rounds", "--candidates": "every configuration, too"},
+        {"--only": ("", "a platform; without it all")},
+    )
     shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options)))
 
 

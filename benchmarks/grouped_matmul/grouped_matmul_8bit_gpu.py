@@ -11,7 +11,6 @@ either (`blocks`), or of a row and of 128 columns (`squares`). `quick` sums as t
 printed, of some rows. Sides are interleaved, and medians are printed. The rate counts 2 M K N products.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -174,13 +173,11 @@ def measure(cell: bench.Cell, sides: dict[str, bench.Side]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--candidates", action="store_true", help="every configuration in Mosaic GPU, too")
-    parser.add_argument("--cells", default="0,1,2", help="numbers of shapes, with commas")
-    parser.add_argument("--platforms", default="triton,pallas", help="ours, with commas")
-    options = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    options = shared.report.options(
+        __doc__,
+        {"--candidates": "every configuration in Mosaic GPU, too"},
+        {"--cells": ("0,1,2", "numbers of shapes, with commas"), "--platforms": ("triton,pallas", "ours, with commas")},
+    )
     print(shared.report.heading())
     print(shared.report.markdown_table(COLUMNS, ()), flush=True)
     cells = [CELLS[int(number)] for number in options.cells.split(",")]

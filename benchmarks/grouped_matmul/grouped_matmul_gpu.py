@@ -353,15 +353,14 @@ def timed(cell: Cell, prepared: Prepared, options: argparse.Namespace) -> Iterat
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer sides and rounds")
-    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
-    parser.add_argument("--decoding", action="store_true", help="few rows")
-    parser.add_argument("--only", default="", help="a platform; without it all")
-    parser.add_argument("--cells", default="", help="numbers of cells, with commas; without it all")
-    options = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    options = shared.report.options(
+        __doc__,
+        {"--quick": "fewer sides and rounds", "--candidates": "every configuration, too", "--decoding": "few rows"},
+        {
+            "--only": ("", "a platform; without it all"),
+            "--cells": ("", "numbers of cells, with commas; without it all"),
+        },
+    )
     cells = DECODING if options.decoding else CELLS
     chosen = [cells[int(n)] for n in options.cells.split(",")] if options.cells else cells
     prepared = [prepare(cell, options) for cell in chosen]

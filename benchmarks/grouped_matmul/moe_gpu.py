@@ -12,7 +12,6 @@ has their tokens, in that of the side. Parts of the layer are timed alone, forwa
 it with gradients alone. Sides are interleaved, calls of 25 ms a sample.
 """
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
@@ -128,12 +127,9 @@ def compiled(call: Callable[..., Any], arrays: tuple[Any, ...], options: Any) ->
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the first layer, without its parts")
-    parser.add_argument("--peer", action="store_true", help="copy between devices without kernels")
-    options = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    options = shared.report.options(
+        __doc__, {"--quick": "the first layer, without its parts", "--peer": "copy between devices without kernels"}
+    )
     print(shared.report.heading())
     print(shared.report.markdown_table(COLUMNS, ()), flush=True)
     for layer in LAYERS[:1] if options.quick else LAYERS:

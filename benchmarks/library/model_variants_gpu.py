@@ -13,7 +13,6 @@ A pair is timed in turns, on random bfloat16 arrays, after the variant agreed wi
 last column is the variant's time in parts of the plain call's.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,12 +148,10 @@ def compiled(call: Call, arrays: tuple[Any, ...]) -> shared.turns.Side:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--check", action="store_true", help="small calls on any device, no times")
-    options = parser.parse_args()
-    if options.check or shared.report.has_gpu():
-        shared.report.stream(COLUMNS, rows(options.quick, options.check))
+    options = shared.report.options(
+        __doc__, {"--quick": "few rounds", "--check": "small calls on any device, no times"}
+    )
+    shared.report.stream(COLUMNS, rows(options.quick, options.check))
 
 
 if __name__ == "__main__":

@@ -301,15 +301,18 @@ def _wait(made: Any) -> None:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the short sequences, few rounds")
-    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
-    parser.add_argument("--stages", action="store_true", help="the kernels one by one, with many tiles")
-    parser.add_argument("--only", default="", help="triton, xla or fla; without it all")
-    parser.add_argument("--cells", default="", help="kinds, separated by commas; without it all")
-    options = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    options = shared.report.options(
+        __doc__,
+        {
+            "--quick": "the short sequences, few rounds",
+            "--candidates": "every configuration, too",
+            "--stages": "the kernels one by one, with many tiles",
+        },
+        {
+            "--only": ("", "triton, xla or fla; without it all"),
+            "--cells": ("", "kinds, separated by commas; without it all"),
+        },
+    )
     print(shared.report.heading())
     chosen = [c for c in cells(options.quick) if not options.cells or c.kind in options.cells.split(",")]
     if options.stages:

@@ -245,14 +245,15 @@ def timed(cell: Cell, options: argparse.Namespace) -> list[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
-    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
-    parser.add_argument("--only", default="", help="implementations with this in their name, without writes")
-    parser.add_argument("--xla", action="store_true", help="XLA, too, where it takes seconds at most")
-    options = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    options = shared.report.options(
+        __doc__,
+        {
+            "--quick": "two shapes, few rounds",
+            "--candidates": "every configuration, too",
+            "--xla": "XLA, too, where it takes seconds at most",
+        },
+        {"--only": ("", "implementations with this in their name, without writes")},
+    )
     shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options)))
 
 

@@ -9,7 +9,6 @@ sides take turns, several calls a turn, and medians are printed. The rate counts
 once, and the queries and outputs; that of the copy, what it reads and writes.
 """
 
-import argparse
 import dataclasses
 import functools
 import statistics
@@ -184,12 +183,9 @@ def timed(cell: Cell, rounds: int, splits: bool) -> list[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two shapes, few rounds")
-    parser.add_argument("--splits", action="store_true", help="other numbers of splits, too")
-    options = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    options = shared.report.options(
+        __doc__, {"--quick": "two shapes, few rounds", "--splits": "other numbers of splits, too"}
+    )
     rounds = 5 if options.quick else 9
     shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, rounds, options.splits)))
 

@@ -148,13 +148,15 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="documents alone, few rounds")
-    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
-    parser.add_argument("--check", action="store_true", help="small shapes on any device, no times")
-    options = parser.parse_args()
-    if options.check or shared.report.has_gpu():
-        shared.report.stream(COLUMNS, (row for cell in cells(options) for row in timed(cell, options)))
+    options = shared.report.options(
+        __doc__,
+        {
+            "--quick": "documents alone, few rounds",
+            "--candidates": "every configuration, too",
+            "--check": "small shapes on any device, no times",
+        },
+    )
+    shared.report.stream(COLUMNS, (row for cell in cells(options) for row in timed(cell, options)))
 
 
 if __name__ == "__main__":

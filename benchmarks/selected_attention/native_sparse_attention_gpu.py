@@ -12,7 +12,6 @@ one after the other, several calls a sample, and medians are printed. Rates coun
 times as many backward. Memory is what XLA sets aside beside arguments and results.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -249,16 +248,19 @@ def row(cell: Cell, name: str, side: Passes, rounds: int) -> list[str]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="8192 tokens, few rounds")
-    parser.add_argument("--candidates", action="store_true", help="every configuration, too")
-    parser.add_argument("--branches", default="", help="selected or all; without it both")
-    parser.add_argument("--lengths", default="", help="tokens, separated by commas")
-    parser.add_argument("--sides", default=",".join(SIDES), help="some of the default, separated by commas")
-    parser.add_argument("--no-check", action="store_true", help="where the same kernels were checked just now")
-    chosen = parser.parse_args()
-    if not shared.report.has_gpu():
-        return
+    chosen = shared.report.options(
+        __doc__,
+        {
+            "--quick": "8192 tokens, few rounds",
+            "--candidates": "every configuration, too",
+            "--no-check": "where the same kernels were checked just now",
+        },
+        {
+            "--branches": ("", "selected or all; without it both"),
+            "--lengths": ("", "tokens, separated by commas"),
+            "--sides": (",".join(SIDES), "some of the default, separated by commas"),
+        },
+    )
     print(shared.report.heading())
     for branches in ("selected", "all"):
         if not chosen.no_check and chosen.branches in ("", branches):

@@ -1,10 +1,11 @@
-"""What every benchmark prints first: where and with what it ran."""
+"""What every benchmark prints first: where and with what it ran; and the options of its command line."""
 
+import argparse
 import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -47,6 +48,27 @@ def has_gpu() -> bool:
     if not found:
         print(f"{Path(sys.argv[0]).name} needs a GPU: nothing was measured")
     return found
+
+
+def options(
+    description: str | None, flags: Mapping[str, str], values: Mapping[str, tuple[str, str]] | None = None
+) -> argparse.Namespace:
+    """Parses the command line of a benchmark. Where there is no GPU, the program ends, except with `--check`.
+
+    Args:
+        description: The script's docstring, whose first line is printed with the options.
+        flags: The text of each flag.
+        values: The default and the text of each option that takes a value.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    for name, text in flags.items():
+        parser.add_argument(name, action="store_true", help=text)
+    for name, (default, text) in (values or {}).items():
+        parser.add_argument(name, default=default, help=text)
+    parsed = parser.parse_args()
+    if not getattr(parsed, "check", False) and not has_gpu():
+        sys.exit()
+    return parsed
 
 
 def stream(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
