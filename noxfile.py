@@ -55,6 +55,10 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(PROJECT)
 
 
+EVERY_CHIP = {"EJKERNEL_EVERY_CHIP": "1"}
+"""Compiles every case for every chip; else cases and chips are paired so that each appears (`suite/chips.py`)."""
+
+
 def part(name: str) -> str:
     """The folder of a distribution, in the form that pip and uv take for a path."""
     return f"./packages/ejkernel-{name}"
@@ -239,7 +243,7 @@ def check_third_parties(session: nox.Session) -> None:
     pytest(session, "tests/third_party")
 
 
-def compile_for_tpus(session: nox.Session) -> None:
+def compile_for_tpus(session: nox.Session, chips: dict[str, str] | None = None) -> None:
     """Compile the TPU kernels for four chips with the compiler that libtpu holds, which runs on any Linux machine."""
     if sys.platform != "linux":
         session.log("libtpu is for Linux alone")
@@ -247,10 +251,10 @@ def compile_for_tpus(session: nox.Session) -> None:
     session.install("-e", f"{part('pallas')}[aot]")
     session.run("python", "-c", "import libtpu")  # without it the tests are not collected
     folders = ("tests/pallas/tpu", "tests/pallas/tpu/profile")
-    pytest(session, "--needs=libtpu", *folders, ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    pytest(session, "--needs=libtpu", *folders, ALLOW_MULTIPLE_LIBTPU_LOAD="1", **(chips or {}))
 
 
-def lower_for_gpus(session: nox.Session) -> None:
+def lower_for_gpus(session: nox.Session, chips: dict[str, str] | None = None) -> None:
     """Lower programs with Triton kernels for CUDA, through jax-triton and JAX's own compiler; needs no GPU."""
     if sys.platform != "linux":
         session.log("Triton is for Linux alone")
@@ -261,7 +265,7 @@ def lower_for_gpus(session: nox.Session) -> None:
     session.run("python", "-c", "import jax_triton, jax_cuda13_plugin")  # without them the tests are not collected
     files = map(str, sorted(Path("tests/triton").rglob("test_*lowering.py")))
     # What follows `--` is for pytest in `thorough`, and requirements in `triton_lowering`.
-    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "worksteal", *files, env=QUICK)
+    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "worksteal", *files, env=QUICK | (chips or {}))
 
 
 @nox.session
@@ -273,16 +277,16 @@ def third_party(session: nox.Session) -> None:
 
 @nox.session
 def ahead(session: nox.Session) -> None:
-    """Run what `thorough` compiles for TPUs, alone."""
+    """Run what `thorough` compiles for TPUs, alone, each case for each chip."""
     install(session, *group("test"))
-    compile_for_tpus(session)
+    compile_for_tpus(session, EVERY_CHIP)
 
 
 @nox.session
 def triton_lowering(session: nox.Session) -> None:
-    """Run what `thorough` lowers for GPUs, alone; requirements after `--` are installed too."""
+    """Run what `thorough` lowers for GPUs, alone, each case for each chip; installs requirements after `--`."""
     install(session, *group("test"), *session.posargs)
-    lower_for_gpus(session)
+    lower_for_gpus(session, EVERY_CHIP)
 
 
 def floors(*names: str) -> Iterator[str]:

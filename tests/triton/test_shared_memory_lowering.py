@@ -3,11 +3,14 @@
 It runs where programs are lowered for GPUs (`nox -s triton_lowering`), since compiling takes minutes.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from recurrence_grid import GATES, delta_launches, delta_record
 from shared_memory_grid import DEVICES, latent, paged
+from triton_chips import on_chips
 
 from ejkernel.ops import chips
 from ejkernel.ops.device import target_device
@@ -35,8 +38,7 @@ PAGED = {
 }
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize(("name", "target"), on_chips(PAGED))
 def test_paged_attention_takes_what_its_bound_says(name, target):
     record, device, chip = PAGED[name], DEVICES[target], chips.gpu_named(target)
     chosen = paged_config.heuristic(record, device, "forward")
@@ -47,10 +49,12 @@ def test_paged_attention_takes_what_its_bound_says(name, target):
     assert took <= bound <= chip.shared_memory
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120", "gfx942"])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("gates", GATES)
-def test_the_delta_rule_fits_with_heads_of_256(gates, dtype, target):
+@pytest.mark.parametrize(
+    ("gates_and_dtype", "target"),
+    on_chips(itertools.product(GATES, (F32, BF16)), ["sm_80", "sm_90", "sm_120", "gfx942"]),
+)
+def test_the_delta_rule_fits_with_heads_of_256(gates_and_dtype, target):
+    gates, dtype = gates_and_dtype
     calls = delta_launches(delta_record(gates, dtype), DEVICES[target])
     # Those that hold all key channels of a state.
     of_states = [call for call in calls if call.kernel.__name__ in ("chunk_fwd_h_kernel", "chunk_bwd_dhu_kernel")]

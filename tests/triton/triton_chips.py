@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from suite.chips import spread
+
 from ejkernel.ops import chips
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
@@ -18,6 +20,11 @@ CHIPS = {
     "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
 }
 H200 = CHIPS["sm_90"]
+
+
+def on_chips(cases, chips=tuple(CHIPS)):
+    """Pairs of a case and a chip in which each appears: every case has the H200, and one of the other chips in turn."""
+    return spread(cases, chips, ["sm_90"])
 
 
 def assert_fits(calls, chip):

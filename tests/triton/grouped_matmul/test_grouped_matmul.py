@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing
+from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing, on_chips
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops import ConfigSelectorChain
@@ -91,8 +91,7 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize(("name", "chip"), on_chips(RECORDS))
 def test_kernels_fit_the_chip_and_spill_nothing(name, chip):
     calls = launches(RECORDS[name], CHIPS[chip])
     assert {call.kernel.__name__ for call in calls} <= KERNELS
@@ -107,8 +106,7 @@ BYTES = {
 }
 
 
-@pytest.mark.parametrize("chip", ["sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize(("name", "chip"), on_chips(BYTES, ["sm_90", "sm_100", "sm_120"]))
 def test_products_of_8_bits_fit_the_chip_and_spill_nothing(name, chip):
     record, device = BYTES[name], CHIPS[chip]
     with target_device(device), launch.collected() as calls:

@@ -6,7 +6,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_and_spills_nothing, run_interpreted
+from triton_chips import (
+    CHIPS,
+    H200,
+    assert_conforms,
+    assert_fits,
+    assert_fits_and_spills_nothing,
+    on_chips,
+    run_interpreted,
+)
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import dispatch
@@ -135,13 +143,13 @@ def delta_record(gates):
     return LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.1, decay=decay, beta=beta)
 
 
-DELTA_TILES = (*((chip, gates) for chip in CHIPS for gates in ("heads", "channels")), ("sm_90", "none"))
+DELTA_TILES = (*on_chips(("heads", "channels")), ("none", "sm_90"))
 SPILLS = dict.fromkeys((("sm_80", "channels"), ("sm_90", "channels"), ("sm_120", "channels")), "chunk_bwd_dqkwg_kernel")
 """A kernel that spills whatever its tiles, or on sm_90 is faster with those that do."""
 
 
-@pytest.mark.parametrize(("chip", "gates"), DELTA_TILES)
-def test_the_delta_rule_fits_the_chip_and_spills_nothing(chip, gates):
+@pytest.mark.parametrize(("gates", "chip"), DELTA_TILES)
+def test_the_delta_rule_fits_the_chip_and_spills_nothing(gates, chip):
     record = delta_record(gates)
     calls = delta_launches(record, chip, delta_config.heuristic(record, CHIPS[chip], "both"))
     made = {call.kernel.__name__ for call in calls}

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_chips import CHIPS, compiled, shaped
+from tpu_chips import compiled, on_chips, shaped
 
 from ejkernel.modules import causal_conv1d
 from ejkernel.ops.device import DeviceInfo, target_device
@@ -14,9 +14,8 @@ pytestmark = pytest.mark.needs("libtpu")
 T, C = 600, 640
 
 
-@pytest.mark.parametrize("name", CHIPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_both_passes_of_packed_sequences(name, dtype):
+@pytest.mark.parametrize(("dtype", "name"), on_chips(["bfloat16", "float32"]))
+def test_both_passes_of_packed_sequences(dtype, name):
     def both(x, weight, bias, state, bounds):
         def call(*arrays):
             output = causal_conv1d(*arrays, bounds, activation="silu", return_state=True, platform="pallas")

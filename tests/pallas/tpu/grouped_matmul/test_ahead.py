@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tpu_chips import CHIPS, compiled, shaped
+from tpu_chips import CHIPS, compiled, on_chips, shaped
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.modules import grouped_matmul
@@ -52,11 +52,7 @@ RECORDS = {
 }
 
 
-# The kernels know three kinds of matrix units; those of v5p are v5e's.
-PAIRS = [(case, name) for case in RECORDS for name in CHIPS if name != "v5p" or case == "bfloat16"]
-
-
-@pytest.mark.parametrize(("case", "name"), PAIRS)
+@pytest.mark.parametrize(("case", "name"), on_chips(RECORDS))
 def test_all_fields_compile_at_awkward_shapes(case, name):
     made = RECORDS[case]
     fields = {"lhs", "existing_out", "rhs_bias"} | ({"rhs"} if made.rhs.dtype.itemsize > 1 else set())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tpu_chips import CHIPS, compiled
+from tpu_chips import compiled, on_chips
 from tpu_races import found
 from tpu_records import close, interpreted, simulated
 
@@ -121,8 +121,7 @@ DEVICE = DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite")
 
 
 @pytest.mark.needs("libtpu")
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", ["halves", "halves within a lane group", "interleaved", "no gate"])
+@pytest.mark.parametrize(("name", "chip"), on_chips(["halves", "halves within a lane group", "interleaved", "no gate"]))
 def test_compiles_for_every_chip(name, chip):
     made = jax.eval_shape(lambda: CASES[name][0](dtype="bfloat16"))
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[chip].kind)):

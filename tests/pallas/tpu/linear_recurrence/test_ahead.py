@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tpu_chips import CHIPS, chip, compiled, shaped
+from tpu_chips import chip, compiled, on_chips, shaped
 
 from ejkernel.modules import gated_delta_rule, kernel_delta_attention, lightning_attention, ragged_gated_delta_rule
 from ejkernel.ops.device import DeviceInfo, target_device
@@ -43,8 +43,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("chip_name", CHIPS)
-@pytest.mark.parametrize("gates", STEPS)
+@pytest.mark.parametrize(("gates", "chip_name"), on_chips(STEPS))
 def test_decode_steps_update_donated_slots_without_a_copy(gates, chip_name):
     def step(query, key, value, beta, decay, slots, starts, indices):
         rows = (x[0] for x in (query, key, value, beta, decay))
@@ -65,11 +64,7 @@ def test_decode_steps_update_donated_slots_without_a_copy(gates, chip_name):
     assert not [line for line in run.as_text().splitlines() if f" = {shape}" in line and " copy" in line]
 
 
-# Matrix units of v5p are v5e's, and those of v7x v6e's.
-PAIRS = [("lightning", name) for name in CHIPS] + [(call, name) for call in list(CALLS)[1:] for name in ("v5e", "v6e")]
-
-
-@pytest.mark.parametrize(("call", "name"), PAIRS)
+@pytest.mark.parametrize(("call", "name"), on_chips(CALLS))
 def test_both_passes_compile_and_keep_no_scores(call, name):
     run, arguments = CALLS[call]
 

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_chips import CHIPS, compiled
+from tpu_chips import compiled, on_chips
 from tpu_paged_records import LAYOUTS, layout, lowered
 
 from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
@@ -27,8 +27,7 @@ def attend(record):
     return forward(record, config.heuristic(record, current_device(), "forward"))[0]
 
 
-@pytest.mark.parametrize("name", CHIPS)
-@pytest.mark.parametrize("lies", ["v2", "v3", "v3, 8 bits"])
+@pytest.mark.parametrize(("lies", "name"), on_chips(["v2", "v3", "v3, 8 bits"]))
 def test_every_chip(lies, name):
     made = compiled(attend, (layout(lies),), name)
     assert "tpu_custom_call" in made.as_text()

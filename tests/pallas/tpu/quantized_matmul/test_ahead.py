@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
-from tpu_chips import CHIPS, compiled, shaped
+from tpu_chips import compiled, on_chips, shaped
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import DeviceInfo, target_device
@@ -43,11 +43,7 @@ RECORDS = {
 }
 
 
-# The kernels know two kinds of matrix units; those of v5p are v5e's, and those of v7x v6e's.
-PAIRS = [(case, name) for case in RECORDS for name in CHIPS if name in ("v5e", "v6e") or case == "int4"]
-
-
-@pytest.mark.parametrize(("case", "name"), PAIRS)
+@pytest.mark.parametrize(("case", "name"), on_chips(RECORDS))
 def test_both_passes_compile_at_awkward_shapes(case, name):
     made = RECORDS[case]
     device = DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)

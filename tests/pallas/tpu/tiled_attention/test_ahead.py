@@ -72,11 +72,13 @@ def test_all_fields_compile_at_awkward_shapes(name):
         assert "tpu_custom_call" in made.as_text()
 
 
-@pytest.mark.parametrize("name", CHIPS)
-def test_a_model_compiles_in_linear_memory(name):
-    """Llama 3's attention: no array of queries by keys, and nothing that the kernels would have to be fed from."""
+def test_a_model_compiles_in_linear_memory():
+    """Llama 3's attention: no array of queries by keys, and nothing that the kernels would have to be fed from.
+
+    The tiles that every chip gets by default are compiled for it in `test_schedules.py`.
+    """
     record = plain(1, 8192, 32, 8, 128)
-    for made in compile_both(record, name, (TpuForward(), TpuBackward())):
+    for made in compile_both(record, "v5e", (TpuForward(), TpuBackward())):
         assert made.memory_analysis().temp_size_in_bytes < 8 * record.query.size * 2
 
 
