@@ -205,6 +205,13 @@ def test_tokens_split_over_devices_mean_the_same(name):
     assert split[0][0].sharding.spec[placed["in_specs"][0].index("sp")] == "sp"
 
 
+@pytest.mark.parametrize("name", ["delta, shared queries", "delta, packed", "delta, segments"])
+def test_delta_rules_without_gradients(name):
+    run, inputs, placed = call(name)
+    split = transformed.quickly(lambda *inputs: run(*inputs, **placed))(*inputs)
+    transformed.close(split, transformed.quickly(run)(*inputs), rtol=1e-4, atol=2e-5)
+
+
 COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 

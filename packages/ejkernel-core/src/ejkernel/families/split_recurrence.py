@@ -7,8 +7,9 @@ Both passes have the same three steps:
                  outputs' cotangent                              state that leaves
 
 The kernel of each device gets the right state and the right gradient, and so returns the outputs and all gradients of
-its tokens: nothing is corrected afterwards. Where gates are the only factors on a state, a summary is one product of
-weighted keys and values, which costs less than a second pass of the kernel or a correction of all outputs.
+its tokens. Where gates are the only factors on a state, a summary is one product of weighted keys and values, which
+costs less than a second pass of the kernel or a correction of all outputs. Where summaries need the kernel, a call
+without gradients corrects the outputs of that pass, which costs less than a second one.
 """
 
 import dataclasses
@@ -25,7 +26,8 @@ from ejkernel.planning.token_shards import PackedBorders, TokenShards, Transitio
 from ejkernel.promotion import promoting
 from ejkernel.types.arguments import array_fields
 
-Run = Callable[[Any], tuple[jax.Array, jax.Array]]
+Results = tuple[jax.Array, jax.Array]
+Run = Callable[[Any], Results]
 
 
 class Borders(NamedTuple):
@@ -61,11 +63,13 @@ class Summary(NamedTuple):
         factor: [B, ...], the factor on the state that enters, over the leading tokens.
         added: [B, ...], the state that leaves where zeros enter.
         saved: What `SplitRecurrence.gradient` needs besides the record; any tree of arrays.
+        unread: The kernel's results without the state that enters; None if the kernel has not run.
     """
 
     factor: jax.Array
     added: jax.Array
     saved: Any = None
+    unread: Results | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ class SplitRecurrence:
         summary: (`run`, record, borders) -> `Summary`.
         gradient: (Record, borders, `Summary.saved`, cotangent of the outputs) -> the gradient of the state that enters,
             for which that of the state that leaves is zeros.
+        corrected: (Record, borders, summary, state that enters) -> the kernel's results with that state, from
+            `Summary.unread`; None if summaries never have it.
         matrices: Record -> whether the factors of summaries are matrices.
         states: Record -> the initial states, in the accumulator's dtype: [B, ...], or [N, ...] of packed sequences.
         name: Record -> the name of their field.
@@ -91,6 +97,7 @@ class SplitRecurrence:
     matrices: Callable[[Any], bool]
     states: Callable[[Any], jax.Array]
     name: Callable[[Any], str]
+    corrected: Callable[[Any, Borders, Summary, jax.Array], Results] | None = None
 
 
 class _Exchanged(NamedTuple):
@@ -101,6 +108,7 @@ class _Exchanged(NamedTuple):
         borders: Those of its shard.
         summary: That of its shard.
         transitions: Those of all shards.
+        entering: [B, ...], the state that enters its shard.
         final: [B, ...], the state that leaves the last shard.
     """
 
@@ -108,6 +116,7 @@ class _Exchanged(NamedTuple):
     borders: Borders
     summary: Summary
     transitions: Transitions
+    entering: jax.Array
     final: jax.Array
 
 
@@ -124,7 +133,7 @@ def over_tokens(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShard
     @jax.custom_vjp
     def call(record: Any) -> tuple[jax.Array, jax.Array]:
         exchanged = _exchange(rule, run, record, shards)
-        read, final = run(exchanged.record)
+        read, final = _results(rule, run, exchanged)
         return read, _finals(shards, exchanged, final)
 
     def forward(marked: Any) -> tuple[Any, Any]:
@@ -133,7 +142,9 @@ def over_tokens(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShard
         main = exchanged.record
         fields = {name: getattr(main, name) for name in _differentiated(rule, marked, exchanged.borders)}
         (read, final), pull = jax.vjp(lambda fields: run(dataclasses.replace(main, **fields)), fields)
-        return (read, _finals(shards, exchanged, final)), (record, exchanged, pull)
+        final = _finals(shards, exchanged, final)
+        kept = exchanged._replace(summary=exchanged.summary._replace(unread=None))
+        return (read, final), (record, kept, pull)
 
     backward = functools.partial(_backward, rule, shards)
     call.defvjp(promoting(forward), promoting(backward), symbolic_zeros=True)
@@ -165,9 +176,16 @@ def _exchange(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards)
     transitions = Transitions(factors, continues, enters)
     entering, final = token_shards.carried_states(transitions, added, first, matrices)
     entering = entering[shards.index()]
-    if packed is not None:
-        entering = jnp.where(_lead(packed, shards, states), entering, states)
-    return _Exchanged(with_states(rule, record, entering), borders, summary, transitions, final)
+    begin = entering if packed is None else jnp.where(_lead(packed, shards, states), entering, states)
+    return _Exchanged(with_states(rule, record, begin), borders, summary, transitions, entering, final)
+
+
+def _results(rule: SplitRecurrence, run: Run, exchanged: _Exchanged) -> Results:
+    """Returns the results of a shard without gradients, for which a kernel that has run once is not run again."""
+    summary = exchanged.summary
+    if rule.corrected is None or summary.unread is None:
+        return run(exchanged.record)
+    return rule.corrected(exchanged.record, exchanged.borders, summary, exchanged.entering)
 
 
 def _finals(shards: TokenShards, exchanged: _Exchanged, final: jax.Array) -> jax.Array:

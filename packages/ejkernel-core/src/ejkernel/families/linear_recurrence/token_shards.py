@@ -3,11 +3,12 @@
 Without a delta rule, gates alone act on a state: the factor of a shard is the product of its gates, and the state that
 it adds is one product of keys and values, each weighted by the gates after it. With a delta rule the factor is a matrix
 for each head, and the kernel itself computes both: from zeros the state that is added, and from the identity, with
-values of zero, the matrix. The outputs of that second call are what a state that enters adds to the outputs, so that
-the backward pass needs no third.
+values of zero, the matrix. The outputs of that second call are what a state that enters adds to the outputs: without
+gradients no third call is needed, and no second one in the backward pass.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,12 @@ from ejkernel.families.linear_recurrence.record import (
     states,
     with_plain_states,
 )
-from ejkernel.families.split_recurrence import Borders, Run, SplitRecurrence, Summary
+from ejkernel.families.split_recurrence import Borders, Results, Run, SplitRecurrence, Summary
 from ejkernel.planning.precision import product_precision
 from ejkernel.planning.token_shards import TokenShards, packed_borders
+
+PIECE, SMALLEST_PIECE = 2048, 256
+"""Tokens of one matrix product of keys and values."""
 
 
 def over_tokens(run: Run, record: LinearRecurrence, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
@@ -98,10 +102,29 @@ def _delta_summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summ
         sequence = jnp.arange(states(record).shape[0])[:, None, None, None]
         begin, unread = jnp.where(sequence == packed.lead, identity, 0), record
     effect, factor = run(dataclasses.replace(record, value=zeros, skip=None, **{name: begin}))
-    _, added = run(unread)
+    read, final = run(unread)
+    added = final
     if packed is not None:
-        factor, added = factor[packed.lead][None], jnp.where(packed.passes, added[packed.run], 0)[None]
-    return Summary(factor, added, effect)
+        factor, added = factor[packed.lead][None], jnp.where(packed.passes, final[packed.run], 0)[None]
+    return Summary(factor, added, effect, (read, final))
+
+
+def corrected(record: LinearRecurrence, borders: Borders, summary: Summary, entering: jax.Array) -> Results:
+    """Returns the results of a shard from those without the state that enters, [B, H, K, V]."""
+    assert summary.unread is not None  # the caller looked
+    read, final = summary.unread
+    dtype, precision = accumulator(record), product_precision(record.query.dtype, record.precision)
+    effect = jnp.where(borders.leading[..., None, None], summary.saved, 0)
+    # The state has the digits of the effect: a product of 16-bit and float32 arrays would be a slow one of float32.
+    more = jnp.einsum(
+        "bthk,bhkv->bthv", effect, entering.astype(effect.dtype), precision=precision, preferred_element_type=dtype
+    )
+    packed = borders.packed
+    if packed is not None:
+        sequence = jnp.arange(final.shape[0])[:, None, None, None]
+        ended = final + jnp.matmul(summary.factor, entering, precision=lax.Precision.HIGHEST)
+        final = jnp.where(sequence == packed.lead, ended, final)
+    return (read.astype(dtype) + more).astype(read.dtype), final
 
 
 def gradient(record: LinearRecurrence, borders: Borders, saved: jax.Array | None, d_read: jax.Array) -> jax.Array:
@@ -156,7 +179,13 @@ def _weighted(x: jax.Array, logs: Gates, chosen: jax.Array, record: LinearRecurr
 def _product(keys: jax.Array, values: jax.Array, record: LinearRecurrence) -> jax.Array:
     """Returns the sum over tokens of keys times values, [B, H, K, V]."""
     precision, dtype = product_precision(record.query.dtype, record.precision), accumulator(record)
-    return jnp.einsum("bthk,bthv->bhkv", keys, values, precision=precision, preferred_element_type=dtype)
+    rows, tokens = keys.shape[:2]
+    # One product per head would be few matrix products with a long contracted axis, which leave a GPU idle.
+    size = math.gcd(tokens, PIECE)
+    pieces = tokens // size if size >= SMALLEST_PIECE else 1
+    keys, values = (x.reshape(rows, pieces, tokens // pieces, *x.shape[2:]) for x in (keys, values))
+    products = jnp.einsum("bcthk,bcthv->bchkv", keys, values, precision=precision, preferred_element_type=dtype)
+    return jnp.sum(products, axis=1)
 
 
 RULE = SplitRecurrence(
@@ -164,6 +193,7 @@ RULE = SplitRecurrence(
     enters=enters,
     summary=summary,
     gradient=gradient,
+    corrected=corrected,
     matrices=lambda record: record.beta is not None,
     states=states,
     name=lambda record: "initial_state" if record.cu_seqlens is None else "sequence_state",

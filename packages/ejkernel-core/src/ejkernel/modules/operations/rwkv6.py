@@ -52,7 +52,7 @@ def rwkv6(
     This is `gated_linear_attention`, read one token earlier: the same kernels compute it, and add the bonus after.
     Head h of r reads head `h // (H // Hk)` of k and v.
 
-    Over devices, batch and heads can be split.
+    Over devices, batch, heads and tokens can be split.
 
     Args:
         r: [B, T, H, K] float16, bfloat16, float32 or float64, the receptance, which reads the state.

@@ -1,0 +1,40 @@
+"""The summaries of shards, against what the formula says of the same tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, reference, token_shards
+from ejkernel.planning.token_shards import TokenShards
+
+WHOLE = TokenShards(axes=(), sizes=(), tokens=0)
+
+
+@pytest.mark.parametrize("tokens", [768, 5])
+def test_a_summary_is_what_a_shard_does_to_a_state(tokens):
+    """768 tokens are three matrix products; gates of -inf forget what was before."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    query, key, value = (jax.random.normal(k, (2, tokens, 2, 3)) for k in keys[:3])
+    decay = -jnp.abs(jax.random.normal(keys[3], (2, tokens, 2, 3))) / 8
+    decay = decay.at[0, 2, 1].set(-jnp.inf)
+    state = jax.random.normal(keys[4], (2, 2, 3, 3))
+    record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, decay=decay, initial_state=state)
+    summary = token_shards.summary(reference, record, token_shards.borders(record, WHOLE))
+    (_, final), _ = reference(record)
+    np.testing.assert_allclose(summary.factor * state + summary.added, final, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_the_state_that_enters():
+    keys = jax.random.split(jax.random.key(1), 6)
+    query, key, value, cotangent = (jax.random.normal(k, (1, 768, 2, 3)) for k in keys[:4])
+    decay = -jnp.abs(jax.random.normal(keys[4], (1, 768, 2, 1))) / 32
+    state = jax.random.normal(keys[5], (1, 2, 3, 3))
+    record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, decay=decay, initial_state=state)
+
+    def output(state):
+        return reference(LinearRecurrence(**{**vars(record), "initial_state": state}))[0][0]
+
+    (want,) = jax.vjp(output, state)[1](cotangent)
+    got = token_shards.gradient(record, token_shards.borders(record, WHOLE), None, cotangent)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
