@@ -9,7 +9,7 @@ import naive
 import numpy as np
 from causal_convolution_loop import causal_conv1d
 from grouped_matmul_loop import grouped_matmul
-from rwkv_loop import rwkv6
+from rwkv_loop import rwkv6, rwkv7, rwkv7_mul
 from segment_pooling_loop import mean_pooling
 from selective_scan_loop import state_space_v1
 
@@ -122,6 +122,8 @@ LOOPS = {
     "ragged_gated_delta_rule": ragged_delta,
     "recurrent_attention": recurrent,
     "rwkv6": lambda args: rwkv(args, rwkv6, "r", "k", "v", "w", "u"),
+    "rwkv7": lambda args: rwkv(args, rwkv7, "r", "w", "k", "v", "a", "b"),
+    "rwkv7_mul": lambda args: rwkv(args, rwkv7_mul, "r", "w", "k", "v", "kk", "a"),
     "state_space_v1": selective_scan,
     "state_space_v2": state_space_v2,
 }

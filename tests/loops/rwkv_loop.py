@@ -39,3 +39,20 @@ def rwkv6(r, k, v, w, u, initial_state=None, cu_seqlens=None, reverse=False, sof
         return read, np.exp(w[b, t, h])[:, None] * state + write
 
     return sequences(r, v, initial_state, cu_seqlens, reverse, step)
+
+
+def rwkv7(r, w, k, v, a, b, initial_state=None, cu_seqlens=None, reverse=False, softmax_scale=None):
+    """`rwkv7`: outputs and final states."""
+    shared, scale = r.shape[2] // k.shape[2], r.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+
+    def step(state, n, t, h):
+        transition = np.diag(np.exp(w[n, t, h])) + np.outer(a[n, t, h], b[n, t, h])
+        state = transition @ state + np.outer(k[n, t, h // shared], v[n, t, h // shared])
+        return scale * (r[n, t, h] @ state), state
+
+    return sequences(r, v, initial_state, cu_seqlens, reverse, step)
+
+
+def rwkv7_mul(r, w, k, v, kk, a, **options):
+    """`rwkv7_mul`: outputs and final states."""
+    return rwkv7(r, w, k, v, kk * a, -kk, **options)

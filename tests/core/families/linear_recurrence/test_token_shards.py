@@ -25,6 +25,18 @@ def test_a_summary_is_what_a_shard_does_to_a_state(tokens):
     np.testing.assert_allclose(summary.factor * state + summary.added, final, rtol=1e-4, atol=1e-5)
 
 
+def test_the_factor_of_a_low_rank_term_is_a_matrix():
+    keys = jax.random.split(jax.random.key(2), 6)
+    query, key, value, write, read = (jax.random.normal(k, (2, 5, 2, 3)) / 2 for k in keys[:5])
+    state, decay = jax.random.normal(keys[5], (2, 2, 3, 3)), -jnp.abs(key)
+    terms = {"decay": decay, "low_rank_write": write, "low_rank_read": read}
+    record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, initial_state=state, **terms)
+    borders = token_shards.borders(record, WHOLE)
+    summary = token_shards.summary(lambda record: reference(record)[0], record, borders)
+    (_, final), _ = reference(record)
+    np.testing.assert_allclose(summary.factor @ state + summary.added, final, rtol=1e-4, atol=1e-5)
+
+
 def test_the_gradient_of_the_state_that_enters():
     keys = jax.random.split(jax.random.key(1), 6)
     query, key, value, cotangent = (jax.random.normal(k, (1, 768, 2, 3)) for k in keys[:4])

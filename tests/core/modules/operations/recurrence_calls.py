@@ -14,6 +14,8 @@ from ejkernel.modules.operations import configs
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
 
+Arrays = dict[str, np.ndarray]
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -212,6 +214,32 @@ def _rwkv() -> list[Call]:
         Call("reversed", "rwkv6", rows, back, rwkv6, chunks),
         Call("packed", "rwkv6", sequences, {**packed, **state}, rwkv6, chunks),
         Call("packed, reversed", "rwkv6", sequences, {**packed, **back}, rwkv6, chunks),
+        *_rwkv7(rows, one, sequences, packed),
+    ]
+
+
+def _rwkv7(rows: Arrays, one: Arrays, sequences: Arrays, packed: Arrays) -> list[Call]:
+    """Calls with the tokens of `rwkv6`; the vectors are short, so that states do not grow."""
+    rng, chunks = np.random.default_rng(5), configs.RWKV7Config(chunk_size=8)
+    state, back = {"return_state": True}, {"reverse": True, "return_state": True}
+
+    def arrays(tokens, names):
+        given = {name: x for name, x in tokens.items() if name != "u"}
+        return given | {name: rng.normal(size=tokens["r"].shape) / tokens["r"].shape[3] ** 0.5 for name in names}
+
+    def rwkv7(return_state=True, **given):
+        return rwkv_loop.rwkv7(**given)
+
+    def rwkv7_mul(return_state=True, **given):
+        return rwkv_loop.rwkv7_mul(**given)
+
+    mul = configs.RWKV7MulConfig(chunk_size=16)
+    return [
+        Call("rows", "rwkv7", arrays(rows, "ab"), {**state, "softmax_scale": 1.0}, rwkv7, chunks),
+        Call("one token", "rwkv7", arrays(one, "ab"), state, rwkv7, chunks),
+        Call("packed, reversed", "rwkv7", arrays(sequences, "ab"), {**packed, **back}, rwkv7, chunks),
+        Call("packed", "rwkv7_mul", arrays(sequences, ("kk", "a")), {**packed, **state}, rwkv7_mul, mul),
+        Call("reversed", "rwkv7_mul", arrays(rows, ("kk", "a")), back, rwkv7_mul, mul),
     ]
 
 

@@ -15,6 +15,8 @@ ORDER = {
     configs.RecurrentAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
     configs.GLAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
     configs.RWKV6Config: (),
+    configs.RWKV7Config: ("block_v", "num_warps", "num_stages"),
+    configs.RWKV7MulConfig: ("block_v", "num_warps", "num_stages"),
     configs.LightningAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
     configs.NativeSparseAttentionConfig: ("block_q", "block_k", "block_d", "block_size", "num_warps", "num_stages"),
     configs.PageAttentionConfig: ("num_splits", "pages_per_compute_block", "num_warps", "num_stages"),

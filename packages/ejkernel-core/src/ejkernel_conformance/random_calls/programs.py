@@ -50,6 +50,8 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "ring_attention": functools.partial(dense.flash, op="ring_attention"),
     "rnn": functools.partial(recurrences.network, gates=1),
     "rwkv6": recurrences.rwkv6,
+    "rwkv7": recurrences.rwkv7,
+    "rwkv7_mul": recurrences.rwkv7_mul,
     "scaled_dot_product_attention": functools.partial(dense.flash, op="scaled_dot_product_attention"),
     "state_space_v1": recurrences.state_space_v1,
     "state_space_v2": recurrences.state_space_v2,

@@ -128,6 +128,22 @@ def rwkv6(rng: Rng) -> Drawn:
     return _rwkv(rng, lambda rng, shape: {"u": normal(rng, shape[2:])})
 
 
+def _directions(rng: Rng, shape: tuple[int, ...]) -> Any:
+    """Returns vectors of length one, with which states do not grow."""
+    vectors = normal(rng, shape)
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-6)
+
+
+def rwkv7(rng: Rng) -> Drawn:
+    """Draws a call of `rwkv7`."""
+    return _rwkv(rng, lambda rng, shape: {name: _directions(rng, shape) for name in "ab"})
+
+
+def rwkv7_mul(rng: Rng) -> Drawn:
+    """Draws a call of `rwkv7_mul`."""
+    return _rwkv(rng, lambda rng, shape: {"kk": _directions(rng, shape), "a": uniform(rng, shape)})
+
+
 def _delta(rng: Rng, segments: bool) -> Drawn:
     z, (h, g, k, v), kind = Sequences(rng, forms=("rows",)), _head_sizes(rng), dtype(rng)
     decay, segments = pick(rng, ("none", "head", "channel")), segments and some(rng, 0.4)

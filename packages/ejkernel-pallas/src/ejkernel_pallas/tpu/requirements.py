@@ -38,6 +38,7 @@ def mosaic_tpu(
     forward: type,
     backward: type,
     requires: Requires,
+    without: frozenset[str] = frozenset(),
 ) -> Implementation:
     """Returns the implementation of a family whose folder has `forward.py`, `backward.py` and `config.py`.
 
@@ -47,6 +48,7 @@ def mosaic_tpu(
         forward: The config type of the forward kernel.
         backward: The config type of the backward kernels.
         requires: What the kernels need, from `tpu_requires`.
+        without: Differentiable fields that the kernels do not have.
     """
     folder = f"ejkernel_pallas.tpu.{family.name}"
     return Implementation(
@@ -55,7 +57,7 @@ def mosaic_tpu(
         platform="pallas",
         forward=f"{folder}.forward:forward",
         backward=f"{folder}.backward:backward",
-        gradients=frozenset(family.differentiable),
+        gradients=frozenset(family.differentiable) - without,
         requires=requires,
         config=ConfigSpace(
             heuristic=config.heuristic,

@@ -53,7 +53,7 @@ def _default_length(record: LinearRecurrence, device: Any, direction: Direction)
     if device.platform != "cpu":
         return 64
     by_channel = any(x is not None and x.shape[3] > 1 for x in (record.decay, record.value_decay))
-    if direction == "backward" or record.beta is not None:
+    if direction == "backward" or record.beta is not None or record.low_rank_read is not None:
         return 32 if by_channel else 64
     small = record.query.shape[3] * record.value.shape[3] <= MAX_TOKENWISE_STATE
     return 1 if by_channel and small else 32

@@ -58,6 +58,8 @@ def axes(record: LinearRecurrence) -> dict[str, Any]:
         "beta": "b t h",
         "dt": "b t h",
         "skip": "b t h",
+        "low_rank_write": "b t h k",
+        "low_rank_read": "b t h k",
         "initial_state": f"b {state}",
         "cu_seqlens": "n",
         "sequence_state": f"n {state}",

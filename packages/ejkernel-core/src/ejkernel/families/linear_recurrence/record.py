@@ -26,6 +26,9 @@ class LinearRecurrence:
         value_decay: [B, T, H, V] floating, log of the factor on the state's columns.
         beta: [B, T, H] floating; its presence makes the recurrence a delta rule.
         dt: [B, T, H] floating, factor on what a token writes; not with beta.
+        low_rank_write: [B, T, H, K] floating, with low_rank_read: a token also writes with this vector what the
+            other reads of the state before the token; not with value_decay, beta or dt.
+        low_rank_read: [B, T, H, K] floating, the vector that reads.
         skip: [1, 1, H] floating, factor on what a token's own value adds to its output.
         initial_state: [B, H, K, V] floating, the state before the first token of every row; None is zeros.
         cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and each has a
@@ -50,6 +53,8 @@ class LinearRecurrence:
     beta: jax.Array | None = None
     dt: jax.Array | None = None
     skip: jax.Array | None = None
+    low_rank_write: jax.Array | None = None
+    low_rank_read: jax.Array | None = None
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     sequence_state: jax.Array | None = None
@@ -73,7 +78,18 @@ class InSlots(NamedTuple):
     starts: jax.Array
 
 
-TOKEN_FIELDS = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "skip")
+TOKEN_FIELDS = (
+    "query",
+    "key",
+    "value",
+    "decay",
+    "value_decay",
+    "beta",
+    "dt",
+    "skip",
+    "low_rank_write",
+    "low_rank_read",
+)
 """The record fields with an entry for every token, [B|1, T|1, heads, ...]."""
 
 
@@ -85,6 +101,11 @@ def accumulator(record: LinearRecurrence) -> Any:
 def by_channel(record: LinearRecurrence) -> bool:
     """Returns whether each key channel has a gate of its own."""
     return record.decay is not None and record.decay.shape[3] > 1
+
+
+def mixes_channels(record: LinearRecurrence) -> bool:
+    """Returns whether a token's factor on the state is a matrix, which mixes its key channels: that of gates is not."""
+    return record.beta is not None or record.low_rank_read is not None
 
 
 def head_count(record: LinearRecurrence) -> int:

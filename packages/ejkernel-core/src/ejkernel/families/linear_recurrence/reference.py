@@ -2,7 +2,9 @@
 
 Every head of every row (or packed sequence) carries a state S of shape [K, V]. For each token t, in order:
 
+    y_t = S^T low_rank_read_t                                          with the low-rank term: read before decay
     S   = S * exp(decay_t)[:, None] * exp(value_decay_t)[None, :]      log-space gates
+    S   = S + low_rank_write_t y_t^T                                   with the low-rank term
     u_t = dt_t * v_t                                                   without beta; dt is 1 if not given
     u_t = beta_t * (v_t - S^T k_t)                                     with beta (the delta rule)
     S   = S + k_t u_t^T
@@ -13,7 +15,8 @@ sequence, leave the state alone and have output 0.
 
 Sources: Katharopoulos et al. 2020 (linear attention); Yang et al. 2023, arXiv:2312.06635 (gated linear attention);
 Qin et al. 2024, arXiv:2401.04658 (constant decay); Dao & Gu 2024, arXiv:2405.21060 (state space duality);
-Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (decay per channel in it).
+Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (decay per channel in it);
+Peng et al. 2025, arXiv:2503.14456 (diagonal plus low rank).
 """
 
 import jax
@@ -58,10 +61,14 @@ def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple
     """Returns one step: states [B, H, K, V] after it, and its output [B, H, V]."""
     highest = lax.Precision.HIGHEST
     state = jnp.where(token["restart"][:, None, None, None], 0, state)
+    before = state
     if "decay" in token:
         state = state * jnp.exp(token["decay"])[..., :, None]
     if "value_decay" in token:
         state = state * jnp.exp(token["value_decay"])[..., None, :]
+    if "low_rank_read" in token and "low_rank_write" in token:
+        known = jnp.einsum("bhkv,bhk->bhv", before, token["low_rank_read"], precision=highest)
+        state = state + token["low_rank_write"][..., :, None] * known[..., None, :]
     write = token["value"] * token["dt"][..., None] if "dt" in token else token["value"]
     if "beta" in token:
         known = jnp.einsum("bhkv,bhk->bhv", state, token["key"], precision=highest)

@@ -1,10 +1,10 @@
 """The linear recurrence with its tokens split over devices: the summaries of a shard.
 
 Without a delta rule, gates alone act on a state: the factor of a shard is the product of its gates, and the state that
-it adds is one product of keys and values, each weighted by the gates after it. With a delta rule the factor is a matrix
-for each head, and the kernel itself computes both: from zeros the state that is added, and from the identity, with
-values of zero, the matrix. The outputs of that second call are what a state that enters adds to the outputs: without
-gradients no third call is needed, and no second one in the backward pass.
+it adds is one product of keys and values, each weighted by the gates after it. With a delta rule or a low-rank term the
+factor is a matrix for each head, and the kernel itself computes both: from zeros the state that is added, and from the
+identity, with values of zero, the matrix. The outputs of that second call are what a state that enters adds to the
+outputs: without gradients no third call is needed, and no second one in the backward pass.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from ejkernel.families.linear_recurrence.record import (
     accumulator,
     as_recorded,
     head_count,
+    mixes_channels,
     segment_roles,
     states,
     with_plain_states,
@@ -75,7 +76,7 @@ def enters(ends: jax.Array) -> jax.Array:
 
 def summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summary:
     """Returns the summary of a shard."""
-    if record.beta is not None:
+    if mixes_channels(record):
         return _delta_summary(run, record, borders)
     key_gates, value_gates = _gates(record, borders.running)
     keys = _weighted(record.key, _after(key_gates), borders.running, record)
@@ -194,7 +195,7 @@ RULE = SplitRecurrence(
     summary=summary,
     gradient=gradient,
     corrected=corrected,
-    matrices=lambda record: record.beta is not None,
+    matrices=mixes_channels,
     states=states,
     name=lambda record: "initial_state" if record.cu_seqlens is None else "sequence_state",
 )

@@ -34,6 +34,8 @@ from ejkernel.modules.operations.configuration.recurrence import (
     RaggedGatedDeltaRuleConfig,
     RecurrentAttentionConfig,
     RWKV6Config,
+    RWKV7Config,
+    RWKV7MulConfig,
     StateSpaceV2Config,
 )
 from ejkernel.modules.operations.configuration.sequence import (
@@ -87,6 +89,8 @@ __all__ = [
     "QuantizedMatmulConfig",
     "RNNConfig",
     "RWKV6Config",
+    "RWKV7Config",
+    "RWKV7MulConfig",
     "RaggedDecodeAttentionConfig",
     "RaggedGatedDeltaRuleConfig",
     "RaggedPageAttentionv2Config",

@@ -126,7 +126,7 @@ def finish(args: RWKV6Arguments, output: tuple[jax.Array, jax.Array]) -> Any:
         read = jnp.pad(output[0][:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))).astype(accumulator(record))
         read = _with_bonus(record, args.u, _read_first(record, read))
         output = read.astype(record.query.dtype), output[1]
-    return plain_recurrence.finish(rwkv.as_plain(args), output)
+    return rwkv.finish(args, output)
 
 
 def _in_order(args: RWKV6Arguments) -> LinearRecurrence:

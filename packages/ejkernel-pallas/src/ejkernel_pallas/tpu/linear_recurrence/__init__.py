@@ -13,6 +13,9 @@ from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
+LOW_RANK = frozenset({"low_rank_write", "low_rank_read"})
+"""The fields of the family's low-rank term, which the kernel does not have."""
+
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
@@ -25,5 +28,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
-    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons)
-    return (mosaic_tpu(FAMILY, config, forward=config.TpuRecurrence, backward=config.TpuRecurrence, requires=requires),)
+    handles = optional_fields(FAMILY.record).keys() - LOW_RANK
+    requires = tpu_requires(handles=handles, extra=_reasons)
+    passes = {"forward": config.TpuRecurrence, "backward": config.TpuRecurrence}
+    return (mosaic_tpu(FAMILY, config, **passes, requires=requires, without=LOW_RANK),)

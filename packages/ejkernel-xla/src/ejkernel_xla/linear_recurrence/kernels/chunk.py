@@ -9,7 +9,8 @@ The delta rule's u solves a unit lower triangular system (the UT transform; Yang
 
     u_i + beta_i sum_{j < i} <k_i, w_ij k_j> u_j = beta_i (v_i - (k_i * w_i0)^T S_0)
 
-whose matrix is inverted block by block.
+whose matrix is inverted block by block. The low-rank term is a second write, with vectors and values of its own; see
+`low_rank`.
 
 Shapes: n rows and heads, counted together so that there is a single axis in front of the matrices; C tokens, a power of
 two; all arrays are [n, C, ...] in the accumulator's dtype, where those that groups of heads share have n / group.
@@ -25,6 +26,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.linear_recurrence.kernels.decay_weights import DecaySpans, apply_triangle, corners, decay_spans
 from ejkernel_xla.linear_recurrence.kernels.gates import KeyGates, key_gates
+from ejkernel_xla.linear_recurrence.kernels.low_rank import low_rank_reads
 from ejkernel_xla.linear_recurrence.kernels.products import decay_columns, dots, expand, multiply, weigh
 from ejkernel_xla.linear_recurrence.kernels.ut_solve import ut_solve
 
@@ -42,6 +44,8 @@ class ChunkTokens:
         beta: [n, C], or None.
         dt: [n, C], or None.
         skip: [n, C], the same for all tokens, or None.
+        low_rank_write: [n, C, K], or None.
+        low_rank_read: [n, C, K], or None.
     """
 
     query: jax.Array
@@ -52,17 +56,26 @@ class ChunkTokens:
     beta: jax.Array | None
     dt: jax.Array | None
     skip: jax.Array | None
+    low_rank_write: jax.Array | None
+    low_rank_read: jax.Array | None
 
 
 def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) -> tuple[jax.Array, jax.Array]:
     """Returns outputs [n, C, V] and the states [n, K, V] after a chunk, from the states before it."""
     count, keys = state.shape[0], key_gates(chunk.decay)
     write = _writes(state, chunk, keys, precision)
+    low_rank = _low_rank(state, chunk, write, keys, precision)
     after = _after(state, chunk, write, keys, precision)
+    if low_rank is not None:
+        after = after + keys.update(*low_rank, precision)
     if write.shape[-2] == 1:  # one token reads what it has just written, as the formula says
         output = scale * multiply(expand(chunk.query, count), after, precision)
     else:
-        output = scale * _read(state, chunk, write, keys, precision)
+        output = _read(state, chunk, write, keys, precision)
+        if low_rank is not None:
+            vectors, values = low_rank
+            output = output + multiply(keys.pairs(chunk.query, vectors, count, precision), values, precision)
+        output = scale * output
     if chunk.skip is not None:
         output = output + weigh(expand(chunk.value, count), chunk.skip)
     return output, after
@@ -81,7 +94,20 @@ def _read(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates
 def next_state(state: jax.Array, chunk: ChunkTokens, precision: Any) -> jax.Array:
     """Returns the states after a chunk alone."""
     keys = key_gates(chunk.decay)
-    return _after(state, chunk, _writes(state, chunk, keys, precision), keys, precision)
+    write = _writes(state, chunk, keys, precision)
+    low_rank = _low_rank(state, chunk, write, keys, precision)
+    after = _after(state, chunk, write, keys, precision)
+    return after if low_rank is None else after + keys.update(*low_rank, precision)
+
+
+def _low_rank(
+    state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the vectors [n, C, K] and values [n, C, V] of the low-rank write; None where there is none."""
+    if chunk.low_rank_write is None or chunk.low_rank_read is None:
+        return None
+    vectors = (chunk.low_rank_write, chunk.low_rank_read)
+    return chunk.low_rank_write, low_rank_reads(state, vectors, chunk.key, write, keys, precision)
 
 
 def _after(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:

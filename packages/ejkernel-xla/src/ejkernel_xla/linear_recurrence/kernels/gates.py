@@ -53,10 +53,12 @@ class HeadGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk."""
+        return decay_rows(state, self.since[..., -1:]) + self.update(key, write, precision)
+
+    def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
+        """Returns what the chunk adds to the states."""
         # On values, so that heads that share keys stay one product (`multiply_shared_columns`).
-        write = weigh(write, self.between[..., -1, :])
-        update = multiply_shared_columns(key, write, precision)
-        return decay_rows(state, self.since[..., -1:]) + update
+        return multiply_shared_columns(key, weigh(write, self.between[..., -1, :]), precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +83,12 @@ class ChannelGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk; see `HeadGates`."""
-        key = expand(key, state.shape[0]) * self.levels[-1].until[..., 0, :, :]
-        update = multiply_columns(key, write, precision)
-        return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + update
+        return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + self.update(key, write, precision)
+
+    def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
+        """Returns what the chunk adds to the states; see `HeadGates`."""
+        key = expand(key, write.shape[0]) * self.levels[-1].until[..., 0, :, :]
+        return multiply_columns(key, write, precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,11 @@ class NoGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk; see `HeadGates`."""
-        return state + multiply_shared_columns(key, write, precision)
+        return state + self.update(key, write, precision)
+
+    def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
+        """Returns what the chunk adds to the states; see `HeadGates`."""
+        return multiply_shared_columns(key, write, precision)
 
 
 KeyGates = HeadGates | ChannelGates | NoGates

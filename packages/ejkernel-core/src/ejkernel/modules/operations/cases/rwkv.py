@@ -74,6 +74,32 @@ def rwkv6(arguments: type) -> tuple[Case, ...]:
     return _cases(arguments, _CALLS, lambda key, call: {"u": normal(key, (call.h, call.k))})
 
 
+def rwkv7(arguments: type) -> tuple[Case, ...]:
+    """Returns cases of `rwkv7`."""
+    return _cases(arguments, _with_low_rank(), lambda key, call: dict(zip("ab", _directions(key, call), strict=True)))
+
+
+def rwkv7_mul(arguments: type) -> tuple[Case, ...]:
+    """Returns cases of `rwkv7_mul`."""
+
+    def more(key: jax.Array, call: Call) -> dict[str, Any]:
+        direction, other = _directions(key, call)
+        return {"kk": direction, "a": jax.nn.sigmoid(other)}
+
+    return _cases(arguments, _with_low_rank(), more)
+
+
+def _with_low_rank() -> tuple[Call, ...]:
+    fields = ("low_rank_write", "low_rank_read")
+    return tuple(call if call.tags else dataclasses.replace(call, exercises=call.exercises + fields) for call in _CALLS)
+
+
+def _directions(key: jax.Array, call: Call) -> list[jax.Array]:
+    """Returns two arrays of vectors of length one, so that states do not grow."""
+    vectors = (normal(k, (call.b, call.t, call.h, call.k)) for k in jax.random.split(key))
+    return [(x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(call.dtype) for x in vectors]
+
+
 def _cases(arguments: type, calls: Iterable[Call], more: Any) -> tuple[Case, ...]:
     """Returns calls as cases, whose arguments that only this operation has are `more(key, call)`."""
 

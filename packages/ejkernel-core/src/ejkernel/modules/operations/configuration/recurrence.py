@@ -78,6 +78,31 @@ class RWKV6Config(_ChunkConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class RWKV7Config(BaseOperationConfig):
+    """Chunks of `rwkv7`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_v: Value channels per block.
+        num_warps: Warps per program.
+        num_stages: Software pipeline depth.
+        chunk_size: Tokens per chunk.
+    """
+
+    block_v: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    chunk_size: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class RWKV7MulConfig(RWKV7Config):
+    """Chunks of `rwkv7_mul`. `None` lets the heuristics decide."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StateSpaceV2Config(BaseOperationConfig):
     """Chunks of `state_space_v2`. `None` lets the heuristics decide.
 

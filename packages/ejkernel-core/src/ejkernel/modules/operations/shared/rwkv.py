@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -83,3 +85,17 @@ def as_plain(args: Any) -> PlainCall:
     """Returns the call without what is special to RWKV: the same tokens, gates and states."""
     names = ("softmax_scale", "initial_state", "cu_seqlens", "state_indices", "reverse", "return_state")
     return PlainCall(query=args.r, key=args.k, value=args.v, gk=args.w, **{name: getattr(args, name) for name in names})
+
+
+def low_rank_record(args: Any, write: jax.Array, read: jax.Array) -> LinearRecurrence:
+    """Returns the family's record of a call with a low-rank term, whose vectors have the shape of r."""
+    record = plain_recurrence.lower(as_plain(args))
+    write, read = (x.reshape(record.query.shape) for x in (write, read))
+    if args.reverse:
+        write, read = (jnp.flip(x, axis=1) for x in (write, read))
+    return dataclasses.replace(record, low_rank_write=write, low_rank_read=read)
+
+
+def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
+    """Returns the public result: in the caller's order of time and rank, with the states if asked for."""
+    return plain_recurrence.finish(as_plain(args), output)
