@@ -16,8 +16,8 @@ INABILITY = {
         [
             r"dtype \S+ is not among [\w, ]+",
             r"scales are \S+: the kernels read \S+",
-            r"rhs has dtype \S+, (wants|lhs has) \S+",
-            r"a cache of \S+ beside queries of \S+",
+            r"rhs has dtype \S+( and lhs \S+)?; the kernel wants .*",
+            r"the cache has dtype .* and the queries \S+; the kernel wants the same",
             r"\w+: dtype \S+, wants \S+",
         ]
     ),
@@ -25,9 +25,11 @@ INABILITY = {
         [
             r"head size [\d, ]+ is not in .*",
             r"head sizes? [\d and]+ are not multiples of \d+",
-            rf"keys of {N} and values of {N} are not of {N} or {N}",
-            rf"keys of {N} columns and values of {N} are not .*",
-            rf"a latent size of {N} and {N} rotary columns are not {N} and {N}",
+            rf"head dimensions are {N} of keys and {N} of values; the kernel wants .*",
+            rf"keys have {N} columns and values {N}; the kernel wants .*",
+            rf"latent vectors have {N} and {N} rotary columns; the kernel wants .*",
+            rf"value has head dimension {N} and query {N}; the kernel wants .*",
+            rf"the queries have {N} heads; the kernel wants .*",
             rf"{N} key channels are not among [\d, ]+",
             rf"{N} value channels are no multiple of {N}",
             rf"values of size {N}, queries and keys of {N}: wants one head size",
@@ -38,8 +40,12 @@ INABILITY = {
         [
             rf"{N} (columns|rows|contracted elements|channels)[\w ]* are (not a|no) multiple of {N}(, or .*)?",
             rf"rows of {N}( and {N})? (scales|numbers)( of \S+)? are (not|no) multiples of {N} bytes",
-            rf"a cache of {N} slots a sequence is no multiple of {N}",
-            rf"pages of {N} slots are neither a multiple of {N} nor a divisor of at least {N}",
+            rf"lhs has {N} rows; the kernel wants .*",
+            rf"the (contracted axis of lhs|output axis of rhs) has {N} elements; the kernel wants .*",
+            rf"rhs (has {N} columns|gives {N} output columns); the kernel wants .*",
+            rf"[lr]hs_scale has a scale per {N} contracted elements; the kernel wants .*",
+            rf"the cache has {N} slots per sequence; the kernel wants .*",
+            rf"a page has {N} slots; the kernel wants .*",
             rf"key_pages: {N} rows of \S+ per token do not fill (words|tiles); wants .*",
         ]
     ),
@@ -49,15 +55,16 @@ INABILITY = {
             rf"bits {N}: the kernels unpack codes of 4 and 8",
             rf"groups of {N}: without transpose, groups have {N}",
             rf"groups of {N} are smaller than {N}",
-            r"lhs_scale or rhs_scale is None, wants both",
-            r"matrices lie with their contracted elements first; WGMMA reads .*",
+            r"lhs_scale or rhs_scale is None; the kernel wants both",
+            r"transpose_rhs is False; the kernel wants True, as WGMMA reads .*",
         ]
     ),
     "a cache of another kind": "|".join(
         [
             "a cache of latent vectors",
             "the cache has latent vectors: .*",
-            "the cache has no latent vectors",
+            "the cache has separate keys and values; the kernel wants latent vectors",
+            "the cache has latent vectors; the kernel wants separate keys and values",
             "the cache is not dense: one row of keys for each query",
         ]
     ),

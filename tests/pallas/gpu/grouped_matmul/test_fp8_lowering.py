@@ -30,22 +30,22 @@ def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=
     )
 
 
-CANDIDATES = config.scaled_candidates(make(width=256), None, "forward")
-BY_COLUMNS, BY_ROWS = config.BY_COLUMNS, config.BY_ROWS
+CANDIDATES = config.fp8_candidates(make(width=256), None, "forward")
+COLUMN_SPLIT_TILE, ROW_SPLIT_TILE = config.COLUMN_SPLIT_TILE, config.ROW_SPLIT_TILE
 
 
 @pytest.mark.parametrize(
     ("params", "fields"),
     [
-        (BY_ROWS, {"blocks": (1, 2)}),
-        (dataclasses.replace(BY_ROWS, block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
-        (BY_ROWS, {"blocks": (1, 1), "precision": DEFAULT}),
-        (BY_COLUMNS, {}),
-        (BY_COLUMNS, {"blocks": (4, 4), "depth": 512}),
-        (dataclasses.replace(BY_COLUMNS, dynamic=False), {"blocks": (1, 1)}),
-        (dataclasses.replace(BY_ROWS, dynamic=True), {"blocks": (1, 1), "precision": DEFAULT}),
-        (BY_COLUMNS, {"blocks": (1, 1), "precision": DEFAULT}),
-        (dataclasses.replace(BY_COLUMNS, block_n=128, product_n=64), {}),
+        (ROW_SPLIT_TILE, {"blocks": (1, 2)}),
+        (dataclasses.replace(ROW_SPLIT_TILE, block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
+        (ROW_SPLIT_TILE, {"blocks": (1, 1), "precision": DEFAULT}),
+        (COLUMN_SPLIT_TILE, {}),
+        (COLUMN_SPLIT_TILE, {"blocks": (4, 4), "depth": 512}),
+        (dataclasses.replace(COLUMN_SPLIT_TILE, dynamic_schedule=False), {"blocks": (1, 1)}),
+        (dataclasses.replace(ROW_SPLIT_TILE, dynamic_schedule=True), {"blocks": (1, 1), "precision": DEFAULT}),
+        (COLUMN_SPLIT_TILE, {"blocks": (1, 1), "precision": DEFAULT}),
+        (dataclasses.replace(COLUMN_SPLIT_TILE, block_n=128, product_n=64), {}),
     ],
     ids=str,
 )
@@ -65,34 +65,42 @@ def test_columns_share_scales_in_blocks_of_a_product():
 
 
 @pytest.mark.parametrize(
-    ("params", "by_columns", "quick"),
+    ("params", "split_by_columns", "sums_on_tensor_cores"),
     [
-        (BY_COLUMNS, True, False),
-        (BY_ROWS, False, True),
+        (COLUMN_SPLIT_TILE, True, False),
+        (ROW_SPLIT_TILE, False, True),
         # The public field alone sets the columns of a tile.
-        (dataclasses.replace(BY_COLUMNS, block_n=128), False, True),
-        (dataclasses.replace(BY_COLUMNS, block_n=128, product_n=64), True, False),
+        (dataclasses.replace(COLUMN_SPLIT_TILE, block_n=128), False, True),
+        (dataclasses.replace(COLUMN_SPLIT_TILE, block_n=128, product_n=64), True, False),
     ],
     ids=str,
 )
-def test_columns_are_divided_where_they_are_two_products(params, by_columns, quick):
-    scaling = spec.make_scaled_spec(make(blocks=(1, 1), precision=DEFAULT), params).scaling
-    assert (scaling.by_columns, scaling.quick) == (by_columns, quick)
+def test_columns_are_divided_where_they_are_two_products(params, split_by_columns, sums_on_tensor_cores):
+    scaling = spec.make_fp8_spec(make(blocks=(1, 1), precision=DEFAULT), params).scaling
+    assert (scaling.split_by_columns, scaling.sums_on_tensor_cores) == (split_by_columns, sums_on_tensor_cores)
 
 
-@pytest.mark.parametrize("params", [*CANDIDATES, *config.QUICK], ids=str)
+@pytest.mark.parametrize("params", [*CANDIDATES, *config.TENSOR_CORE_SUM_TILES], ids=str)
 def test_candidates_are_ones_that_the_kernel_can_have(params):
-    assert spec.scaled_shared_bytes(params) <= SHARED_MEMORY - spec.RESERVE
-    spec.make_scaled_spec(make(), params)
+    assert spec.fp8_shared_bytes(params) <= SHARED_MEMORY - spec.RESERVED_SMEM_BYTES
+    spec.make_fp8_spec(make(), params)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("block_n", 100), ("product_n", 96), ("product_n", 32), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0)],
+    [
+        ("block_n", 100),
+        ("product_n", 96),
+        ("product_n", 32),
+        ("stages", 1),
+        ("stages", 9),
+        ("group_m", 0),
+        ("output_buffers", 0),
+    ],
 )
 def test_tiles_that_are_none_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
-        spec.make_scaled_spec(make(), dataclasses.replace(BY_ROWS, **{name: value}))
+        spec.make_fp8_spec(make(), dataclasses.replace(ROW_SPLIT_TILE, **{name: value}))
 
 
 @pytest.mark.parametrize(
@@ -102,14 +110,14 @@ def test_tiles_that_are_none_are_refused(name, value):
         (make(rows=65), []),
         (make(rows=63), ["63 rows"]),
         (make(width=100), ["100 columns"]),
-        (make(blocks=(2, 4)), ["64 contracted elements per scale of matrices"]),
-        (make(depth=192, blocks=(1, 1)), ["192 contracted", "192 contracted"]),
+        (make(blocks=(2, 4)), ["rhs_scale has a scale per 64"]),
+        (make(depth=192, blocks=(1, 1)), ["lhs_scale has a scale per 192", "rhs_scale has a scale per 192"]),
         (make(dtype=jnp.float8_e5m2), ["float8_e5m2"]),
         (dataclasses.replace(make(), lhs_scale=None), ["lhs_scale"]),
         (dataclasses.replace(make(width=256), transpose_rhs=False), ["transpose_rhs"]),
     ],
 )
 def test_what_it_does_not_multiply_is_refused_with_a_sentence(record, words):
-    found = spec.scaled_reasons(record)
+    found = spec.fp8_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

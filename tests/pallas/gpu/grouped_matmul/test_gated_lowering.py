@@ -14,7 +14,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels import panels
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
 
 SHAPE = jax.ShapeDtypeStruct
-TILES, ALONE = config.GATED_TILES, config.GATED_ALONE
+TILES, ALONE = config.GATED_TILES, config.SINGLE_WARPGROUP_TILES
 
 
 def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, activation="silu"):
@@ -50,12 +50,17 @@ def test_a_call_lowers_to_one_kernel(fields, params):
 @pytest.mark.parametrize("params", [*TILES, *ALONE], ids=str)
 def test_candidates_fit_into_shared_memory_and_registers(params):
     made = spec.make_gated_spec(make(), params)
-    assert spec.shared_bytes(dataclasses.replace(made.tile, block_n=2 * params.block_n)) <= SHARED_MEMORY - spec.RESERVE
+    assert (
+        spec.shared_bytes(dataclasses.replace(made.tile, block_n=2 * params.block_n))
+        <= SHARED_MEMORY - spec.RESERVED_SMEM_BYTES
+    )
     multiplying, fetching = made.registers
     assert 128 * (spec.WARPGROUPS * multiplying + fetching) <= 65536
 
 
-@pytest.mark.parametrize(("name", "value"), [("block_n", 256), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("block_n", 256), ("stages", 1), ("stages", 9), ("group_m", 0), ("output_buffers", 0)]
+)
 def test_tiles_that_are_none_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         spec.make_gated_spec(make(), dataclasses.replace(TILES[0], **{name: value}))
@@ -67,8 +72,8 @@ def test_tiles_that_are_none_are_refused(name, value):
         (make(), []),
         (make(rows=513), ["513 rows"]),
         (make(rows=120), []),
-        (make(depth=100), ["100 contracted elements"]),
-        (make(width=96), ["96 columns of the output"]),
+        (make(depth=100), ["contracted axis of lhs has 100"]),
+        (make(width=96), ["96 output columns"]),
         (make(tokens=2**26, depth=512), ["rows can be gathered"]),
     ],
 )
@@ -78,10 +83,10 @@ def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "alone"), [(520, False), (320, True)])
-def test_one_warpgroup_has_a_few_rows_alone_where_groups_are_small(rows, alone):
+@pytest.mark.parametrize(("rows", "single_warpgroup"), [(520, False), (320, True)])
+def test_one_warpgroup_has_a_few_rows_alone_where_groups_are_small(rows, single_warpgroup):
     found = config.gated_candidates(make(rows=rows), None, "forward")
-    assert found[0].alone is alone
+    assert found[0].single_warpgroup is single_warpgroup
     assert config.gated_heuristic(make(rows=rows), None, "forward") == found[0]
 
 
@@ -103,7 +108,7 @@ def test_panels_of_the_gate_and_of_the_others_lie_side_by_side(half, monkeypatch
     shared = types.SimpleNamespace(full=ref, b=ref)
     call = types.SimpleNamespace(spec=made, shared=shared, operands={"rhs": ref})
     tile = types.SimpleNamespace(column=128, half=jnp.int32(half), matrix=3)
-    panels.fetch_panels(call, tile, "inner", 1)
+    panels.copy_gate_panels(call, tile, "inner", 1)
     begins = [int(source[2].start) for source, _ in copied]
     first = 128 + 64 * max(half, 0)
     assert begins == [first, first + 256, first + 64, first + 256 + 64][: 4 if half < 0 else 2]

@@ -44,7 +44,7 @@ def lowered(record, of_rows, of_matrices):
 
 
 FORWARD, BACKWARD = (config.candidates(make(), None, direction) for direction in ("forward", "backward"))
-HALVED = {"halves": True, "overlap": False, "block_n": 256, "stages": 4, "slots": 2}
+HALVED = {"half_columns": True, "overlap": False, "block_n": 256, "stages": 4, "output_buffers": 2}
 CLUSTERS = [
     (
         dataclasses.replace(FORWARD[0], **fields),
@@ -68,11 +68,12 @@ def test_a_call_and_its_gradients_lower(fields, params):
 
 @pytest.mark.parametrize("params", [*FORWARD, *(params.rhs for params in BACKWARD)], ids=str)
 def test_candidates_fit_into_shared_memory(params):
-    assert spec.shared_bytes(params) <= SHARED_MEMORY - spec.RESERVE
+    assert spec.shared_bytes(params) <= SHARED_MEMORY - spec.RESERVED_SMEM_BYTES
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("block_n", 100), ("stages", 1), ("stages", 9), ("band", 0), ("slots", 0), ("cluster_m", 3)]
+    ("name", "value"),
+    [("block_n", 100), ("stages", 1), ("stages", 9), ("group_m", 0), ("output_buffers", 0), ("cluster_m", 3)],
 )
 def test_tiles_that_are_none_are_refused(name, value):
     params = dataclasses.replace(FORWARD[0], **{name: value})
@@ -85,8 +86,8 @@ def test_tiles_that_are_none_are_refused(name, value):
     [
         (make(), []),
         (make(rows=513), ["513 rows"]),
-        (make(depth=100), ["100 contracted elements"]),
-        (make(width=100), ["100 columns"]),
+        (make(depth=100), ["contracted axis of lhs has 100"]),
+        (make(width=100), ["output axis of rhs has 100"]),
         (dataclasses.replace(make(), rhs=SHAPE((5, 128, 320), jnp.int8)), ["int8"]),
     ],
 )

@@ -18,8 +18,8 @@ def make_call(columns, *, matrices=5, contracted=640):
     tile = config.HopperGrouped(**config.ROW_TILES[0].fields)
     sizes = {"rows": 4096, "contracted": contracted, "columns": columns, "matrices": matrices}
     kinds = {"transposed": False, "dtype": jnp.dtype(jnp.bfloat16), "out": jnp.dtype(jnp.bfloat16)}
-    made = spec.GroupedSpec(**sizes, **kinds, tile=dataclasses.replace(tile, band=3))
-    return types.SimpleNamespace(spec=made, blocks=BLOCKS, beside=0, below=0)
+    made = spec.GroupedSpec(**sizes, **kinds, tile=dataclasses.replace(tile, group_m=3))
+    return types.SimpleNamespace(spec=made, blocks=BLOCKS, cluster_column=0, cluster_row=0)
 
 
 def test_matrices_of_many_rows_come_first():
@@ -34,8 +34,8 @@ def test_matrices_of_many_rows_come_first():
 @pytest.mark.parametrize("columns", [256, 1280])
 def test_every_second_round_begins_at_its_end(columns):
     call = make_call(columns)
-    count = call.spec.matrices * call.spec.down * call.spec.across
-    numbers = jax.vmap(lambda n: matrix_gradients._folded(call, n))(jnp.arange(count))
+    count = call.spec.matrices * call.spec.tile_rows * call.spec.column_tiles
+    numbers = jax.vmap(lambda n: matrix_gradients._alternate_direction(call, n))(jnp.arange(count))
     assert sorted(numbers.tolist()) == list(range(count))
     whole = count // BLOCKS
     rounds = np.asarray(numbers)[: whole * BLOCKS].reshape(whole, BLOCKS)
@@ -46,15 +46,15 @@ def test_every_second_round_begins_at_its_end(columns):
 @pytest.mark.parametrize(("tiles", "columns", "split"), [(8, 1280, 4), (6, 768, 6), (7, 1280, 0), (12, 1280, 0)])
 def test_tiles_of_a_short_last_round_are_split(tiles, columns, split):
     call = make_call(columns)
-    across = call.spec.across
+    column_tiles = call.spec.column_tiles
     assert row_tiles.split(call, jnp.int32(tiles)) == split
-    items = tiles * across + split
+    items = tiles * column_tiles + split
     place = jax.vmap(lambda n: row_tiles.tile_index(call, jnp.int32(tiles), n))(jnp.arange(items))
     found = [tuple(x) for x in np.stack(place, axis=1).tolist()]
     # Every tile once: all of its columns, or one half and the other.
-    halves = [(row, column) for row, column, half in found if half >= 0]
+    half_columns = [(row, column) for row, column, half in found if half >= 0]
     assert len(set(found)) == len(found)
-    assert all(halves.count(x) == 2 for x in halves)
+    assert all(half_columns.count(x) == 2 for x in half_columns)
     whole = {(row, column) for row, column, half in found if half < 0}
-    assert len(whole) + len(halves) // 2 == tiles * across
-    assert whole.isdisjoint(halves)
+    assert len(whole) + len(half_columns) // 2 == tiles * column_tiles
+    assert whole.isdisjoint(half_columns)

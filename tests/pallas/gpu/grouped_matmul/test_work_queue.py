@@ -68,7 +68,7 @@ def numbers(monkeypatch):
         places, place = view
         return jnp.int32(list(places)[place])
 
-    for name, function in (("fetch_number", fetch), ("store_number", store), ("load_number", load)):
+    for name, function in (("fetch_tile_index", fetch), ("store_tile_index", store), ("load_tile_index", load)):
         monkeypatch.setattr(work_queue.tile_scheduler, name, function)
     waits = {"barrier_wait": Barrier.wait, "barrier_arrive": Barrier.arrive}
     monkeypatch.setattr(work_queue, "plgpu", types.SimpleNamespace(**waits))
@@ -77,39 +77,39 @@ def numbers(monkeypatch):
     return given
 
 
-def make_call(dynamic):
+def make_call(dynamic_schedule):
     shared = types.SimpleNamespace(
         number=Places([None] * work_queue.SLOTS),
-        number_full=Places(Barrier(1) for _ in range(work_queue.SLOTS)),
-        number_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.SLOTS)),
+        next_tile_full=Places(Barrier(1) for _ in range(work_queue.SLOTS)),
+        next_tile_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.SLOTS)),
     )
-    spec = types.SimpleNamespace(dynamic=dynamic, steps=STEPS)
+    spec = types.SimpleNamespace(dynamic_schedule=dynamic_schedule, steps=STEPS)
     return types.SimpleNamespace(spec=spec, shared=shared, blocks=BLOCKS, tile_counter="counter")
 
 
 def produce(call, block, taken):
-    number, done = jnp.int32(block), jnp.int32(0)
+    number, steps_done = jnp.int32(block), jnp.int32(0)
     while number < TILES:
         taken.append(int(number))
-        requested = work_queue.request(call, number)
-        number, done = work_queue.publish(call, requested, done), done + STEPS
+        requested_tile = work_queue.request_next_tile(call, number)
+        number, steps_done = work_queue.publish_next_tile(call, requested_tile, steps_done), steps_done + STEPS
 
 
 def consume(call, block, taken):
-    number, done = jnp.int32(block), jnp.int32(0)
+    number, steps_done = jnp.int32(block), jnp.int32(0)
     while number < TILES:
         taken.append(int(number))
         # Products take longer than copies, and not equally long: the producer is ahead as far as barriers let it.
         time.sleep(random.random() / 50)
-        number, done = work_queue.next_number(call, number, done), done + STEPS
+        number, steps_done = work_queue.next_tile(call, number, steps_done), steps_done + STEPS
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_every_tile_is_one_block_s(numbers, dynamic):
+@pytest.mark.parametrize("dynamic_schedule", [False, True])
+def test_every_tile_is_one_block_s(numbers, dynamic_schedule):
     blocks = [[[] for _ in range(1 + WARPGROUPS)] for _ in range(BLOCKS)]
     threads = []
     for block, warpgroups in enumerate(blocks):
-        call = make_call(dynamic)
+        call = make_call(dynamic_schedule)
         for work, taken in zip((produce, *[consume] * WARPGROUPS), warpgroups, strict=True):
             threads.append(threading.Thread(target=work, args=(call, block, taken), daemon=True))
     for thread in threads:
@@ -119,4 +119,4 @@ def test_every_tile_is_one_block_s(numbers, dynamic):
     assert all(taken == warpgroups[0] for warpgroups in blocks for taken in warpgroups)
     assert sorted(number for warpgroups in blocks for number in warpgroups[0]) == list(range(TILES))
     # A block asks once for each of its tiles, and is told of the end by the last number.
-    assert len(numbers) == (TILES if dynamic else 0)
+    assert len(numbers) == (TILES if dynamic_schedule else 0)

@@ -10,18 +10,18 @@ import pytest
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split, make_split
+from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, TailSplit, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention import backward
 from ejkernel_pallas.gpu.tiled_attention.config import (
-    BACKWARD,
-    FORWARD,
-    VALUES,
+    BACKWARD_TILES,
+    FORWARD_TILES,
+    VALUE_HEAD_DIMS,
     HopperBackward,
     HopperForward,
     backward_tile,
 )
 from ejkernel_pallas.gpu.tiled_attention.forward import forward
-from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merged
+from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, query_block_ranges, tiles
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
@@ -29,16 +29,16 @@ from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 @pytest.mark.parametrize(
     ("tiles", "visits", "split"),
     [
-        (4096, 64, Split(4, 32)),  # B4 S8192 H16 D128
-        (16, 256, Split(16, 8)),  # fewer tiles than blocks
-        (132, 64, WHOLE),  # whole waves
-        (116, 16, WHOLE),  # parts would take more waves
-        (4, 8, WHOLE),  # less is saved than parts cost
-        (4, 1, WHOLE),
+        (4096, 64, TailSplit(4, 32)),  # B4 S8192 H16 D128
+        (16, 256, TailSplit(16, 8)),  # fewer tiles than blocks
+        (132, 64, NO_SPLIT),  # whole waves
+        (116, 16, NO_SPLIT),  # parts would take more waves
+        (4, 8, NO_SPLIT),  # less is saved than parts cost
+        (4, 1, NO_SPLIT),
     ],
 )
 def test_the_last_wave_is_split_where_that_saves_time(tiles, visits, split):
-    assert make_split(tiles, 132, visits) == split
+    assert split_tail_wave(tiles, 132, visits) == split
 
 
 @pytest.mark.parametrize(("batch", "heads", "queries", "keys"), [(1, 5, 700, 8000), (2, 3, 128, 6000)])
@@ -48,7 +48,7 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
     table = key_block_ranges(spec, None, 128, 128)
     count = -(-keys // 128)
-    rows, split = table.shape[1], make_split(batch * heads * table.shape[1], 12, count)
+    rows, split = table.shape[1], split_tail_wave(batch * heads * table.shape[1], 12, count)
     plan = tile_scheduler.make_plan(
         rows, batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, persistent=True, split=split
     )
@@ -69,7 +69,7 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
 
 
 def test_parts_are_no_more_than_there_are_tiles_to_visit():
-    assert make_split(2, 132, 8, heads=4) == Split(2, 8)
+    assert split_tail_wave(2, 132, 8, heads=4) == TailSplit(2, 8)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, que
     q = jax.ShapeDtypeStruct((2, queries, heads, size), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, keys, kv_heads, size), jnp.bfloat16)
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
-    tile = backward_tile(params_of(BACKWARD, size), spec)
+    tile = backward_tile(params_of(BACKWARD_TILES, size), spec)
     table = query_block_ranges(spec, None, tile.queries, tile.keys)
     plan, at = backward._plan(table, spec, tile)(2), jnp.asarray(table)
     assert plan.split.tiles
@@ -107,36 +107,36 @@ def test_parts_make_the_whole():
     sums = masses.sum(axis=-1)
     parts = np.einsum("tpqk,tpkd->tpqd", masses, values.reshape(2, 4, 6, 8)) / np.where(sums > 0, sums, 1)[..., None]
     with np.errstate(divide="ignore"):
-        output, lse = merged(jnp.asarray(parts), jnp.asarray(np.log(sums)))
+        output, lse = merge_split_tiles(jnp.asarray(parts), jnp.asarray(np.log(sums)))
         np.testing.assert_allclose(lse, np.log(row_sum), rtol=1e-6)
     np.testing.assert_allclose(output, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", FORWARD)
+@pytest.mark.parametrize("size", FORWARD_TILES)
 def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
-    value_size = VALUES[size][0]
+    value_size = VALUE_HEAD_DIMS[size][0]
     q, k, v = (
         jax.ShapeDtypeStruct((1, n, 8, d), jnp.bfloat16) for n, d in ((100, size), (4001, size), (4001, value_size))
     )
     sinks = jax.ShapeDtypeStruct((8,), jnp.float32)
     record = TiledAttention(query=q, key=k, value=v, softmax_scale=0.1, softmax_aux=sinks)
-    text = lowered(lambda record: forward(record, params_of(FORWARD, size)), record)
-    assert f"tensor<{8 * 16}x{FORWARD[size][0][0]}x{value_size}xf32>" in text
+    text = lowered(lambda record: forward(record, params_of(FORWARD_TILES, size)), record)
+    assert f"tensor<{8 * 16}x{FORWARD_TILES[size][0][0]}x{value_size}xf32>" in text
 
 
-@pytest.mark.parametrize("size", BACKWARD)
+@pytest.mark.parametrize("size", BACKWARD_TILES)
 def test_a_call_of_few_keys_has_its_queries_split(size, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
-    value_size = VALUES[size][0]
+    value_size = VALUE_HEAD_DIMS[size][0]
     q = jax.ShapeDtypeStruct((1, 4001, 8, size), jnp.bfloat16)
     k, v = (jax.ShapeDtypeStruct((1, 100, 2, d), jnp.bfloat16) for d in (size, value_size))
     record = TiledAttention(query=q, key=k, value=v, softmax_scale=0.1)
-    output, residuals = jax.eval_shape(lambda record: forward(record, params_of(FORWARD, size)), record)
+    output, residuals = jax.eval_shape(lambda record: forward(record, params_of(FORWARD_TILES, size)), record)
     wanted = frozenset({"query", "key", "value"})
     pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
-    text = lowered(lambda pullback: backward.backward(pullback, params_of(BACKWARD, size)), pullback)
-    keys = BACKWARD[size][0][0]
+    text = lowered(lambda pullback: backward.backward(pullback, params_of(BACKWARD_TILES, size)), pullback)
+    keys = BACKWARD_TILES[size][0][0]
     for d in (size, value_size):
         assert text.count(f"tensor<{2 * PARTS[size]}x{keys}x{d}xf32>") > (1 if size == value_size else 0)
 
@@ -148,7 +148,7 @@ PARTS = {64: 32, 128: 63, 192: 63, 256: 32}
 def params_of(table, size):
     """The configuration that comes first."""
     (first, second, stages), *_ = table[size]
-    if table is FORWARD:
+    if table is FORWARD_TILES:
         return HopperForward(block_q=first, block_kv=second, stages=stages)
     return HopperBackward(block_kv=first, block_q=second, stages=stages)
 

@@ -18,17 +18,17 @@ def numbers(pattern, code):
 @pytest.mark.parametrize("keys", [64, 128, 192])
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
 def test_instructions_walk_along_the_columns(size, keys):
-    code = wgmma._code(keys, [size], "bf16", keys // 2, fresh=True)
+    code = wgmma._product_ptx(keys, [size], "bf16", keys // 2, zero_accumulator=True)
     # Shared memory has eight rows after the last eight, and of these the parts of 64 columns one after the other.
     memory = np.arange(2 * ROWS * size).reshape(2, size // PART, ROWS, PART)
     columns = memory[0, :, 0].reshape(-1)[::16] * BYTES
     registers = keys // 2
     for operand in (registers, registers + 1):
-        places = np.array(numbers(rf"add\.u32 place, \${operand}, (\d+);", code)) * wgmma.UNIT
+        places = np.array(numbers(rf"add\.u32 place, \${operand}, (\d+);", code)) * wgmma.DESCRIPTOR_UNIT_BYTES
         np.testing.assert_array_equal(places, columns)
     (upper,) = numbers(r"mov\.b32 upper, (\d+);", code)
-    assert upper & wgmma.SWIZZLED
-    assert (upper ^ wgmma.SWIZZLED) * wgmma.UNIT == (memory[1] - memory[0]).flat[0] * BYTES
+    assert upper & wgmma.SWIZZLE_128B
+    assert (upper ^ wgmma.SWIZZLE_128B) * wgmma.DESCRIPTOR_UNIT_BYTES == (memory[1] - memory[0]).flat[0] * BYTES
     assert code.count(f"wgmma.mma_async.sync.aligned.m64n{keys}k16.f32.bf16.bf16") == size // 16
     # `adds` is whether a column is not zero.
     assert numbers(r"setp\.ne\.b32 adds, zero, (\d+);", code) == list(range(0, size, 16))
@@ -37,7 +37,8 @@ def test_instructions_walk_along_the_columns(size, keys):
 @pytest.mark.parametrize("size", [128, 256])
 def test_operands_of_8_bits_have_twice_the_columns_in_as_many_bytes(size):
     of_8, of_16 = (
-        wgmma._code(64, [columns], kind, 32, fresh=True) for columns, kind in ((size, "e4m3"), (size // 2, "bf16"))
+        wgmma._product_ptx(64, [columns], kind, 32, zero_accumulator=True)
+        for columns, kind in ((size, "e4m3"), (size // 2, "bf16"))
     )
     assert of_8.count("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3") == size // 32
     for pattern in (r"mov\.b32 upper, (\d+);", r"add\.u32 place, \$\d+, (\d+);"):
@@ -49,11 +50,11 @@ def test_operands_of_8_bits_have_twice_the_columns_in_as_many_bytes(size):
 
 def test_more_pairs_of_operands_are_added_to_what_is_there():
     registers, first = 32, 64
-    code = wgmma._code(64, [128, 64], "bf16", first, fresh=False)
+    code = wgmma._product_ptx(64, [128, 64], "bf16", first, zero_accumulator=False)
     for pair, size in enumerate((128, 64)):
         for operand in (first + 2 * pair, first + 2 * pair + 1):
             assert len(numbers(rf"add\.u32 place, \${operand}, (\d+);", code)) == size // 16
-    assert numbers(r"mov\.b32 upper, (\d+);", code) == [wgmma.SWIZZLED | 128, wgmma.SWIZZLED | 64]
+    assert numbers(r"mov\.b32 upper, (\d+);", code) == [wgmma.SWIZZLE_128B | 128, wgmma.SWIZZLE_128B | 64]
     assert all(numbers(r"setp\.ne\.b32 adds, zero, (\d+);", code))
     assert f"${registers - 1}}}" in code
     assert code.count("wgmma.commit_group") == 1

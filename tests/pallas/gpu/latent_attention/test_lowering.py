@@ -65,15 +65,16 @@ def test_rows_of_no_head_need_not_be_stored(heads):
     traced = jax.jit(lambda record: forward.forward(record, params)[0]).trace(make(heads=heads))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == KERNELS
     device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-    assert spec.make_spec(make(heads=heads), params, 512).stored == heads
+    assert spec.make_spec(make(heads=heads), params, 512).stored_rows == heads
     assert params in config.candidates(make(heads=heads), device, "forward")
     assert params not in config.candidates(make(heads=64), device, "forward")
 
 
 def test_every_piece_of_a_product_begins_with_queries_in_shared_memory():
-    assert spec.CHUNKS % spec.PIECES == 0
+    assert spec.CHUNKS_PER_HALF % spec.PIECES_PER_HALF == 0
     assert all(
-        chunk % (spec.CHUNKS // spec.PIECES) or chunk == 2 * spec.CHUNKS for chunk in latent_attention.IN_REGISTERS
+        chunk % (spec.CHUNKS_PER_HALF // spec.PIECES_PER_HALF) or chunk == 2 * spec.CHUNKS_PER_HALF
+        for chunk in latent_attention.CHUNKS_IN_REGISTERS
     )
 
 
@@ -81,7 +82,7 @@ def test_every_piece_of_a_product_begins_with_queries_in_shared_memory():
 def test_values_in_chunks_are_multiplied_in_steps_of_sixteen_keys(in_registers):
     chunk = 64 * 128 // 16 << 16
     offsets = [chunk + step * 16 * 128 // 16 for step in range(4)]
-    code = wgmma._accumulating_code(256, "bf16", offsets, transposed=True, in_registers=in_registers)
+    code = wgmma._accumulation_ptx(256, "bf16", offsets, transposed=True, in_registers=in_registers)
     # The place of B is the last operand, behind sums, the sums before, and four registers of A for each instruction.
     place = 256 + (16 if in_registers else 1)
     places = re.findall(r"add.u32 place, \$(\d+), (\d+); mov.b64 right", code)
@@ -90,7 +91,7 @@ def test_values_in_chunks_are_multiplied_in_steps_of_sixteen_keys(in_registers):
 
 
 def test_shared_memory_has_room_for_queries_and_two_blocks():
-    tiles = 3 * spec.BLOCK_KV * (spec.LATENT + spec.ROTARY) * 2
+    tiles = 3 * spec.BLOCK_KV * (spec.LATENT_DIM + spec.ROTARY_DIM) * 2
     assert tiles + 2 * 2 * 64 * 4 + 1024 <= SHARED_MEMORY
 
 
@@ -103,7 +104,7 @@ def test_every_step_has_one_program(programs, lens):
     made = plan.make_plan(record, constants)
     items, shares = np.asarray(made.items), np.asarray(made.shares)
     np.testing.assert_array_equal(items[:, 1], lens)
-    np.testing.assert_array_equal(items[:, 3], np.maximum(-(-np.array(lens) // spec.UNIT), 1))
+    np.testing.assert_array_equal(items[:, 3], np.maximum(-(-np.array(lens) // spec.KEYS_PER_STEP), 1))
     line = np.concatenate([np.full(steps, n) for n, steps in enumerate(items[:, 3])])
     assert shares[0, 1] == 0
     assert shares[-1, 1] == len(line)
@@ -133,7 +134,7 @@ def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
     starts = {"kv_starts": jnp.full(len(lens), fields["kv_starts"])} if "kv_starts" in fields else {}
     record = dataclasses.replace(make(rows=len(lens), lens=lens, page=128), **{**fields, **starts})
     constants = spec.make_spec(record, config.HopperLatent(num_programs=8), 512)
-    for got, want in zip(schedule.planned(record, constants), plan.make_plan(record, constants), strict=True):
+    for got, want in zip(schedule.plan_in_kernel(record, constants), plan.make_plan(record, constants), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -143,10 +144,10 @@ def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
 def test_a_share_grows_by_a_few_percent_where_that_leaves_items_whole(rows, length, cut):
     record = make(rows=rows, lens=[length] * rows, heads=128, page=512)
     shares = {}
-    for growth in (0, 6):
-        constants = spec.make_spec(record, dataclasses.replace(PARAMS, growth=growth), 512)
-        shares[growth] = np.asarray(plan.make_plan(record, constants).shares)
-    steps = -(-length // spec.UNIT)
+    for max_growth_percent in (0, 6):
+        constants = spec.make_spec(record, dataclasses.replace(PARAMS, max_growth_percent=max_growth_percent), 512)
+        shares[max_growth_percent] = np.asarray(plan.make_plan(record, constants).shares)
+    steps = -(-length // spec.KEYS_PER_STEP)
     assert shares[6][-1, 1] == shares[0][-1, 1] == rows * steps
     assert (shares[6][:, 1] % steps).any() == cut
     assert 0 <= shares[6][1, 1] - shares[0][1, 1] <= 0.06 * shares[0][1, 1]
@@ -158,10 +159,10 @@ def test_a_share_grows_by_a_few_percent_where_that_leaves_items_whole(rows, leng
         (make(), []),
         (make(page=16), []),
         (make(heads=68), ["68 heads"]),
-        (make(page=4), ["pages of 4"]),
-        (make(page=96), ["pages of 96"]),
+        (make(page=4), ["page has 4"]),
+        (make(page=96), ["page has 96"]),
         (make(dense=True, page=301), ["301 slots"]),
-        (make(latent=(256, 256)), ["latent size of 256"]),
+        (make(latent=(256, 256)), ["latent vectors have 256"]),
         (dataclasses.replace(make(), key_pages=SHAPE((32, 64, 640), jnp.float8_e4m3fn)), ["float8_e4m3fn"]),
     ],
 )
@@ -215,13 +216,13 @@ def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
         output, _ = forward.decode(lower(given), PARAMS)
         return finish(given, output)
 
-    def update(body, operands, updated, blocks):
+    def update_in_place(body, operands, updated, blocks):
         shapes = {name: SHAPE(x.shape, x.dtype) for name, x in updated.items()}
         return jax.pure_callback(lambda *arrays: None, shapes, *operands.values(), *updated.values())
 
     monkeypatch.setattr(forward, "launch", launch)
-    monkeypatch.setattr(split_combine, "update", update)
-    monkeypatch.setattr(forward, "planned", plan.make_plan)
+    monkeypatch.setattr(split_combine, "update_in_place", update_in_place)
+    monkeypatch.setattr(forward, "plan_in_kernel", plan.make_plan)
     given = decode_arguments(sizes)
     made, smallest = jax.jit(step).lower(given).compile().as_text(), given.latent_cache.size * sizes[-1] // sizes[0]
     found = {what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= smallest}
@@ -249,7 +250,7 @@ def test_columns_behind_the_latent_vector_are_those_of_the_family():
     np.testing.assert_allclose(got, want[:, 0, :, 512:], atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_programs", 0), ("growth", -1)])
+@pytest.mark.parametrize(("name", "value"), [("num_programs", 0), ("max_growth_percent", -1)])
 def test_numbers_that_cannot_be_are_errors(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         spec.make_spec(make(), dataclasses.replace(PARAMS, **{name: value}), 512)

@@ -34,11 +34,11 @@ def make(
     holes=False,
     starts=None,
     first=0,
-    live=None,
+    count_live_tiles=None,
 ):
     """A record of random numbers, whose pages lie in any order; with holes, one of each sequence is absent.
 
-    The rows before `first` and behind those of `live` sequences are of none.
+    The rows before `first` and behind those of `count_live_tiles` sequences are of none.
     """
     rng = np.random.default_rng(0)
     pages = max(PAGES, len(lens) * -(-max(lens) // page))
@@ -60,7 +60,7 @@ def make(
         kv_layout=layout,
         kv_heads=None,
         kv_starts=None if starts is None else jnp.asarray(starts, jnp.int32),
-        num_seqs=None if live is None else jnp.int32(live),
+        num_seqs=None if count_live_tiles is None else jnp.int32(count_live_tiles),
     )
 
 
@@ -96,8 +96,8 @@ def test_a_call_lowers(fields):
         ({"layout": "phsd", "page": 8, **LONG}, (None, 3)),
         ({"layout": "pshcd", **LONG, "holes": True}, None),
         ({"page": 32, **LONG, "starts": (0, 0, 130, 0, 7)}, (140, 0)),
-        ({**LONG, "first": 131, "live": 3}, None),
-        ({**LONG, "live": 0}, None),
+        ({**LONG, "first": 131, "count_live_tiles": 3}, None),
+        ({**LONG, "count_live_tiles": 0}, None),
         ({"page": 256, "size": 64, **LONG}, None),
     ],
     ids=[
@@ -115,7 +115,7 @@ def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, mo
     monkeypatch.setattr(forward, "_launch", simulated)
     monkeypatch.setattr(paged_prefill, "_launch", _simulated_prefill)
     monkeypatch.setattr(paged_prefill, "sequential_vmap", lambda function: function)
-    monkeypatch.setattr(forward, "combined", lambda constants, schedule, made: (made.output, made.lse))
+    monkeypatch.setattr(forward, "combine_partial_results", lambda constants, schedule, made: (made.output, made.lse))
     monkeypatch.setattr(forward, "sequential_vmap", lambda function: function)
     output, lse = forward.attend(record, PARAMS)
     want, want_lse = jax.jit(lambda record: reference(record)[0])(record)
@@ -161,7 +161,7 @@ def _simulated_prefill(flash, layout, *arrays):
     keys_of = paged_prefill.PagedKeys(layout)
     rows, heads = operands["q"].shape[1:3]
     output, lse = np.full((1, rows, heads, flash.value_dim), np.nan), np.full((1, heads, rows), np.nan)
-    for number in range(int(keys_of.live(operands))):
+    for number in range(int(keys_of.count_live_tiles(operands))):
         tile, head = divmod(number, heads)
         start, full_start, full_end, stop = map(int, operands["table"][0, tile, :4])
         limits = keys_of.tile(operands, tile)
@@ -202,11 +202,13 @@ def _copied(layout, operands, what, place, head):
     source, size = operands[what].astype(np.float32), layout.key_dim
     made, (pages, block) = [], place
     for number, page in enumerate(pages):
-        slot = block * 128 + number * layout.copied
+        slot = block * 128 + number * layout.slots_per_copy
         slot = slot % layout.page_size if layout.columns else slot
         index, column = paged_prefill.cache_index(layout, page, head, ("k", "v").index(what))
         there = int(index) < source.shape[0]
-        rows = source[int(index) if there else 0, int(slot) :, int(column) : int(column) + size][: layout.copied]
+        rows = source[int(index) if there else 0, int(slot) :, int(column) : int(column) + size][
+            : layout.slots_per_copy
+        ]
         made.append(rows if there else np.zeros_like(rows))
     return np.concatenate(made)
 
@@ -214,7 +216,8 @@ def _copied(layout, operands, what, place, head):
 def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
     record = make(lens=(300, 0, 364, 1, 700), q_lens=(140, 0, 300, 1, 170), first=5, page=64)
     table = np.asarray(prefill.make_prefill(record, paged_cache.RowLimits(32, 999)))[0]
-    tiles = [paged_prefill.PagedTile(*row) for row in table[: table[0, prefill.LIVE] // 8, prefill.FIELDS]]
+    live = table[0, prefill.NUM_LIVE_TILES_FIELD] // 8
+    tiles = [paged_prefill.PagedTile(*row) for row in table[:live, prefill.KEY_RANGE_FIELDS]]
     # The last two are of rows that belong to no sequence, and have no keys.
     assert [tile.sequence for tile in tiles[:-2]] == [4, 4, 2, 2, 2, 0, 0]
     assert [tile.keys for tile in tiles] == [700, 652, 364, 319, 191, 300, 283, 0, 0]
@@ -226,7 +229,7 @@ def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
 def test_every_step_has_one_program(programs):
     record = make(lens=(300, 0, 64, 129, 1, 260), q_lens=(40, 0, 1, 17, 1, 2), page=128)
-    tiles = paged_cache.query_tiles(record, spec.tokens_of_tile(record))
+    tiles = paged_cache.query_tiles(record, spec.tokens_per_tile(record))
     items, shares = map(np.asarray, decode.make_plan(record, tiles, programs))
     # Tiles without tokens have no step.
     assert np.array_equal(items[:, 3] > 0, np.asarray(tiles.rows) > 0)
@@ -248,9 +251,9 @@ def test_every_step_has_one_program(programs):
     [
         (make(), []),
         (make(page=256), []),
-        (make(size=96), ["keys of 96"]),
-        (make(page=4), ["pages of 4"]),
-        (make(page=96), ["pages of 96"]),
+        (make(size=96), ["96 of keys"]),
+        (make(page=4), ["page has 4"]),
+        (make(page=96), ["page has 96"]),
         (make(heads=130, kv_heads=2), ["65 query heads"]),
         (dataclasses.replace(make(), key_pages=SHAPE((4, 16, 2, 128), jnp.int8)), ["int8"]),
     ],
@@ -276,7 +279,7 @@ def absent(verdict):
 
 @pytest.mark.parametrize("fields", [{"num_programs": 0}, {"num_programs": 4, "stages": 0}])
 def test_no_program_or_stage_is_an_error(fields):
-    with pytest.raises(ValueError, match="want at least 1"):
+    with pytest.raises(ValueError, match="at least 1"):
         spec.make_spec(make(), config.HopperPaged(**fields))
 
 
@@ -285,4 +288,4 @@ def test_shared_memory_has_room_for_stages(size):
     record = make(size=size)
     constants = spec.make_spec(record, PARAMS)
     assert constants.stages >= 3
-    assert 2 * size * (64 + 2 * 128 * constants.stages) + spec.RESERVED <= 227 * 1024
+    assert 2 * size * (64 + 2 * 128 * constants.stages) + spec.RESERVED_SMEM_BYTES <= 227 * 1024

@@ -11,9 +11,9 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import (
     key_block_ranges,
-    padded_ids,
+    pad_segment_ids,
     query_block_ranges,
-    without_padding,
+    zero_padded_tokens,
 )
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
@@ -59,7 +59,7 @@ def masking(pairs, rows, columns, fill):
 def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
     spec, ids = make_spec(call), None
     if call.q_segment_ids is not None:
-        ids = (padded_ids(call.q_segment_ids, blocks[0], -1), padded_ids(call.kv_segment_ids, blocks[1], -2))
+        ids = (pad_segment_ids(call.q_segment_ids, blocks[0], -1), pad_segment_ids(call.kv_segment_ids, blocks[1], -2))
     pairs = attended(call)
     # Queries beyond the end may see anything: nothing is written for them. Keys beyond the end are seen by nobody.
     beyond = np.pad(pairs, ((0, 0), (0, -pairs.shape[1] % blocks[0]), (0, 0)), constant_values=True)
@@ -82,14 +82,14 @@ def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
 
 
 def test_ids_of_padding_never_meet():
-    queries, keys = padded_ids(jnp.array([[0, -5, 1]]), 4, -1), padded_ids(jnp.array([[-5, 0]]), 4, -2)
+    queries, keys = pad_segment_ids(jnp.array([[0, -5, 1]]), 4, -1), pad_segment_ids(jnp.array([[-5, 0]]), 4, -2)
     assert queries.tolist() == [[0, -1, 1, -1]]
     assert keys.tolist() == [[-2, 0, -2, -2]]
 
 
 def test_padding_becomes_zeros_whatever_it_holds():
     x = jnp.array([jnp.nan, 2.0, jnp.inf], jnp.bfloat16)[None, :, None, None]
-    made = without_padding(x, jnp.array([[-1, 0, -7]]))
+    made = zero_padded_tokens(x, jnp.array([[-1, 0, -7]]))
     assert made.dtype == jnp.bfloat16
     assert made.ravel().tolist() == [0.0, 2.0, 0.0]
 
@@ -123,5 +123,5 @@ def test_padding_beyond_the_end_brings_no_visits():
     ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 4)[None]
     q = jax.ShapeDtypeStruct((1, 16, 1, 64), jnp.bfloat16)
     spec = make_spec(TiledAttention(query=q, key=q, value=q, softmax_scale=1.0, q_segment_ids=ids, kv_segment_ids=ids))
-    made = key_block_ranges(spec, (padded_ids(ids, 12, -1), padded_ids(ids, 4, -2)), 12, 4)
+    made = key_block_ranges(spec, (pad_segment_ids(ids, 12, -1), pad_segment_ids(ids, 4, -2)), 12, 4)
     assert made[0].tolist() == [[0, 0, 0, 3], [3, 3, 3, 4]]

@@ -12,8 +12,8 @@ from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.tiled_attention import backward
 from ejkernel_pallas.gpu.tiled_attention.config import BackwardTile
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import Call, QueryRuns, for_each_query_block
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import padded_ids, query_block_ranges, tiles
-from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import first_adders
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import pad_segment_ids, query_block_ranges, tiles
+from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import find_first_adders
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 BLOCKS = (4, 8)
@@ -36,7 +36,10 @@ def table(name):
         ids = [rng.integers(-1, 4, (2, n)) for n in (queries, keys)]
         ids = ids if "no order" in name else [np.sort(x, axis=1) for x in ids]
         fields = fields | {"q_segment_ids": jnp.asarray(ids[0]), "kv_segment_ids": jnp.asarray(ids[1])}
-        ids = padded_ids(fields["q_segment_ids"], BLOCKS[0], -1), padded_ids(fields["kv_segment_ids"], BLOCKS[1], -2)
+        ids = (
+            pad_segment_ids(fields["q_segment_ids"], BLOCKS[0], -1),
+            pad_segment_ids(fields["kv_segment_ids"], BLOCKS[1], -2),
+        )
     q, k = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16) for n in (queries, keys))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **fields))
     return query_block_ranges(spec, ids, *BLOCKS), tiles(queries, BLOCKS[0])
@@ -45,7 +48,7 @@ def table(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_turns_count_the_earlier_visitors(name):
     visits, count = table(name)
-    earliest = np.asarray(first_adders(visits, count))
+    earliest = np.asarray(find_first_adders(visits, count))
     seen = np.zeros((len(visits), count), int)
     for row, key in np.ndindex(visits.shape[:2]):
         first, _, _, last = np.asarray(visits)[row, key]
@@ -61,7 +64,7 @@ def test_turns_count_the_earlier_visitors(name):
 def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
     """However few blocks run at a time: `room` of them, which begin in the order of the list and add in any."""
     visits, count = table(name)
-    earliest = np.asarray(first_adders(visits, count))
+    earliest = np.asarray(find_first_adders(visits, count))
     visits, batch, heads = np.asarray(visits), 2, 2
     plan = tile_scheduler.make_plan(
         visits.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**24, group=1, persistent=False
@@ -121,7 +124,7 @@ def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, by_head):
     plan = backward._plan(visits, spec, tile)(spec.batch)
     assert (plan.folded, backward._by_head(visits, spec, tile)) == (folded, by_head)
     if folded:
-        assert plan.bundle * spec.group_size * spec.queries * tile.row_bytes(spec) <= 1.5 * tile_scheduler.CACHE
+        assert plan.bundle * spec.group_size * spec.queries * tile.row_bytes(spec) <= 1.5 * tile_scheduler.L2_BYTES
 
 
 @pytest.mark.parametrize("by_head", [False, True])

@@ -21,10 +21,12 @@ def test_products_of_numbers_decide_as_everywhere():
     spec = make_spec(record)
     made = tile_dropout.numbers(record, spec, 64, 128)
     assert {name: (x.shape, x.dtype.name) for name, x in made.items()} == {
-        "q_numbers": ((2, 4, 128), "uint32"),
-        "k_numbers": ((1, 256), "uint32"),
+        "q_dropout_keys": ((2, 4, 128), "uint32"),
+        "k_dropout_keys": ((1, 256), "uint32"),
     }
-    kept = made["q_numbers"][..., :70, None] * made["k_numbers"][:, None, None, :130] >= jnp.uint32(spec.threshold)
+    kept = made["q_dropout_keys"][..., :70, None] * made["k_dropout_keys"][:, None, None, :130] >= jnp.uint32(
+        spec.threshold
+    )
     index = jnp.arange(2)[:, None, None], jnp.arange(4)[:, None], jnp.arange(70)
     rows = dropout.row_keys(record.dropout_seed, *index)
     np.testing.assert_array_equal(kept, dropout.keep(rows[..., None], jnp.arange(130), 0.3))
@@ -38,6 +40,6 @@ def test_what_drops_nothing_needs_no_numbers(prob):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_number_instead_of_zero_is_one_of_the_dtype(dtype):
-    tiny = tile_dropout.TINY[dtype]
+    tiny = tile_dropout.DROPPED_WEIGHT[dtype]
     assert float(np.asarray(tiny, dtype)) == tiny
     assert float(np.float32(1 / tiny)) == 1 / tiny

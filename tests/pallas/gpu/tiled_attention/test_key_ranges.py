@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import padded_ids
-from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import MIXED, key_ranges
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import pad_segment_ids
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED, key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
-LARGEST = 2**31 - 1
+MAX_BYTES = 2**31 - 1
 PADDED = {"nowhere": (0, 0), "before": (3, 0), "after": (0, 3), "around": (2, 2)}
 
 
@@ -25,12 +25,12 @@ def ranges(q_ids, k_ids, **mask):
     record = TiledAttention(
         query=q, key=k, value=k, softmax_scale=1.0, q_segment_ids=q_ids, kv_segment_ids=k_ids, **mask
     )
-    made = key_ranges(make_spec(record), (padded_ids(q_ids, 16, -1), padded_ids(k_ids, 8, -2)), 8)
+    made = key_ranges(make_spec(record), (pad_segment_ids(q_ids, 16, -1), pad_segment_ids(k_ids, 8, -2)), 8)
     assert made.shape == (1, 2, -(-q.shape[1] // 16) * 16)
     first, last = np.asarray(made)[0]
-    mixed = last >= MIXED
-    assert mixed.all() == mixed.any()
-    return first, np.where(mixed, last - MIXED, last), mixed.any()
+    unsorted = last >= UNSORTED
+    assert unsorted.all() == unsorted.any()
+    return first, np.where(unsorted, last - UNSORTED, last), unsorted.any()
 
 
 def attended(q_ids, k_ids, causal, window):
@@ -58,18 +58,18 @@ def random_ids(seed, length, in_order, padded, largest):
     lengths=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     in_order=st.booleans(),
     padded=st.sampled_from(sorted(PADDED)),
-    largest=st.sampled_from([3, LARGEST]),
+    largest=st.sampled_from([3, MAX_BYTES]),
     causal=st.booleans(),
     window=st.none() | st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
 )
 def test_ranges_and_ids_together_leave_the_pairs_that_attend(seed, lengths, in_order, padded, largest, causal, window):
     q_ids = random_ids(seed, lengths[0], False, "around", largest)
     k_ids = random_ids(seed + 1, lengths[1], in_order, padded, largest)
-    first, last, mixed = ranges(q_ids, k_ids, causal=causal, sliding_window=window)
-    assert not (mixed and in_order)
+    first, last, unsorted = ranges(q_ids, k_ids, causal=causal, sliding_window=window)
+    assert not (unsorted and in_order)
     keys, queries = np.arange(len(k_ids)), slice(len(q_ids))
     seen = (keys >= first[queries, None]) & (keys <= last[queries, None])
-    if mixed:
+    if unsorted:
         seen &= (q_ids[:, None] == k_ids) & (q_ids[:, None] >= 0)
     else:
         assert (last[len(q_ids) :] < first[len(q_ids) :]).all()  # of queries beyond the end
@@ -77,8 +77,8 @@ def test_ranges_and_ids_together_leave_the_pairs_that_attend(seed, lengths, in_o
 
 
 def test_padding_between_keys_of_a_segment_is_told_by_ids():
-    first, last, mixed = ranges([0, 0, 0], [0, -1, 0])
-    assert mixed
+    first, last, unsorted = ranges([0, 0, 0], [0, -1, 0])
+    assert unsorted
     assert first[:3].tolist() == [0, 0, 0]
     assert last[:3].tolist() == [2, 2, 2]
 

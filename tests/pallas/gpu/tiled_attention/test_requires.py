@@ -61,10 +61,10 @@ def test_fields_that_it_does_not_honour_are_refused_by_name(name, value):
     [
         (make(dtype=jnp.float32), "float32"),
         (make(size=96), "head size 96"),
-        (make(value_size=64), "value has head size 64"),
+        (make(value_size=64), "value has head dimension 64"),
         (make(size=192), "values of 128"),
         (make(length=0), "empty"),
-        (make(softmax_scale=-1.0), "softmax_scale -1.0"),
+        (make(softmax_scale=-1.0), "softmax_scale is -1.0"),
     ],
 )
 def test_calls_that_it_cannot_serve_are_refused(record, word):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import COEFFICIENTS, NEAR
+from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import COEFFICIENTS, NEAR_ZERO_LIMIT
 
 INSTRUCTION = 2.0**-11
 """Largest relative error of the chip's approximate tanh, as its manual has it."""
@@ -13,6 +13,6 @@ INSTRUCTION = 2.0**-11
 def test_the_polynomial_is_closer_than_the_instruction_may_be(cap: float):
     inner, exponent = 0.125 / cap, cap * np.log2(np.e)
     first, third = (np.float32(c * inner**n * exponent) for c, n in zip(COEFFICIENTS, (1, 3), strict=True))
-    products = np.linspace(-NEAR / inner, NEAR / inner, 200_000, dtype=np.float32)
+    products = np.linspace(-NEAR_ZERO_LIMIT / inner, NEAR_ZERO_LIMIT / inner, 200_000, dtype=np.float32)
     made = products * (third * (products * products) + first)
     np.testing.assert_allclose(made, exponent * np.tanh(np.float64(products) * inner), rtol=INSTRUCTION)

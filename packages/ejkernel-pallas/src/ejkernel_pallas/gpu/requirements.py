@@ -27,7 +27,7 @@ def hopper_requires(
     def reasons(record: Any) -> Iterable[str]:
         capability = current_device().compute_capability
         if capability is not None and capability >= 10.0:
-            yield f"compute capability {capability}: the kernels are made of instructions of 9.0 alone"
+            yield f"the GPU has compute capability {capability}; the kernel uses instructions that only 9.0 has"
         yield from extra(record)
 
     return Requires(

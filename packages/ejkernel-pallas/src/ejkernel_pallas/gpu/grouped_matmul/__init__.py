@@ -15,7 +15,7 @@ HANDLES = frozenset({"group_offset", "transpose_rhs"})
 """Optional fields that the kernels honour."""
 
 
-FEWEST_ROWS = 32
+MIN_ROWS_PER_GROUP = 32
 """The mean number of rows per group from which on the gated kernel has priority over Triton's.
 
 On an H200, K2048 F768 G128: with 4 rows per group 0.250 ms, where Triton's kernel takes 0.235; with 32, 0.240 and
@@ -29,7 +29,7 @@ def _gated_priority(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
     With fewer rows per group Triton's smaller tiles are faster, and this kernel has not run the conformance cases on a
     chip.
     """
-    return 20 if average_rows(config.product_of(record)) >= FEWEST_ROWS else -1
+    return 20 if average_rows(config.plain_product_record(record)) >= MIN_ROWS_PER_GROUP else -1
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -66,13 +66,13 @@ def implementations() -> tuple[Implementation, ...]:
             backward=None,
             requires=hopper_requires(
                 handles=HANDLES | {"lhs_scale", "rhs_scale", "precision"},
-                extra=spec.scaled_reasons,
+                extra=spec.fp8_reasons,
                 dtypes=(spec.FLOAT8,),
             ),
             config=ConfigSpace(
-                heuristic=config.scaled_heuristic,
-                candidates=config.scaled_candidates,
-                forward=config.HopperScaled,
+                heuristic=config.fp8_heuristic,
+                candidates=config.fp8_candidates,
+                forward=config.HopperFp8,
                 public_fields=config.PUBLIC_FIELDS,
                 kind=kind_of,
             ),

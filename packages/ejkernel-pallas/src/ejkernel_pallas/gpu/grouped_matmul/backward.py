@@ -8,7 +8,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.grouped_matmul.config import (
     HopperGroupedBackward,
 )
-from ejkernel_pallas.gpu.grouped_matmul.forward import times_matrices
+from ejkernel_pallas.gpu.grouped_matmul.forward import multiply_by_group
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import launch_matrices
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
@@ -34,13 +34,13 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
     cotangent = pullback.cotangent.astype(record.lhs.dtype)
     spec = make_spec(record, params, record.lhs.dtype)
     if "lhs" in pullback.wanted:
-        other = dataclasses.replace(
+        transposed_spec = dataclasses.replace(
             spec, contracted=spec.columns, columns=spec.contracted, transposed=not spec.transposed
         )
-        gradients["lhs"] = times_matrices(grouped_matmul_kernel, other, cotangent, record)
+        gradients["lhs"] = multiply_by_group(grouped_matmul_kernel, transposed_spec, cotangent, record)
     if "rhs" in pullback.wanted:
-        pair = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
-        sizes = {"contracted": pair[0].shape[1], "columns": pair[1].shape[1]}
-        of_rhs = make_spec(record, params.rhs, record.rhs.dtype)
-        gradients["rhs"] = launch_matrices(dataclasses.replace(of_rhs, **sizes), *pair, record)
+        operands = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
+        output_sizes = {"contracted": operands[0].shape[1], "columns": operands[1].shape[1]}
+        drhs_spec = make_spec(record, params.rhs, record.rhs.dtype)
+        gradients["rhs"] = launch_matrices(dataclasses.replace(drhs_spec, **output_sizes), *operands, record)
     return gradients

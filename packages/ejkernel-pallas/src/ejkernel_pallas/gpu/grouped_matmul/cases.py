@@ -14,34 +14,42 @@ from ejkernel.modules.operations.grouped_matmul import GroupedMatmulArguments
 from ejkernel.ops.model import Case
 
 # Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
-UNEVEN = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
+UNEVEN_GROUPS = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
 # Whole tiles of 256 columns, in pairs, for clusters.
-PAIRS = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
-SOME = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
+TILE_PAIRS = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
+SOME_MATRICES = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
 
 
-def _some() -> dict[str, object]:
+def _some_matrices_options() -> dict[str, object]:
     return {"group_offset": 1, "transpose_rhs": True, "preferred_element_type": jnp.float16}
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     rows: tuple[Row[GroupedSizes], ...] = (
-        ("tiles", UNEVEN, lambda key: {}, (), ()),
-        ("tiles in pairs", PAIRS, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
-        ("tiles of some groups, transposed", SOME, lambda key: _some(), ("group_offset", "transpose_rhs"), ()),
+        ("tiles", UNEVEN_GROUPS, lambda key: {}, (), ()),
+        ("tiles in pairs", TILE_PAIRS, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
+        (
+            "tiles of some groups, transposed",
+            SOME_MATRICES,
+            lambda key: _some_matrices_options(),
+            ("group_offset", "transpose_rhs"),
+            (),
+        ),
     )
     return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}
 
 
 # The groups are as above: empty, smaller than a warpgroup's rows, smaller than a tile, and of several tiles; some rows
 # are unassigned.
-EIGHT = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
-EIGHT_PAIRS = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
-EIGHT_SOME = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
+FP8_UNEVEN_GROUPS = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
+FP8_TILE_PAIRS = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
+FP8_SOME_MATRICES = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
 
 
-def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
+def _fp8_inputs(
+    key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **static_arguments: Any
+) -> dict[str, Any]:
     """Returns 8-bit rows and matrices with the given numbers of scales per row and per column."""
     keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
     shapes = (sizes.m, sizes.k), (matrices, sizes.n, sizes.k)
@@ -52,44 +60,64 @@ def _eight_bits(key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **
         "lhs_scale": jax.random.uniform(keys[2], (sizes.m, blocks[0]), jnp.float32, 0.25, 1.0),
         "rhs_scale": jax.random.uniform(keys[3], (matrices, blocks[1], 1, sizes.n), jnp.float32, 2e-4, 2e-3),
     }
-    return {"lhs": lhs, "rhs": rhs, **scales, "transpose_rhs": True, **static}
+    return {"lhs": lhs, "rhs": rhs, **scales, "transpose_rhs": True, **static_arguments}
 
 
-def _quick_sums(key: jax.Array) -> dict[str, Any]:
+def _tensor_core_sum_inputs(key: jax.Array) -> dict[str, Any]:
     """Returns operands with the smallest rounding errors, for `precision`, which also applies to the gradients.
 
     The gradients' products have float32 operands, which tensor cores truncate to 11 bits: scales that are powers of two
     and a 16-bit cotangent are exact.
     """
-    static = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.bfloat16}
-    made, keys = _eight_bits(key, EIGHT, (1, 1), **static), jax.random.split(key)
+    static_arguments = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.bfloat16}
+    arrays, keys = _fp8_inputs(key, FP8_UNEVEN_GROUPS, (1, 1), **static_arguments), jax.random.split(key)
     # Outputs below 0.03, where bfloat16's rounding is below the tolerance of the comparison.
-    for name, place, most in (("lhs_scale", keys[0], 0), ("rhs_scale", keys[1], -14)):
-        made[name] = jnp.ldexp(jnp.float32(1), jax.random.randint(place, made[name].shape, most - 2, most + 1))
-    return made
+    for name, scale_key, max_exponent in (("lhs_scale", keys[0], 0), ("rhs_scale", keys[1], -14)):
+        arrays[name] = jnp.ldexp(
+            jnp.float32(1), jax.random.randint(scale_key, arrays[name].shape, max_exponent - 2, max_exponent + 1)
+        )
+    return arrays
 
 
-def _shared_scales(key: jax.Array) -> dict[str, Any]:
+def _shared_scale_inputs(key: jax.Array) -> dict[str, Any]:
     """Returns operands with scales of 128 x 128, for which the kernel loads a single scale instead of one per
     column.
     """
-    made = _eight_bits(key, EIGHT_PAIRS, (4, 4))
-    return {**made, "rhs_scale": jnp.repeat(made["rhs_scale"][..., ::128], 128, axis=-1)}
+    arrays = _fp8_inputs(key, FP8_TILE_PAIRS, (4, 4))
+    return {**arrays, "rhs_scale": jnp.repeat(arrays["rhs_scale"][..., ::128], 128, axis=-1)}
 
 
-def cases_of_8_bits() -> dict[str, tuple[Case, ...]]:
+def fp8_cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation for operands of 8 bits, by its name."""
-    scaled, some = ("lhs_scale", "rhs_scale"), {"group_offset": 1, "preferred_element_type": jnp.float32}
+    scale_names, some_matrices = ("lhs_scale", "rhs_scale"), {"group_offset": 1, "preferred_element_type": jnp.float32}
     rows: tuple[Row[GroupedSizes], ...] = (
-        ("8 bits in blocks of columns", EIGHT_PAIRS, _shared_scales, scaled, ()),
-        ("8 bits, quick sums", EIGHT, _quick_sums, ("precision",), ()),
-        ("8 bits in tiles", EIGHT, lambda key: _eight_bits(key, EIGHT, (2, 2)), scaled, ()),
-        ("8 bits in pairs of tiles", EIGHT_PAIRS, lambda key: _eight_bits(key, EIGHT_PAIRS, (4, 2)), scaled, ()),
-        ("8 bits, a scale a row", EIGHT_PAIRS, lambda key: _eight_bits(key, EIGHT_PAIRS, (1, 4)), scaled, ()),
+        ("8 bits in blocks of columns", FP8_TILE_PAIRS, _shared_scale_inputs, scale_names, ()),
+        ("8 bits, quick sums", FP8_UNEVEN_GROUPS, _tensor_core_sum_inputs, ("precision",), ()),
+        (
+            "8 bits in tiles",
+            FP8_UNEVEN_GROUPS,
+            lambda key: _fp8_inputs(key, FP8_UNEVEN_GROUPS, (2, 2)),
+            scale_names,
+            (),
+        ),
+        (
+            "8 bits in pairs of tiles",
+            FP8_TILE_PAIRS,
+            lambda key: _fp8_inputs(key, FP8_TILE_PAIRS, (4, 2)),
+            scale_names,
+            (),
+        ),
+        (
+            "8 bits, a scale a row",
+            FP8_TILE_PAIRS,
+            lambda key: _fp8_inputs(key, FP8_TILE_PAIRS, (1, 4)),
+            scale_names,
+            (),
+        ),
         (
             "8 bits of some groups",
-            EIGHT_SOME,
-            lambda key: _eight_bits(key, EIGHT_SOME, (1, 1), **some),
+            FP8_SOME_MATRICES,
+            lambda key: _fp8_inputs(key, FP8_SOME_MATRICES, (1, 1), **some_matrices),
             ("group_offset", "transpose_rhs"),
             (),
         ),
@@ -102,7 +130,7 @@ GROUPS = (40, 0, 63, 1, 130, 200)
 # The groups are as above, with a mean so small that one warpgroup alone multiplies the last tile of a group.
 SMALL_GROUPS = (40, 0, 63, 1, 130, 64, 65, 0, 5, 120)
 # name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, options
-_ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (
+_GATED_ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (
     ("tiles", 520, None, 128, 192, GROUPS, jnp.bfloat16, {"activation": "gelu"}),
     ("tiles of gathered rows", 96, 520, 320, 256, GROUPS, jnp.bfloat16, {}),
     ("tiles of float16", 96, 520, 64, 64, GROUPS, jnp.float16, {"activation": "gelu"}),
@@ -112,7 +140,7 @@ _ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[st
 
 def gated_cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"gated_grouped_matmul": tuple(_case(*row) for row in _ROWS)}
+    return {"gated_grouped_matmul": tuple(_case(*row) for row in _GATED_ROWS)}
 
 
 def _case(

@@ -20,23 +20,24 @@ class HopperGrouped:
     Attributes:
         block_n: Columns per tile.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device memory.
-        band: Tile rows, over all blocks of a cluster, per swizzle group: they run before the next column of tiles.
+        output_buffers: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device
+            memory.
+        group_m: Tile rows, over all blocks of a cluster, per swizzle group: they run before the next column of tiles.
         cluster_m: Blocks per cluster along rows, 1 or 2: they share the loads of a matrix.
         cluster_n: Blocks per cluster along columns, 1 or 2: they share the loads of rows.
         overlap: Whether a 16-bit tile is stored during the first products of the next one; until then it stays in
             registers.
-        halves: Whether the two warpgroups multiply a tile of at most 64 rows by half of its columns each.
+        half_columns: Whether the two warpgroups multiply a tile of at most 64 rows by half of its columns each.
     """
 
     block_n: int
     stages: int
-    slots: int
-    band: int
+    output_buffers: int
+    group_m: int
     cluster_m: int
     cluster_n: int
     overlap: bool
-    halves: bool
+    half_columns: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,16 +47,16 @@ class HopperGroupedBackward(HopperGrouped):
     Attributes:
         rhs_block_n: Columns per tile of a matrix's gradient.
         rhs_stages: Pipeline stages of that kernel.
-        rhs_slots: Output buffers per warpgroup of that kernel.
-        rhs_band: Tile rows per swizzle group of that kernel.
+        rhs_output_buffers: Output buffers per warpgroup of that kernel.
+        rhs_group_m: Tile rows per swizzle group of that kernel.
         rhs_cluster_m: Blocks per cluster along rows.
         rhs_cluster_n: Blocks per cluster along columns.
     """
 
     rhs_block_n: int
     rhs_stages: int
-    rhs_slots: int
-    rhs_band: int
+    rhs_output_buffers: int
+    rhs_group_m: int
     rhs_cluster_m: int
     rhs_cluster_n: int
 
@@ -63,31 +64,35 @@ class HopperGroupedBackward(HopperGrouped):
     def rhs(self) -> HopperGrouped:
         """Returns the configuration of the kernel of matrix gradients."""
         names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in ROWS_ONLY]
-        return HopperGrouped(**{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, halves=False)
+        return HopperGrouped(
+            **{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, half_columns=False
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HopperScaled:
+class HopperFp8:
     """Configuration of the kernel for operands of 8 bits with scales (kernels/grouped_matmul_fp8.py).
 
     Attributes:
         block_n: Columns per tile.
         product_n: Columns per WGMMA product, a divisor of those of a tile.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device memory.
-        band: Tile rows per swizzle group: they run before the next column of tiles.
-        by_columns: Whether a warpgroup has all rows of a tile and half of its columns, if these are two products. Tiles
-            of at most 64 rows then take half of the products, and tensor cores never accumulate over all steps.
-        dynamic: Whether blocks get their next tile from an atomic counter; otherwise they take every `blocks`-th tile.
+        output_buffers: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device
+            memory.
+        group_m: Tile rows per swizzle group: they run before the next column of tiles.
+        split_by_columns: Whether a warpgroup has all rows of a tile and half of its columns, if these are two products.
+            Tiles of at most 64 rows then take half of the products, and tensor cores never accumulate over all steps.
+        dynamic_schedule: Whether blocks get their next tile from an atomic counter; otherwise they take every
+            `blocks`-th tile.
     """
 
     block_n: int
     product_n: int
     stages: int
-    slots: int
-    band: int
-    by_columns: bool
-    dynamic: bool
+    output_buffers: int
+    group_m: int
+    split_by_columns: bool
+    dynamic_schedule: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,19 +102,20 @@ class HopperGated:
     Attributes:
         block_n: Output columns per tile; it multiplies as many columns of the gate and of the values.
         stages: Pipeline stages: steps whose operands are in shared memory.
-        slots: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device memory.
-        band: Tile rows per swizzle group: they run before the next column of tiles.
-        alone: Whether one warpgroup alone multiplies tiles of at most 64 rows.
+        output_buffers: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device
+            memory.
+        group_m: Tile rows per swizzle group: they run before the next column of tiles.
+        single_warpgroup: Whether one warpgroup alone multiplies tiles of at most 64 rows.
     """
 
     block_n: int
     stages: int
-    slots: int
-    band: int
-    alone: bool
+    output_buffers: int
+    group_m: int
+    single_warpgroup: bool
 
 
-ROWS_ONLY = ("overlap", "halves")
+ROWS_ONLY = ("overlap", "half_columns")
 """Fields that the kernel of matrix gradients does not have."""
 
 PUBLIC_FIELDS = {"block_n": "block_n", "num_stages": "stages"}
@@ -118,26 +124,26 @@ PUBLIC_FIELDS = {"block_n": "block_n", "num_stages": "stages"}
 
 class TileSizes(NamedTuple):
     """Columns per tile, stages, slots, band, blocks per cluster along rows and along columns, `overlap` and
-    `halves`.
+    `half_columns`.
     """
 
     n: int
     stages: int
-    slots: int
-    band: int
-    below: int = 1
-    beside: int = 1
+    output_buffers: int
+    group_m: int
+    cluster_m: int = 1
+    cluster_n: int = 1
     overlap: bool = False
-    halves: bool = False
+    half_columns: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
         """Returns the sizes by the field names of a configuration."""
-        names = ("block_n", "stages", "slots", "band", "cluster_m", "cluster_n", "overlap", "halves")
+        names = ("block_n", "stages", "output_buffers", "group_m", "cluster_m", "cluster_n", "overlap", "half_columns")
         return dict(zip(names, self, strict=True))
 
 
-HALVES = TileSizes(256, 4, 2, 16, halves=True)
+HALF_COLUMNS_TILE = TileSizes(256, 4, 2, 16, half_columns=True)
 """The tile for groups of few rows: each warpgroup has half of a matrix's columns, so both have work in every tile.
 
 On an H100, as a fraction of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83,
@@ -149,7 +155,7 @@ ROW_TILES = (
     TileSizes(256, 4, 2, 8),
     TileSizes(256, 4, 2, 16, overlap=True),
     TileSizes(256, 4, 2, 8, overlap=True),
-    HALVES,
+    HALF_COLUMNS_TILE,
     TileSizes(256, 4, 2, 4, 2, 1),
 )
 """The tile candidates of the kernels of rows. The first tile passed all conformance cases on a chip; the results of the
@@ -158,12 +164,12 @@ other tiles were compared with it.
 On an H200, M65536 K2048 N1536 G128, forward: 540, 554, 575, 569, 558 and 547 TFLOP/s.
 """
 
-NARROW = (TileSizes(128, 5, 4, 8), TileSizes(128, 5, 4, 8, overlap=True))
+NARROW_TILES = (TileSizes(128, 5, 4, 8), TileSizes(128, 5, 4, 8, overlap=True))
 """Tiles if the last tile of 256 columns would be half empty: 540 and 548 TFLOP/s with 1408 columns, instead of 504."""
 
-FEW_ROWS = 32
-"""The mean number of rows per group up to which `HALVES` comes first: with 64, K4096 N14336 G8, both take the same
-time.
+HALF_COLUMNS_MAX_ROWS = 32
+"""The mean number of rows per group up to which `HALF_COLUMNS_TILE` comes first: with 64, K4096 N14336 G8, both take
+the same time.
 """
 
 MATRIX_TILES = (
@@ -184,53 +190,56 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGrouped, ...]:
     """Returns the configurations worth measuring, the best first."""
-    narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128
-    row_tiles = (*NARROW, *ROW_TILES) if narrow else ROW_TILES
-    if average_rows(record) <= FEW_ROWS:
-        row_tiles = tuple(dict.fromkeys((HALVES, *row_tiles)))
+    is_narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128
+    row_tiles = (*NARROW_TILES, *ROW_TILES) if is_narrow else ROW_TILES
+    if average_rows(record) <= HALF_COLUMNS_MAX_ROWS:
+        row_tiles = tuple(dict.fromkeys((HALF_COLUMNS_TILE, *row_tiles)))
     if direction == "forward":
         return tuple(HopperGrouped(**tile.fields) for tile in row_tiles)
-    pairs = [(row_tiles[0], tile) for tile in MATRIX_TILES] + [(tile, MATRIX_TILES[0]) for tile in row_tiles[1:]]
-    return tuple(_both(*pair) for pair in pairs)
+    tile_pairs = [(row_tiles[0], tile) for tile in MATRIX_TILES] + [(tile, MATRIX_TILES[0]) for tile in row_tiles[1:]]
+    return tuple(_backward_config(*pair) for pair in tile_pairs)
 
 
-def _both(of_lhs: TileSizes, of_rhs: TileSizes) -> HopperGroupedBackward:
-    others = {f"rhs_{name}": value for name, value in of_rhs.fields.items() if name not in ROWS_ONLY}
-    return HopperGroupedBackward(**of_lhs.fields, **others)
+def _backward_config(dlhs_tile: TileSizes, drhs_tile: TileSizes) -> HopperGroupedBackward:
+    rhs_fields = {f"rhs_{name}": value for name, value in drhs_tile.fields.items() if name not in ROWS_ONLY}
+    return HopperGroupedBackward(**dlhs_tile.fields, **rhs_fields)
 
 
-def _scaled_tile(n: int, stages: int, slots: int, *, by_columns: bool = False, dynamic: bool = False) -> HopperScaled:
-    fields = {"block_n": n, "product_n": 128, "stages": stages, "slots": slots, "band": 16}
-    return HopperScaled(**fields, by_columns=by_columns, dynamic=dynamic)
+def _fp8_tile(
+    n: int, stages: int, output_buffers: int, *, split_by_columns: bool = False, dynamic_schedule: bool = False
+) -> HopperFp8:
+    fields = {"block_n": n, "product_n": 128, "stages": stages, "output_buffers": output_buffers, "group_m": 16}
+    return HopperFp8(**fields, split_by_columns=split_by_columns, dynamic_schedule=dynamic_schedule)
 
 
-BY_COLUMNS = _scaled_tile(256, 3, 4, by_columns=True, dynamic=True)
+COLUMN_SPLIT_TILE = _fp8_tile(256, 3, 4, split_by_columns=True, dynamic_schedule=True)
 """A tile whose warpgroups have half of the columns each, with a counter of tiles.
 
-On one H100, relative to bfloat16, and `BY_ROWS` in comparison: M65536 K2048 N1536 G128 1.61 and 1.45 with scales of 128
-x 128, 1.23 and 1.12 with one per column and block; M32768 K2048 N1408 G64 1.53 and 1.43, 1.28 and 1.17; M32768 K7168
-N4096 G32 1.72 and 1.68, 1.22 and 1.16. With scales per row and column 1.73, 1.66 and 1.77; by rows 1.61, 1.58 and 1.80.
+On one H100, relative to bfloat16, and `ROW_SPLIT_TILE` in comparison: M65536 K2048 N1536 G128 1.61 and 1.45 with scales
+of 128 x 128, 1.23 and 1.12 with one per column and block; M32768 K2048 N1408 G64 1.53 and 1.43, 1.28 and 1.17; M32768
+K7168 N4096 G32 1.72 and 1.68, 1.22 and 1.16. With scales per row and column 1.73, 1.66 and 1.77; by rows 1.61, 1.58 and
+1.80.
 """
 
-BY_ROWS = _scaled_tile(256, 3, 4)
+ROW_SPLIT_TILE = _fp8_tile(256, 3, 4)
 
-QUICK = (BY_ROWS, _scaled_tile(256, 4, 1), BY_COLUMNS)
+TENSOR_CORE_SUM_TILES = (ROW_SPLIT_TILE, _fp8_tile(256, 4, 1), COLUMN_SPLIT_TILE)
 """Candidates if tensor cores may accumulate over all contracted elements. The last one does not, and is 5% faster in
 the first of these shapes and 5% slower in the last.
 """
 
 
-def scaled_heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperScaled:
+def fp8_heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperFp8:
     """Returns the configuration of a call without a chosen or tuned one."""
-    return scaled_candidates(record, device, direction)[0]
+    return fp8_candidates(record, device, direction)[0]
 
 
-def scaled_candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperScaled, ...]:
+def fp8_candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperFp8, ...]:
     """Returns the configurations worth measuring, the best first."""
-    return QUICK if quick(record) else (BY_COLUMNS, BY_ROWS)
+    return TENSOR_CORE_SUM_TILES if sums_on_tensor_cores(record) else (COLUMN_SPLIT_TILE, ROW_SPLIT_TILE)
 
 
-def quick(record: GroupedMatmul) -> bool:
+def sums_on_tensor_cores(record: GroupedMatmul) -> bool:
     """Returns whether tensor cores may accumulate over all contracted elements: each row and column has one scale,
     and the call does not ask for more precision.
     """
@@ -240,8 +249,12 @@ def quick(record: GroupedMatmul) -> bool:
     return one and record.precision == lax.Precision.DEFAULT
 
 
-def _gated_tile(n: int, stages: int, slots: int, band: int, *, alone: bool = False) -> HopperGated:
-    return HopperGated(block_n=n, stages=stages, slots=slots, band=band, alone=alone)
+def _gated_tile(
+    n: int, stages: int, output_buffers: int, group_m: int, *, single_warpgroup: bool = False
+) -> HopperGated:
+    return HopperGated(
+        block_n=n, stages=stages, output_buffers=output_buffers, group_m=group_m, single_warpgroup=single_warpgroup
+    )
 
 
 GATED_TILES = (
@@ -256,10 +269,10 @@ On an H200, M65536 K2048 F768 G128, gathered: the first two 0.725 and 0.710 ms i
 and 0.736 in another. The last has been compared there, not timed.
 """
 
-GATED_ALONE = tuple(dataclasses.replace(tile, alone=True) for tile in GATED_TILES[:1])
+SINGLE_WARPGROUP_TILES = tuple(dataclasses.replace(tile, single_warpgroup=True) for tile in GATED_TILES[:1])
 """Tiles for groups of few rows: 0.240 ms with 32 per group instead of 0.253, but 0.748 with 512 instead of 0.725."""
 
-GATED_FEW_ROWS = 64
+SINGLE_WARPGROUP_MAX_ROWS = 64
 """The mean number of rows per group up to which they come first."""
 
 
@@ -270,11 +283,11 @@ def gated_heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
 
 def gated_candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGated, ...]:
     """Returns the configurations worth measuring, the best first."""
-    few = average_rows(product_of(record)) <= GATED_FEW_ROWS
-    return (*GATED_ALONE, *GATED_TILES) if few else (*GATED_TILES, *GATED_ALONE)
+    few = average_rows(plain_product_record(record)) <= SINGLE_WARPGROUP_MAX_ROWS
+    return (*SINGLE_WARPGROUP_TILES, *GATED_TILES) if few else (*GATED_TILES, *SINGLE_WARPGROUP_TILES)
 
 
-def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
+def plain_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:
     """Returns the product's record, with the shape of the gathered rows, which are never stored."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
     return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)

@@ -7,20 +7,20 @@ import jax.numpy as jnp
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel_pallas.gpu.grouped_matmul.config import HopperGated, HopperGrouped, HopperScaled, product_of
+from ejkernel_pallas.gpu.grouped_matmul.config import HopperFp8, HopperGated, HopperGrouped, plain_product_record
 from ejkernel_pallas.gpu.grouped_matmul.kernels.gated_grouped_matmul import gated_grouped_matmul_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul_fp8 import grouped_matmul_fp8_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import Kernel, launch_rows
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     GroupedSpec,
+    make_fp8_spec,
     make_gated_spec,
-    make_scaled_spec,
     make_spec,
     share_scales,
 )
 
-SCALES = ("lhs_scale", "rhs_scale", "same")
+SCALE_OPERANDS = ("lhs_scale", "rhs_scale", "same")
 
 
 def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tuple[()]]:
@@ -37,10 +37,10 @@ def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tu
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
     spec = make_spec(record, params, record.out_dtype)
-    return times_matrices(grouped_matmul_kernel, spec, record.lhs, record), ()
+    return multiply_by_group(grouped_matmul_kernel, spec, record.lhs, record), ()
 
 
-def forward_fp8(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.Array, tuple[()]]:
+def forward_fp8(record: GroupedMatmul, params: HopperFp8) -> tuple[jax.Array, tuple[()]]:
     """Returns the output of a record of 8-bit rows and matrices with scales.
 
     Args:
@@ -55,11 +55,11 @@ def forward_fp8(record: GroupedMatmul, params: HopperScaled) -> tuple[jax.Array,
     """
     assert record.lhs_scale is not None  # a requirement of the kernel
     assert record.rhs_scale is not None
-    spec = make_scaled_spec(record, params)
+    spec = make_fp8_spec(record, params)
     scales = record.lhs_scale.astype(jnp.float32), record.rhs_scale[:, :, 0].astype(jnp.float32)
     if scales[1].shape[1] > 1:
         scales += (share_scales(scales[1], params.product_n),)
-    return times_matrices(grouped_matmul_fp8_kernel, spec, record.lhs, record, *scales), ()
+    return multiply_by_group(grouped_matmul_fp8_kernel, spec, record.lhs, record, *scales), ()
 
 
 def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.Array, tuple[()]]:
@@ -79,14 +79,14 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
     operands = {"lhs": record.lhs, "rhs": record.rhs}
     if record.indices is not None:
         operands["indices"] = record.indices
-    return launch_rows(gated_grouped_matmul_kernel, spec, operands, product_of(record)), ()
+    return launch_rows(gated_grouped_matmul_kernel, spec, operands, plain_product_record(record)), ()
 
 
-def times_matrices(
+def multiply_by_group(
     kernel: Kernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
 ) -> jax.Array:
     """Returns rows [M, contracted] times the matrices of their groups. 8-bit operands come with the arrays that
-    `SCALES` names.
+    `SCALE_OPERANDS` names.
     """
-    operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALES[: len(scales)], scales, strict=True))}
+    operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALE_OPERANDS[: len(scales)], scales, strict=True))}
     return launch_rows(kernel, spec, operands, record)

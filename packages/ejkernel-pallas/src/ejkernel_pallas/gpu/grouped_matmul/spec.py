@@ -12,31 +12,31 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import most_tiles
 from ejkernel.ops.params import given_values
 from ejkernel_pallas.gpu.grouped_matmul.config import (
+    HopperFp8,
     HopperGated,
     HopperGrouped,
-    HopperScaled,
     TileSizes,
-    product_of,
-    quick,
+    plain_product_record,
+    sums_on_tensor_cores,
 )
-from ejkernel_pallas.gpu.hopper.row_gathers import LARGEST
+from ejkernel_pallas.gpu.hopper.row_gathers import MAX_BYTES
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
 STEP = 64
 """Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
 WARPGROUPS = 2
 """Consumer warpgroups."""
-REGISTERS, FETCHING_REGISTERS = 240, 24
+REGISTERS, PRODUCER_REGISTERS = 240, 24
 """Registers per thread of a consumer and of the producer. A multiprocessor has 65536."""
-GATHERING = (232, 40)
+GATHER_REGISTERS = (232, 40)
 """The same for gathered rows: a producer thread keeps the addresses of eight rows."""
-COPIED_BLOCKS = 4
+SCALE_BLOCKS_PER_COPY = 4
 """Blocks of contracted elements whose scales of a row are copied together: 16 bytes, the smallest bulk copy."""
-LEAD = 2
+OVERLAPPED_PRODUCTS = 2
 """Products of a tile that run while the previous tile is stored."""
-RESERVE = 2 * 1024
+RESERVED_SMEM_BYTES = 2 * 1024
 """Bytes of shared memory for mbarriers and Mosaic's own use."""
-LINE = 128
+SWIZZLED_ROW_BYTES = 128
 """Bytes of a swizzled row."""
 BLOCK_M = WARPGROUPS * WGMMA_M
 """Rows per tile: 64 for each consumer warpgroup."""
@@ -44,9 +44,9 @@ BLOCK_M = WARPGROUPS * WGMMA_M
 
 FLOAT8 = "float8_e4m3fn"
 """The dtype of rows and matrices."""
-SCALED_STEP = LINE
+FP8_STEP = SWIZZLED_ROW_BYTES
 """Contracted elements per step: a swizzled row of 8 bits."""
-MOST_COLUMNS = 256
+MAX_FP8_BLOCK_N = 256
 """The largest number of columns per tile: one copy loads their scales, and a warpgroup's registers hold their sums."""
 
 
@@ -58,24 +58,24 @@ class Scaling:
         lhs_blocks: Blocks of contracted elements with a scale each, per row.
         rhs_blocks: The same per column.
         product_n: Columns per WGMMA product.
-        quick: Whether tensor cores accumulate over all steps.
-        by_columns: Whether a warpgroup has all rows of a tile, and the columns of one product.
-        dynamic: Whether blocks get their next tile from an atomic counter.
+        sums_on_tensor_cores: Whether tensor cores accumulate over all steps.
+        split_by_columns: Whether a warpgroup has all rows of a tile, and the columns of one product.
+        dynamic_schedule: Whether blocks get their next tile from an atomic counter.
     """
 
     lhs_blocks: int
     rhs_blocks: int
     product_n: int
-    quick: bool
-    by_columns: bool
-    dynamic: bool
+    sums_on_tensor_cores: bool
+    split_by_columns: bool
+    dynamic_schedule: bool
 
     @property
-    def copies_rows(self) -> bool:
+    def copies_row_scales(self) -> bool:
         """Returns whether scales of rows are copied in bulk: a warpgroup with all rows of a tile has too many for
         loads, whose addresses would take registers.
         """
-        return self.by_columns and self.lhs_blocks > 1 and self.lhs_blocks % COPIED_BLOCKS == 0
+        return self.split_by_columns and self.lhs_blocks > 1 and self.lhs_blocks % SCALE_BLOCKS_PER_COPY == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,12 @@ class Gate:
     Attributes:
         activation: The gate's activation function: "silu" or "gelu".
         gathers: Whether rows are gathered by index.
-        alone: Whether one warpgroup alone multiplies tiles of at most 64 rows.
+        single_warpgroup: Whether one warpgroup alone multiplies tiles of at most 64 rows.
     """
 
     activation: str
     gathers: bool
-    alone: bool
+    single_warpgroup: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,14 +127,14 @@ class GroupedSpec:
         return self.gate is not None and self.gate.gathers
 
     @property
-    def dynamic(self) -> bool:
+    def dynamic_schedule(self) -> bool:
         """Returns whether blocks get their next tile from a counter; otherwise they take every `blocks`-th tile."""
-        return self.scaling is not None and self.scaling.dynamic
+        return self.scaling is not None and self.scaling.dynamic_schedule
 
     @property
     def registers(self) -> tuple[int, int]:
         """Returns registers per thread of a consumer, and of the producer."""
-        return GATHERING if self.gathers else (REGISTERS, FETCHING_REGISTERS)
+        return GATHER_REGISTERS if self.gathers else (REGISTERS, PRODUCER_REGISTERS)
 
     @property
     def panels(self) -> int:
@@ -144,12 +144,12 @@ class GroupedSpec:
     @property
     def step(self) -> int:
         """Returns contracted elements per step in the kernels of rows: a swizzled row."""
-        return LINE // jnp.dtype(self.dtype).itemsize
+        return SWIZZLED_ROW_BYTES // jnp.dtype(self.dtype).itemsize
 
     @property
     def part(self) -> int:
         """Returns the columns of a result per output buffer: a swizzled row."""
-        return LINE // jnp.dtype(self.out).itemsize
+        return SWIZZLED_ROW_BYTES // jnp.dtype(self.out).itemsize
 
     @property
     def members(self) -> int:
@@ -157,12 +157,12 @@ class GroupedSpec:
         return self.tile.cluster_m * self.tile.cluster_n
 
     @property
-    def across(self) -> int:
+    def column_tiles(self) -> int:
         """Returns the number of tiles of columns, over all members of a cluster."""
         return cdiv(self.columns, self.tile.block_n * self.tile.cluster_n)
 
     @property
-    def down(self) -> int:
+    def tile_rows(self) -> int:
         """Returns the number of tile rows per matrix, over all members of a cluster, in the kernel of matrix
         gradients.
         """
@@ -176,17 +176,19 @@ class GroupedSpec:
     @property
     def splits(self) -> bool:
         """Returns whether the last tiles may be split by columns into two work items each."""
-        product = self.scaling.product_n if self.scaling and not self.scaling.quick else SWIZZLE_COLUMNS
+        product = self.scaling.product_n if self.scaling and not self.scaling.sums_on_tensor_cores else SWIZZLE_COLUMNS
         whole = self.tile.block_n % (2 * product) == 0
-        return whole and not (self.tile.overlap or self.tile.halves or self.tail or self.members > 1)
+        return whole and not (
+            self.tile.overlap or self.tile.half_columns or self.partial_tile_columns or self.members > 1
+        )
 
     @property
-    def even(self) -> bool:
+    def tiles_divide_columns(self) -> bool:
         """Returns whether tiles divide the output's columns."""
-        return self.columns == self.across * self.tile.block_n * self.tile.cluster_n
+        return self.columns == self.column_tiles * self.tile.block_n * self.tile.cluster_n
 
     @property
-    def tail(self) -> int:
+    def partial_tile_columns(self) -> int:
         """Returns the columns of a partial last tile, or 0 if there is none."""
         return self.columns % self.tile.block_n
 
@@ -196,7 +198,7 @@ class GroupedSpec:
         return self.contracted // self.step
 
     @property
-    def entries(self) -> int:
+    def max_tile_entries(self) -> int:
         """Returns entries of the tile list."""
         return most_tiles(self.rows, self.matrices, BLOCK_M)
 
@@ -209,11 +211,15 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
     """
     if params.block_n not in (64, 128, 192, 256):
         raise ValueError(f"cfg: got block_n={params.block_n}, the Mosaic GPU kernels want 64, 128, 192 or 256")
-    if params.stages < 2 or params.slots < 1 or params.band < 1:
-        raise ValueError(f"cfg: got {given_values(params)}, wants at least 2 stages, a slot and a band of 1")
+    if params.stages < 2 or params.output_buffers < 1 or params.group_m < 1:
+        raise ValueError(
+            f"cfg: got {given_values(params)}, wants stages of at least 2, output_buffers and group_m of at least 1"
+        )
     if (params.cluster_m, params.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
-        raise ValueError(f"cfg: got {given_values(params)}, wants clusters of 1 by 1, 1 by 2 or 2 by 1 blocks")
-    if shared_bytes(params) > SHARED_MEMORY - RESERVE:
+        raise ValueError(
+            f"cfg: got {given_values(params)}, wants cluster_m and cluster_n of 1 and 1, 1 and 2, or 2 and 1"
+        )
+    if shared_bytes(params) > SHARED_MEMORY - RESERVED_SMEM_BYTES:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return GroupedSpec(
         rows=record.lhs.shape[0],
@@ -231,46 +237,46 @@ def shared_bytes(params: HopperGrouped) -> int:
     """Returns shared memory of a kernel, without barriers."""
     # Operands have 16 bits; an output buffer has a swizzled row of 128 bytes for each of 64 rows, for any dtype.
     stage = (BLOCK_M + params.block_n) * STEP * 2
-    return params.stages * stage + WARPGROUPS * params.slots * WGMMA_M * LINE
+    return params.stages * stage + WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
 
 
 def reasons(record: GroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
-    found = []
+    problems = []
     if rows % 8 or rows < WGMMA_M:
-        found.append(f"{rows} rows are not a multiple of 8, or fewer than {WGMMA_M}")
-    for name, size in (("contracted elements", contracted), ("columns", columns(record))):
+        problems.append(f"lhs has {rows} rows; the kernel wants a multiple of 8, and at least {WGMMA_M}")
+    for name, size in (("contracted axis of lhs", contracted), ("output axis of rhs", columns(record))):
         if size % SWIZZLE_COLUMNS or not size:
-            found.append(f"{size} {name} are not a multiple of {SWIZZLE_COLUMNS}")
+            problems.append(f"the {name} has {size} elements; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
     if record.rhs.dtype != record.lhs.dtype:
-        found.append(f"rhs has dtype {record.rhs.dtype}, lhs has {record.lhs.dtype}")
+        problems.append(f"rhs has dtype {record.rhs.dtype} and lhs {record.lhs.dtype}; the kernel wants the same")
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
-        found.append(f"preferred_element_type {record.out_dtype} does not have 16 or 32 bits")
-    return found
+        problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
+    return problems
 
 
-def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec:
+def make_fp8_spec(record: GroupedMatmul, params: HopperFp8) -> GroupedSpec:
     """Returns the constants of the kernel.
 
     Raises:
         ValueError: A tile size is not valid for the kernel.
     """
-    given = given_values(params)
+    fields = given_values(params)
     size, product = params.block_n, params.product_n
-    if not 0 < size <= MOST_COLUMNS or size % SWIZZLE_COLUMNS:
-        raise ValueError(f"cfg: got block_n={size}, wants a multiple of {SWIZZLE_COLUMNS} up to {MOST_COLUMNS}")
+    if not 0 < size <= MAX_FP8_BLOCK_N or size % SWIZZLE_COLUMNS:
+        raise ValueError(f"cfg: got block_n={size}, wants a multiple of {SWIZZLE_COLUMNS} up to {MAX_FP8_BLOCK_N}")
     # An output buffer has 64 columns of 16 bits, or 32 of 32 bits.
-    part = LINE // jnp.dtype(record.out_dtype).itemsize
+    part = SWIZZLED_ROW_BYTES // jnp.dtype(record.out_dtype).itemsize
     if product <= 0 or product % part or size % product:
         raise ValueError(f"cfg: got product_n={product}, wants a divisor of block_n={size} and a multiple of {part}")
-    if params.stages < 2 or params.slots < 1 or params.band < 1:
-        raise ValueError(f"cfg: got {given}, wants at least 2 stages, a slot and a band of 1")
-    if scaled_shared_bytes(params) > SHARED_MEMORY - RESERVE:
-        raise ValueError(f"cfg: {given} takes more than the {SHARED_MEMORY} bytes of shared memory")
+    if params.stages < 2 or params.output_buffers < 1 or params.group_m < 1:
+        raise ValueError(f"cfg: got {fields}, wants stages of at least 2, output_buffers and group_m of at least 1")
+    if fp8_shared_bytes(params) > SHARED_MEMORY - RESERVED_SMEM_BYTES:
+        raise ValueError(f"cfg: {fields} takes more than the {SHARED_MEMORY} bytes of shared memory")
     assert record.lhs_scale is not None  # a requirement of the kernel
     assert record.rhs_scale is not None
-    by_columns = params.by_columns and size == WARPGROUPS * product
+    split_by_columns = params.split_by_columns and size == WARPGROUPS * product
     return GroupedSpec(
         rows=record.lhs.shape[0],
         contracted=record.lhs.shape[1],
@@ -279,14 +285,14 @@ def make_scaled_spec(record: GroupedMatmul, params: HopperScaled) -> GroupedSpec
         transposed=True,
         dtype=jnp.dtype(record.lhs.dtype),
         out=jnp.dtype(record.out_dtype),
-        tile=HopperGrouped(**TileSizes(size, params.stages, params.slots, params.band).fields),
+        tile=HopperGrouped(**TileSizes(size, params.stages, params.output_buffers, params.group_m).fields),
         scaling=Scaling(
             lhs_blocks=record.lhs_scale.shape[1],
             rhs_blocks=record.rhs_scale.shape[1],
             product_n=product,
-            quick=quick(record) and not by_columns,
-            by_columns=by_columns,
-            dynamic=params.dynamic,
+            sums_on_tensor_cores=sums_on_tensor_cores(record) and not split_by_columns,
+            split_by_columns=split_by_columns,
+            dynamic_schedule=params.dynamic_schedule,
         ),
     )
 
@@ -304,38 +310,43 @@ def share_scales(scales: jax.Array, product_n: int) -> jax.Array:
     return jnp.all(products == products[..., :1]).astype(jnp.int32)[None]
 
 
-def scaled_shared_bytes(params: HopperScaled) -> int:
+def fp8_shared_bytes(params: HopperFp8) -> int:
     """Returns shared memory of the kernel, without barriers."""
     scales = (params.stages + 1) * params.block_n * 4
-    if params.by_columns:
-        scales += params.stages * BLOCK_M * COPIED_BLOCKS * 4
+    if params.split_by_columns:
+        scales += params.stages * BLOCK_M * SCALE_BLOCKS_PER_COPY * 4
     return (
-        params.stages * (BLOCK_M + params.block_n) * SCALED_STEP + scales + WARPGROUPS * params.slots * WGMMA_M * LINE
+        params.stages * (BLOCK_M + params.block_n) * FP8_STEP
+        + scales
+        + WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
     )
 
 
-def scaled_reasons(record: GroupedMatmul) -> list[str]:
+def fp8_reasons(record: GroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
-    found = []
+    problems = []
     if str(record.rhs.dtype) != FLOAT8:
-        found.append(f"rhs has dtype {record.rhs.dtype}, wants {FLOAT8}")
+        problems.append(f"rhs has dtype {record.rhs.dtype}; the kernel wants {FLOAT8}")
     if record.lhs_scale is None or record.rhs_scale is None:
-        return [*found, "lhs_scale or rhs_scale is None, wants both"]
+        return [*problems, "lhs_scale or rhs_scale is None; the kernel wants both"]
     if not record.transpose_rhs:
-        found.append("matrices lie with their contracted elements first; WGMMA reads 8 bits along them (transpose_rhs)")
+        problems.append(
+            "transpose_rhs is False; the kernel wants True, as WGMMA reads 8 bits along the contracted axis"
+        )
     if rows < WGMMA_M:
-        found.append(f"{rows} rows are fewer than {WGMMA_M}")
+        problems.append(f"lhs has {rows} rows; the kernel wants at least {WGMMA_M}")
     if columns(record) % SWIZZLE_COLUMNS or not columns(record):
-        found.append(f"{columns(record)} columns are not a multiple of {SWIZZLE_COLUMNS}")
-    for name, blocks in (("rows", record.lhs_scale.shape[1]), ("matrices", record.rhs_scale.shape[1])):
-        if contracted % (blocks * SCALED_STEP) or not contracted:
-            found.append(
-                f"{contracted // blocks} contracted elements per scale of {name} are not a multiple of {SCALED_STEP}"
+        problems.append(f"rhs has {columns(record)} columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
+    for name, blocks in (("lhs_scale", record.lhs_scale.shape[1]), ("rhs_scale", record.rhs_scale.shape[1])):
+        if contracted % (blocks * FP8_STEP) or not contracted:
+            problems.append(
+                f"{name} has a scale per {contracted // blocks} contracted elements; the kernel wants a multiple "
+                f"of {FP8_STEP}"
             )
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
-        found.append(f"preferred_element_type {record.out_dtype} does not have 16 or 32 bits")
-    return found
+        problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
+    return problems
 
 
 def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedSpec:
@@ -346,25 +357,27 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
     """
     if params.block_n not in (64, 128):
         raise ValueError(f"cfg: got block_n={params.block_n}, the gated Mosaic GPU kernel wants 64 or 128")
-    product = product_of(record)
+    product = plain_product_record(record)
     # Shared memory has the gate's and the values' columns of a tile.
-    tile = HopperGrouped(**TileSizes(2 * params.block_n, params.stages, params.slots, params.band).fields)
-    made = make_spec(product, tile, record.lhs.dtype)
+    tile = HopperGrouped(**TileSizes(2 * params.block_n, params.stages, params.output_buffers, params.group_m).fields)
+    plain_spec = make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
-        made,
-        columns=made.columns // 2,
+        plain_spec,
+        columns=plain_spec.columns // 2,
         tile=dataclasses.replace(tile, block_n=params.block_n),
-        gate=Gate(activation=record.activation, gathers=record.indices is not None, alone=params.alone),
+        gate=Gate(
+            activation=record.activation, gathers=record.indices is not None, single_warpgroup=params.single_warpgroup
+        ),
     )
 
 
 def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
-    product, size = product_of(record), record.lhs.size * record.lhs.dtype.itemsize
-    found = reasons(product)
+    product, size = plain_product_record(record), record.lhs.size * record.lhs.dtype.itemsize
+    problems = reasons(product)
     half = record.rhs.shape[2] // 2
     if half % SWIZZLE_COLUMNS:
-        found.append(f"{half} columns of the output are not a multiple of {SWIZZLE_COLUMNS}")
-    if record.indices is not None and size > LARGEST:
-        found.append(f"lhs has {size} bytes, more than the {LARGEST} from which rows can be gathered")
-    return found
+        problems.append(f"rhs gives {half} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
+    if record.indices is not None and size > MAX_BYTES:
+        problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_BYTES}")
+    return problems

@@ -17,45 +17,45 @@ from ejkernel_pallas.gpu.hopper.registers import constant, i32, scalar, with_reg
 from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WARPS, WGMMA_M
 
 
-def over_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def broadcast_to_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Broadcasts a value per row over all columns."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
-def over_rows(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def broadcast_to_rows(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Broadcasts a value per column over all rows."""
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
-def full_rows(rows: int, value: float) -> jax.Array:
+def fill_rows(rows: int, value: float) -> jax.Array:
     """Returns the same value for every row of a tile."""
     return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW_LAYOUT)
 
 
-def full_tile(shape: tuple[int, int]) -> jax.Array:
+def zero_tile(shape: tuple[int, int]) -> jax.Array:
     """Returns a tile of zeros."""
     return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def load_rows(vector: Any) -> jax.Array:
     """Loads a value per row from shared memory."""
-    return load_as(vector, ROW_LAYOUT)
+    return load_with_layout(vector, ROW_LAYOUT)
 
 
 def load_columns(vector: Any) -> jax.Array:
     """Loads a value per column from shared memory."""
-    return load_as(vector, COLUMN_LAYOUT)
+    return load_with_layout(vector, COLUMN_LAYOUT)
 
 
-def load_as(vector: Any, layout: Any) -> jax.Array:
+def load_with_layout(vector: Any, layout: Any) -> jax.Array:
     """Loads an array from memory in a layout, element by element if necessary."""
     # JAX 0.10 requires an index, which is deprecated in 0.11 and removed in 0.12.
     index = inspect.signature(plgpu.load).parameters.get("idx")
-    indexed = {} if index is None or index.default is not inspect.Parameter.empty else {"idx": ()}
-    return plgpu.load(vector, **indexed, layout=layout, optimized=False)
+    index_argument = {} if index is None or index.default is not inspect.Parameter.empty else {"idx": ()}
+    return plgpu.load(vector, **index_argument, layout=layout, optimized=False)
 
 
-def widened(tile: jax.Array) -> jax.Array:
+def widen_to_float32(tile: jax.Array) -> jax.Array:
     """Returns a tile in float32.
 
     For bfloat16 it splits registers into halves by integer instructions: LLVM would keep the halves in addition to the
@@ -68,23 +68,25 @@ def widened(tile: jax.Array) -> jax.Array:
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def widen(_: Any, narrow: Any) -> Any:
+    def split_pairs(_: Any, narrow: Any) -> Any:
         f32 = ir.F32Type.get()
-        made: list[Any] = []
+        new_registers: list[Any] = []
         for register in narrow.registers.flat:
             # bfloat16 is the upper half of a float32: the first element of a pair is shifted there; the second is
             # there, and the first is masked out.
-            both = scalar(vector.bitcast(ir.VectorType.get((1,), i32()), register))
-            halves = (arith.shli(both, constant(16)), arith.andi(both, constant(-(2**16))))
-            made.append(vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves]))
-        return with_registers(narrow, made)
+            word = scalar(vector.bitcast(ir.VectorType.get((1,), i32()), register))
+            halves = (arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))
+            new_registers.append(
+                vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves])
+            )
+        return with_registers(narrow, new_registers)
 
-    return widen(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return split_pairs(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def load_tile(tile: Any) -> jax.Array:
     """Loads a tile of scores from shared memory."""
-    return load_as(tile, plgpu.Layout.WGMMA)
+    return load_with_layout(tile, plgpu.Layout.WGMMA)
 
 
 def load_first_rows(tile: Any, rows: int) -> jax.Array:
@@ -102,14 +104,14 @@ def load_first_rows(tile: Any, rows: int) -> jax.Array:
     def load(_: Any, ref: Any) -> Any:
         element = ir.MemRefType(ref.type).element_type
         zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
-        like = mgpu.FragmentedArray.splat(zero, tuple(tile.shape), layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        branch: Any = scf.IfOp(_has_rows(rows), [x.type for x in like.registers.flat], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
+        zeros = mgpu.FragmentedArray.splat(zero, tuple(tile.shape), layout=mgpu.WGMMA_LAYOUT, is_signed=None)
+        conditional: Any = scf.IfOp(_has_rows(rows), [x.type for x in zeros.registers.flat], has_else=True)
+        with ir.InsertionPoint(conditional.then_block):
             loaded = mgpu.FragmentedArray.load_untiled(ref, layout=mgpu.WGMMA_LAYOUT, swizzle=16, optimized=False)
             scf.yield_(list(loaded.registers.flat))
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_(list(like.registers.flat))
-        return with_registers(like, list(branch.results))
+        with ir.InsertionPoint(conditional.else_block):
+            scf.yield_(list(zeros.registers.flat))
+        return with_registers(zeros, list(conditional.results))
 
     return load(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -139,15 +141,15 @@ def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
     def store(_: Any, ref: Any, tile: Any) -> None:
         # Threads store independently, without a barrier inside, so warps may diverge.
-        branch: Any = scf.IfOp(_has_rows(rows))
-        with ir.InsertionPoint(branch.then_block):
+        conditional: Any = scf.IfOp(_has_rows(rows))
+        with ir.InsertionPoint(conditional.then_block):
             tile.store_untiled(ref, optimized=False)
             scf.yield_([])
 
     store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def store_wide(target: Any, tile: jax.Array) -> None:
+def store_16_byte_rows(target: Any, tile: jax.Array) -> None:
     """Stores a 16-bit tile [64, N], N a multiple of 32, in global memory, 16 bytes of a row per thread.
 
     Four neighbouring threads have two columns each of every eight: they exchange them, so that each has all of one
@@ -158,33 +160,33 @@ def store_wide(target: Any, tile: jax.Array) -> None:
     def store(_: Any, ref: Any, tile: Any) -> None:
         lane = arith.remui(mgpu.utils.thread_idx(), constant(32))
         warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
-        place, index = arith.remui(lane, constant(4)), ir.IndexType.get()
+        quad_lane, index = arith.remui(lane, constant(4)), ir.IndexType.get()
         row = arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(4)))
-        kind = ir.VectorType.get((8,), ir.MemRefType(ref.type).element_type)
+        vector_type = ir.VectorType.get((8,), ir.MemRefType(ref.type).element_type)
         words = [scalar(vector.bitcast(ir.VectorType.get((1,), i32()), x)) for x in tile.registers.flat]
         # Registers alternate between a thread's two rows, which are eight apart.
         for half in (0, 1):
             row_words, at = words[half::2], arith.index_cast(index, arith.addi(row, constant(8 * half)))
             for first in range(0, len(row_words), 4):
-                four = vector.from_elements(
-                    ir.VectorType.get((4,), i32()), _transposed(row_words[first : first + 4], place)
+                four_words = vector.from_elements(
+                    ir.VectorType.get((4,), i32()), _transpose_words(row_words[first : first + 4], quad_lane)
                 )
-                column = arith.index_cast(index, arith.addi(arith.muli(place, constant(8)), constant(8 * first)))
-                vector.store(vector.bitcast(kind, four), ref, [at, column])
+                column = arith.index_cast(index, arith.addi(arith.muli(quad_lane, constant(8)), constant(8 * first)))
+                vector.store(vector.bitcast(vector_type, four_words), ref, [at, column])
 
     store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _transposed(words: list[Any], place: Any) -> list[Any]:
-    """Transposes words among four threads: word n becomes word `place` of thread n, by two exchanges."""
+def _transpose_words(words: list[Any], quad_lane: Any) -> list[Any]:
+    """Transposes words among four threads: word n becomes word `quad_lane` of thread n, by two exchanges."""
     for distance in (1, 2):
-        bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place, constant(distance)), constant(0))
+        bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad_lane, constant(distance)), constant(0))
         for low in (0, 3 - distance):
-            words[low], words[low + distance] = _exchanged(words[low], words[low + distance], bit, distance)
+            words[low], words[low + distance] = _exchange_words(words[low], words[low + distance], bit, distance)
     return words
 
 
-def _exchanged(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, Any]:
+def _exchange_words(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, Any]:
     """Threads with the bit set keep their high word and send the low one; the others do the reverse."""
     got = mgpu.utils.shfl_bfly(arith.select(bit, low, high), distance)
     return arith.select(bit, got, low), arith.select(bit, high, got)

@@ -9,9 +9,9 @@ from jaxlib.mlir.dialects import arith, llvm
 from ejkernel_pallas.gpu.hopper.launch import TRANSFORMS
 from ejkernel_pallas.gpu.hopper.registers import constant, i32
 
-AXIS = "member"
+CLUSTER_AXIS = "member"
 """The cluster axis: a block's index in its cluster."""
-BARRIERS = 16
+BARRIER_OFFSET_BYTES = 16
 """Offset in bytes of the mbarriers of the exchanges, in a row of shared memory whose first word is the tile index.
 
 There are two, for alternate steps. Mosaic's own barriers do not support copies between blocks.
@@ -19,7 +19,7 @@ There are two, for alternate steps. Mosaic's own barriers do not support copies 
 # Each mbarrier counts two arrivals, one per member (see SEND). The fence makes the mbarriers visible to the other
 # member before it can arrive at one. Only member 0 increments the tile counter, and writes the index into both members'
 # shared memory.
-BEGIN = """{
+BEGIN_PTX = """{
 .reg .pred leads; .reg .b32 rank, number, place;
 mbarrier.init.shared::cta.b64 [$1 + 16], 2;
 mbarrier.init.shared::cta.b64 [$1 + 24], 2;
@@ -33,9 +33,9 @@ mapa.shared::cluster.u32 place, $1, 1;
 @leads st.shared::cluster.u32 [place], number;
 }"""
 # Release and acquire: earlier writes of either member to shared memory are visible to both after it.
-MEET = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+CLUSTER_BARRIER_PTX = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
 # The hardware may end a wait early, so the wait is a loop. The label is unique per inlined copy.
-AWAIT = """{
+WAIT_PTX = """{
 .reg .pred done;
 again_${:uid}:
 mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
@@ -43,7 +43,7 @@ mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
 }"""
 # The arrival at the other member's mbarrier announces the bytes of the copy, so that its phase ends when they have
 # arrived. The last instruction arrives at this member's own mbarrier, whose half of the gradients is already there.
-SEND = """{
+SEND_PTX = """{
 .reg .b32 rank, target, full;
 mov.u32 rank, %cluster_ctarank;
 xor.b32 rank, rank, 1;
@@ -67,8 +67,8 @@ def begin(tile_counter: Any, words: Any) -> None:
     def run(_: Any, tile_counter: Any, words: Any) -> None:
         # No thread of either block reads the index or uses an mbarrier before all have arrived here.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.BLOCK):
-            _assembly(BEGIN, "l,r", [mgpu.utils.memref_ptr(tile_counter), _address(words)])
-        _assembly(MEET, "", [])
+            _inline_ptx(BEGIN_PTX, "l,r", [mgpu.utils.memref_ptr(tile_counter), _address(words)])
+        _inline_ptx(CLUSTER_BARRIER_PTX, "", [])
 
     run(tile_counter, words)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -79,16 +79,16 @@ def end() -> None:
     @plgpu.inline_mgpu()
     def run(_: Any) -> None:
         # A block that ended would release its shared memory, to which copies of the other may still be in flight.
-        _assembly(MEET, "", [])
+        _inline_ptx(CLUSTER_BARRIER_PTX, "", [])
 
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def send(made: Any, target: Any, words: Any, count: Any) -> None:
+def send(score_gradients: Any, target: Any, words: Any, count: Any) -> None:
     """Sends a warpgroup's gradients of scores to the other member, and marks this member's as ready.
 
     Args:
-        made: A step's gradients of scores in shared memory, which all threads have written and committed.
+        score_gradients: A step's gradients of scores in shared memory, which all threads have written and committed.
         target: Their address in the other member.
         words: As in `begin`.
         count: Index of the step.
@@ -97,42 +97,42 @@ def send(made: Any, target: Any, words: Any, count: Any) -> None:
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
     )
-    def run(_: Any, made: Any, target: Any, words: Any, count: Any) -> None:
-        size = made.type.element_type.width // 8
-        for length in made.type.shape:
+    def run(_: Any, score_gradients: Any, target: Any, words: Any, count: Any) -> None:
+        size = score_gradients.type.element_type.width // 8
+        for length in score_gradients.type.shape:
             size *= length
         # A single thread issues a bulk copy. It reads through the async proxy, hence the commit before it.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            places = [_address(made), _address(target), _barrier(words, count.registers.item())]
-            _assembly(SEND, "r,r,r,n", [*places, constant(size)])
+            addresses = [_address(score_gradients), _address(target), _barrier(words, count.registers.item())]
+            _inline_ptx(SEND_PTX, "r,r,r,n", [*addresses, constant(size)])
 
-    run(made, target, words, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    run(score_gradients, target, words, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def await_both(words: Any, count: Any) -> None:
+def wait_for_both(words: Any, count: Any) -> None:
     """Waits for both members' gradients of a step's scores."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
     def run(_: Any, words: Any, count: Any) -> None:
         number = count.registers.item()
         # Each mbarrier is used in every second step, so its phase is the second bit of the step's index.
-        parity = arith.andi(arith.shrui(number, constant(1)), constant(1))
-        _assembly(AWAIT, "r,r", [_barrier(words, number), parity])
+        phase_parity = arith.andi(arith.shrui(number, constant(1)), constant(1))
+        _inline_ptx(WAIT_PTX, "r,r", [_barrier(words, number), phase_parity])
 
     run(words, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _barrier(words: Any, count: Any) -> Any:
     # Two mbarriers of 8 bytes alternate: a member may send a step while the other still waits for the previous one.
-    place = arith.muli(arith.andi(count, constant(1)), constant(8))
-    return arith.addi(arith.addi(_address(words), constant(BARRIERS)), place)
+    offset = arith.muli(arith.andi(count, constant(1)), constant(8))
+    return arith.addi(arith.addi(_address(words), constant(BARRIER_OFFSET_BYTES)), offset)
 
 
 def _address(memory: Any) -> Any:
     return llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(memory))
 
 
-def _assembly(code: str, constraints: str, operands: list[Any]) -> None:
+def _inline_ptx(code: str, constraints: str, operands: list[Any]) -> None:
     # The memory clobber keeps LLVM from moving loads and stores across the assembly.
     constraints = f"{constraints},~{{memory}}" if constraints else "~{memory}"
     llvm.inline_asm(None, operands, code, constraints, has_side_effects=True)

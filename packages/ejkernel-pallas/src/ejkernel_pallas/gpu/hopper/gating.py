@@ -17,11 +17,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.gpu.hopper.registers import number, pair, with_registers
 
-TANH = 2 * math.sqrt(2 / math.pi)
+TANH_FACTOR = 2 * math.sqrt(2 / math.pi)
 """Twice the factor of the argument in the tanh formula of gelu: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
-CUBE = 0.044715
+CUBIC_FACTOR = 0.044715
 # Overflow is harmless: the reciprocal of infinity is 0.
-UNIT = """{
+MULTIPLY_BY_SIGMOID_PTX = """{
 .reg .f32 power;
 ex2.approx.ftz.f32 power, $2;
 add.f32 power, power, 0f3F800000;
@@ -44,20 +44,20 @@ def gated(gate: jax.Array, other: jax.Array, activation: str) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(gate.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, gate: Any, other: Any) -> Any:
-        made: list[Any] = []
-        for of_gate, of_other in zip(gate.registers.flat, other.registers.flat, strict=True):
-            both = zip(pair(of_gate), pair(of_other), strict=True)
-            values = [arith.mulf(_activated(x, activation), y) for x, y in both]
-            made.append(vector.from_elements(of_gate.type, values))
-        return with_registers(gate, made)
+        new_registers: list[Any] = []
+        for gate_register, other_register in zip(gate.registers.flat, other.registers.flat, strict=True):
+            scalars = zip(pair(gate_register), pair(other_register), strict=True)
+            values = [arith.mulf(_activate(x, activation), y) for x, y in scalars]
+            new_registers.append(vector.from_elements(gate_register.type, values))
+        return with_registers(gate, new_registers)
 
     return run(gate, other)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _activated(x: Any, activation: str) -> Any:
+def _activate(x: Any, activation: str) -> Any:
     if activation == "silu":
         exponent = arith.mulf(x, number(-LOG2E))
     else:
-        cubic = arith.addf(arith.mulf(arith.mulf(x, x), number(CUBE)), number(1.0))
-        exponent = arith.mulf(arith.mulf(x, cubic), number(-TANH * LOG2E))
-    return llvm.inline_asm(ir.F32Type.get(), [x, exponent], UNIT, "=f,f,f")
+        cubic_term = arith.addf(arith.mulf(arith.mulf(x, x), number(CUBIC_FACTOR)), number(1.0))
+        exponent = arith.mulf(arith.mulf(x, cubic_term), number(-TANH_FACTOR * LOG2E))
+    return llvm.inline_asm(ir.F32Type.get(), [x, exponent], MULTIPLY_BY_SIGMOID_PTX, "=f,f,f")

@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from ejkernel.planning.in_place import unfused
 
 
-def update(
+def update_in_place(
     body: Callable[[dict[str, Any], dict[str, Any]], None],
     operands: dict[str, jax.Array],
     updated: dict[str, jax.Array],
@@ -36,16 +36,16 @@ def update(
 
     # `plgpu.kernel` does not support references, since it has its own batching rule.
     def run(refs: dict[str, Any]) -> None:
-        def entry(*given: Any) -> None:
-            named = dict(zip((*operands, *refs), given, strict=True))
-            body({name: named[name] for name in operands}, {name: named[name] for name in refs})
+        def entry(*refs_in_order: Any) -> None:
+            refs_by_name = dict(zip((*operands, *refs), refs_in_order, strict=True))
+            body({name: refs_by_name[name] for name in operands}, {name: refs_by_name[name] for name in refs})
 
         pl.kernel(entry, out_type=(), mesh=mesh, compiler_params=params)(*operands.values(), *refs.values())
 
     names = tuple(updated)
 
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        made = pl.run_state(run)(dict(zip(names, arrays, strict=True)))
-        return tuple(made[name] for name in names)
+        results = pl.run_state(run)(dict(zip(names, arrays, strict=True)))
+        return tuple(results[name] for name in names)
 
     return dict(zip(names, unfused(call, *updated.values()), strict=True))

@@ -33,11 +33,19 @@ def launch(
     Returns:
         The outputs.
     """
-    names, places = tuple(operands), tuple(scratch)
+    names, scratch_names = tuple(operands), tuple(scratch)
 
     def entry(*refs: Any) -> None:
-        given, made, rest = refs[: len(names)], refs[len(names) : len(names) + len(outputs)], refs[-len(places) :]
-        body(dict(zip(names, given, strict=True)), made, dict(zip(places, rest, strict=True)))
+        operand_refs, output_refs, scratch_refs = (
+            refs[: len(names)],
+            refs[len(names) : len(names) + len(outputs)],
+            refs[-len(scratch_names) :],
+        )
+        body(
+            dict(zip(names, operand_refs, strict=True)),
+            output_refs,
+            dict(zip(scratch_names, scratch_refs, strict=True)),
+        )
 
     return plgpu.kernel(
         entry,

@@ -18,12 +18,12 @@ ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -
 """PTX: whether a factor is below one in any thread of the warp; a vote, so that the branch is uniform."""
 
 
-ABOVE = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
+ANY_ABOVE_PTX = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
 """PTX: whether a value is above another in any thread of the warp."""
 
 
-def moved_lazily(row_max: jax.Array, scores: jax.Array, factor: float, slack: float) -> jax.Array:
-    """Returns the running maximum of every row, which moves only if a score is more than `slack` above it.
+def update_max_lazily(row_max: jax.Array, scores: jax.Array, factor: float, threshold: float) -> jax.Array:
+    """Returns the running maximum of every row, which moves only if a score is more than `threshold` above it.
 
     Each thread tests its own columns; only warps with such a score exchange row maxima.
 
@@ -31,43 +31,47 @@ def moved_lazily(row_max: jax.Array, scores: jax.Array, factor: float, slack: fl
         row_max: Float32 [64].
         scores: Float32 [64, N], N / 4 a power of two.
         factor: Positive factor on the scores.
-        slack: How far a score may exceed the maximum.
+        threshold: How far a score may exceed the maximum.
     """
 
     @plgpu.inline_mgpu(
         arg_types=(ROW_LAYOUT, plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct(row_max.shape, jnp.float32, layout=ROW_LAYOUT),
     )
-    def move(_: Any, rows: Any, tile: Any) -> Any:
+    def update_registers(_: Any, rows: Any, tile: Any) -> Any:
         before = [scalar(register) for register in rows.registers.flat]
         # Registers alternate between a thread's two rows.
-        tops = [arith.mulf(_largest(list(tile.registers.flat)[row::2]), number(factor)) for row in (0, 1)]
-        above = arith.maximumf(*[arith.subf(top, old) for top, old in zip(tops, before, strict=True)])
-        some: Any = llvm.inline_asm(i32(), [above, number(slack)], ABOVE, "=r,f,f", has_side_effects=True)
+        block_maxima = [
+            arith.mulf(_max_of_registers(list(tile.registers.flat)[row::2]), number(factor)) for row in (0, 1)
+        ]
+        is_above = arith.maximumf(*[arith.subf(top, old) for top, old in zip(block_maxima, before, strict=True)])
+        some: Any = llvm.inline_asm(
+            i32(), [is_above, number(threshold)], ANY_ABOVE_PTX, "=r,f,f", has_side_effects=True
+        )
         some = arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
         branch: Any = scf.IfOp(some, [ir.F32Type.get()] * 2, has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            scf.yield_([_moved(top, old, slack) for top, old in zip(tops, before, strict=True)])
+            scf.yield_([_move_if_above(top, old, threshold) for top, old in zip(block_maxima, before, strict=True)])
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(before)
         return of_rows(rows, list(branch.results))
 
-    return move(row_max, scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return update_registers(row_max, scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _largest(registers: list[Any]) -> Any:
+def _max_of_registers(registers: list[Any]) -> Any:
     values = [value for register in registers for value in pair(register)]
     while len(values) > 1:
         values = [arith.maximumf(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
-def _moved(top: Any, before: Any, slack: float) -> Any:
+def _move_if_above(top: Any, before: Any, threshold: float) -> Any:
     # The columns of a row are in four neighbouring threads.
     for distance in (1, 2):
         top = arith.maximumf(top, mgpu.utils.shfl_bfly(top, distance))
-    above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(top, before), number(slack))
-    return arith.select(above, top, before)
+    is_above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(top, before), number(threshold))
+    return arith.select(is_above, top, before)
 
 
 def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
@@ -77,22 +81,22 @@ def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
         arg_types=(plgpu.Layout.WGMMA, ROW_LAYOUT),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def scale(_: Any, tile: Any, rows: Any) -> Any:
+    def scale_registers(_: Any, tile: Any, rows: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         # A thread has two rows of an accumulator; it votes with the smaller factor.
         factors = [scalar(register) for register in rows.registers.flat]
         some: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
         some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
-        types = [register.type for register in tile.registers.flat]
+        register_types = [register.type for register in tile.registers.flat]
         # The branch is uniform in a warp, so the other side costs nothing; warps share no rows, so no barrier is
         # needed.
-        branch: Any = scf.IfOp(some, types, has_else=True)
+        branch: Any = scf.IfOp(some, register_types, has_else=True)
         with ir.InsertionPoint(branch.then_block):
             # Registers alternate between a thread's two rows, and hold two neighbouring columns of one.
-            pairs = [vector.broadcast(types[0], factor) for factor in factors]
+            pairs = [vector.broadcast(register_types[0], factor) for factor in factors]
             scf.yield_([arith.mulf(register, pairs[n % 2]) for n, register in enumerate(tile.registers.flat)])
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(list(tile.registers.flat))
         return with_registers(tile, list(branch.results))
 
-    return scale(acc, alpha)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return scale_registers(acc, alpha)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -17,16 +17,16 @@ from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, with_registers
 
-COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
-ROUNDS = 1.5 * 2.0**23
+EXP2_COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
+ROUNDING_CONSTANT = 1.5 * 2.0**23
 """Adding this to a number below 2**22 leaves the rounded number in the sum's lowest bits."""
-MANTISSA = 23
+MANTISSA_BITS = 23
 """Mantissa bits of a float32."""
-SMALLEST = -125.0
+MIN_EXPONENT = -125.0
 """The smallest exponent with a normal result, even if the polynomial is slightly too small."""
 
 
-def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
+def exp2_of_scores(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
     """Returns 2 ** (scores * factor - shift) of a float32 tile.
 
     Args:
@@ -40,16 +40,16 @@ def powers(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, scores: Any, shift: Any) -> Any:
-        made: list[Any] = []
+        new_registers: list[Any] = []
         for registers in zip(scores.registers.flat, shift.registers.flat, strict=True):
             # Of two neighbours one uses the FMA units and one the special-function unit, which work in parallel. The
             # split is by register, so no thread branches.
-            first, second = zip(*map(pair, registers), strict=True)
+            first, fma_inputs = zip(*map(pair, registers), strict=True)
             # Below SMALLEST the addition to the exponent would overflow into the sign.
-            computed = polynomial(arith.maximumf(_exponent(factor, *first), number(SMALLEST)), 1.0)
-            values = [computed, instruction(_exponent(factor, *second))]
-            made.append(vector.from_elements(registers[0].type, values))
-        return with_registers(scores, made)
+            polynomial_values = exp2_polynomial(arith.maximumf(_exponent(factor, *first), number(MIN_EXPONENT)), 1.0)
+            values = [polynomial_values, instruction(_exponent(factor, *fma_inputs))]
+            new_registers.append(vector.from_elements(registers[0].type, values))
+        return with_registers(scores, new_registers)
 
     return run(scores, shift)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -59,17 +59,17 @@ def instruction(exponent: Any) -> Any:
     return llvm.inline_asm(ir.F32Type.get(), [exponent], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
 
 
-def polynomial(score: Any, factor: float) -> Any:
+def exp2_polynomial(score: Any, factor: float) -> Any:
     """Returns 2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
     # Next to ROUNDS, a float32 has no bits for fractions: the sum's lowest bits are the rounded integer n.
-    rounded: Any = math.fma(score, number(factor), number(ROUNDS))
+    rounded: Any = math.fma(score, number(factor), number(ROUNDING_CONSTANT))
     # The fraction f. The subtraction is exact, and the multiply-add rounds once.
-    rest = math.fma(score, number(factor), arith.subf(number(ROUNDS), rounded))
-    value: Any = number(COEFFICIENTS[-1])
-    for coefficient in COEFFICIENTS[-2::-1]:
+    rest = math.fma(score, number(factor), arith.subf(number(ROUNDING_CONSTANT), rounded))
+    value: Any = number(EXP2_COEFFICIENTS[-1])
+    for coefficient in EXP2_COEFFICIENTS[-2::-1]:
         value = math.fma(value, rest, number(coefficient))
     # The shift drops the bits of ROUNDS, so only n is added to the exponent, as an integer.
-    exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA))
+    exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA_BITS))
     return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
 
 

@@ -29,23 +29,23 @@ def number(value: float) -> Any:
 
 def scalar(register: Any) -> Any:
     """Returns the value in a register of a vector of rows."""
-    return _element(register, 0) if isinstance(register.type, ir.VectorType) else register
+    return _extract_element(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
 def pair(register: Any) -> tuple[Any, Any]:
     """Returns the two neighbouring elements of a row in a register of a tile."""
-    return _element(register, 0), _element(register, 1)
+    return _extract_element(register, 0), _extract_element(register, 1)
 
 
 def with_registers(array: Any, values: list[Any]) -> Any:
     """Returns an array of another one's layout with given registers."""
     registers = array.registers.copy()
-    for place, value in enumerate(values):
-        registers.flat[place] = value
+    for index, value in enumerate(values):
+        registers.flat[index] = value
     return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
 
 
-def row_like(tile: Any, value: Any) -> Any:
+def fill_rows_like(tile: Any, value: Any) -> Any:
     """Returns the same value for every row of a tile, as a vector of rows."""
     return mgpu.FragmentedArray.splat(value, tile.shape[:1], layout=tile.layout.reduce((1,)))
 
@@ -54,9 +54,9 @@ def of_rows(rows: Any, values: list[Any]) -> Any:
     """Returns a vector like `rows`, with a value for each of a thread's two rows."""
     types = [register.type for register in rows.registers.flat]
     vectors = (isinstance(kind, ir.VectorType) for kind in types)
-    made = zip(types, values, vectors, strict=True)
-    return with_registers(rows, [vector.broadcast(kind, x) if is_vector else x for kind, x, is_vector in made])
+    typed_values = zip(types, values, vectors, strict=True)
+    return with_registers(rows, [vector.broadcast(kind, x) if is_vector else x for kind, x, is_vector in typed_values])
 
 
-def _element(register: Any, place: int) -> Any:
-    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([place]))
+def _extract_element(register: Any, index: int) -> Any:
+    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))

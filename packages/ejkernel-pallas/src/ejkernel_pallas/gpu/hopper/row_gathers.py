@@ -19,15 +19,15 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, scalar
-from ejkernel_pallas.gpu.hopper.row_ranges import LINE, LINE_THREADS, PASS_ROWS, STORE_BYTES
+from ejkernel_pallas.gpu.hopper.row_ranges import LINE, ROWS_PER_PASS, STORE_BYTES, THREADS_PER_LINE
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 
-NONE = -1
+NOT_COPIED = -1
 """Stands for a row that is not copied but zeroed."""
-LARGEST = 2**31 * STORE_BYTES
+MAX_BYTES = 2**31 * STORE_BYTES
 """Largest size in bytes of a matrix whose rows 32-bit offsets can address."""
 # The source's size is an operand, 16 or 0: with 0, zeros are written and nothing is read.
-COPY = """{
+COPY_PTX = """{
 .reg .pred named; .reg .b64 place; .reg .b32 offset, size;
 setp.ge.s32 named, $2, 0;
 selp.b32 size, 16, 0, named;
@@ -37,7 +37,7 @@ cp.async.cg.shared.global.L2::128B [$0], [place], 16, size;
 }"""
 
 
-def find_rows(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
+def find_row_offsets(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
     """Returns the offsets, in units of 16 bytes, of what each thread copies of 64 rows for each of `firsts`.
 
     Args:
@@ -49,71 +49,82 @@ def find_rows(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
     Returns:
         int32, one element per register: those of the first tile's rows first.
     """
-    per_tile, number = WGMMA_M // PASS_ROWS, plgpu.Layout.WG_SPLAT(())
-    shape = (THREADS * per_tile * len(firsts),)
+    passes_per_tile, number = WGMMA_M // ROWS_PER_PASS, plgpu.Layout.WG_SPLAT(())
+    shape = (THREADS * passes_per_tile * len(firsts),)
     last = index.shape[0] - 1
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(()), *(number for _ in firsts)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=1)),
     )
-    def find(_: Any, index: Any, *firsts: Any) -> Any:
+    def compute_offsets(_: Any, index: Any, *firsts: Any) -> Any:
         thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-        row, part = arith.divui(thread, constant(LINE_THREADS)), arith.remui(thread, constant(LINE_THREADS))
-        kind, registers = ir.VectorType.get((1,), i32()), np.empty((per_tile * len(firsts),), dtype=object)
-        for place in range(registers.size):
-            tile, passed = divmod(place, per_tile)
-            here = arith.addi(firsts[tile].registers.item(), arith.addi(row, constant(passed * PASS_ROWS)))
-            here = arith.index_cast(ir.IndexType.get(), arith.minsi(here, constant(last)))
-            found: Any = memref.load(index, [here])
+        row, line_part = (
+            arith.divui(thread, constant(THREADS_PER_LINE)),
+            arith.remui(thread, constant(THREADS_PER_LINE)),
+        )
+        vector_type, registers = (
+            ir.VectorType.get((1,), i32()),
+            np.empty((passes_per_tile * len(firsts),), dtype=object),
+        )
+        for register_index in range(registers.size):
+            tile, pass_index = divmod(register_index, passes_per_tile)
+            tile_row = arith.addi(firsts[tile].registers.item(), arith.addi(row, constant(pass_index * ROWS_PER_PASS)))
+            tile_row = arith.index_cast(ir.IndexType.get(), arith.minsi(tile_row, constant(last)))
+            source_row: Any = memref.load(index, [tile_row])
             # An unsigned comparison: negative indices are also past the last row.
-            named = arith.cmpi(arith.CmpIPredicate.ult, found, constant(rows))
-            found = arith.addi(arith.muli(found, constant(size // STORE_BYTES)), part)
-            registers[place] = vector.from_elements(kind, [arith.select(named, found, constant(NONE))])
+            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, constant(rows))
+            source_row = arith.addi(arith.muli(source_row, constant(size // STORE_BYTES)), line_part)
+            registers[register_index] = vector.from_elements(
+                vector_type, [arith.select(is_valid, source_row, constant(NOT_COPIED))]
+            )
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGStridedFragLayout(shape, 1), _is_signed=True)
 
-    return find(index, *firsts)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return compute_offsets(index, *firsts)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def copy_rows(matrix: Any, places: jax.Array, line: Any, target: Any) -> None:
+def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, target: Any) -> None:
     """Starts to copy 128 bytes of every row, as one group of the thread's copies.
 
     Args:
         matrix: Reference to [rows, columns] in device memory.
-        places: The result of `find_rows`.
-        line: Index of the 128 bytes in a row, int32.
+        row_offsets: The result of `find_row_offsets`.
+        line_index: Index of the 128 bytes in a row, int32.
         target: Reference to the first of the consecutive tiles of 64 rows in shared memory, in the layout of products.
     """
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.RefType(()),
-            plgpu.Layout.WG_STRIDED(places.shape, vec_size=1),
+            plgpu.Layout.WG_STRIDED(row_offsets.shape, vec_size=1),
             plgpu.Layout.WG_SPLAT(()),
             plgpu.RefType(transforms()),
         )
     )
-    def copy(_: Any, matrix: Any, places: Any, line: Any, target: Any) -> None:
+    def copy(_: Any, matrix: Any, row_offsets: Any, line_index: Any, target: Any) -> None:
         i64 = ir.IntegerType.get_signless(64)
         base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(matrix))
-        offset = arith.extui(i64, arith.muli(line.registers.item(), constant(LINE)))
+        offset = arith.extui(i64, arith.muli(line_index.registers.item(), constant(LINE)))
         base = arith.addi(base, offset)
         thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-        row, part = arith.divui(thread, constant(LINE_THREADS)), arith.remui(thread, constant(LINE_THREADS))
+        row, line_part = (
+            arith.divui(thread, constant(THREADS_PER_LINE)),
+            arith.remui(thread, constant(THREADS_PER_LINE)),
+        )
         # The swizzle: a row's 16-byte pieces are permuted by the row's index modulo eight.
-        part = arith.xori(part, arith.andi(row, constant(LINE_THREADS - 1)))
-        within = arith.addi(arith.muli(row, constant(LINE)), arith.muli(part, constant(STORE_BYTES)))
-        begin = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(target)), within)
-        for number, place in enumerate(places.registers.flat):
+        line_part = arith.xori(line_part, arith.andi(row, constant(THREADS_PER_LINE - 1)))
+        offset_in_tile = arith.addi(arith.muli(row, constant(LINE)), arith.muli(line_part, constant(STORE_BYTES)))
+        begin = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(target)), offset_in_tile)
+        for number, row_offset in enumerate(row_offsets.registers.flat):
             # Tiles of 64 rows are contiguous, and so are passes of 16 rows.
-            at = arith.addi(begin, constant(number * PASS_ROWS * LINE))
-            _assembly(COPY, "r,l,r", [at, base, scalar(place)])
-        _assembly("cp.async.commit_group;", "", [])
+            at = arith.addi(begin, constant(number * ROWS_PER_PASS * LINE))
+            _inline_ptx(COPY_PTX, "r,l,r", [at, base, scalar(row_offset)])
+        _inline_ptx("cp.async.commit_group;", "", [])
 
-    copy(matrix, places, line, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    copy(matrix, row_offsets, line_index, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def wait_rows(in_flight: int) -> None:
+def wait_for_rows(in_flight: int) -> None:
     """Waits until at most `in_flight` later groups of a thread's copies are unfinished, and makes the others visible to
     WGMMA.
 
@@ -123,11 +134,11 @@ def wait_rows(in_flight: int) -> None:
     @plgpu.inline_mgpu()
     def run(_: Any) -> None:
         # These copies write through the generic proxy, products read through the async proxy.
-        _assembly(f"cp.async.wait_group {in_flight}; fence.proxy.async.shared::cta;", "", [])
+        _inline_ptx(f"cp.async.wait_group {in_flight}; fence.proxy.async.shared::cta;", "", [])
 
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _assembly(code: str, constraints: str, operands: list[Any]) -> None:
+def _inline_ptx(code: str, constraints: str, operands: list[Any]) -> None:
     constraints = f"{constraints},~{{memory}}" if constraints else "~{memory}"
     llvm.inline_asm(None, operands, code, constraints, has_side_effects=True)

@@ -19,23 +19,23 @@ zeros.
 """
 STORE_BYTES = 16
 """Bytes that a thread writes at a time."""
-LINE_THREADS = LINE // STORE_BYTES
+THREADS_PER_LINE = LINE // STORE_BYTES
 """Threads that write a line together."""
-PASS_ROWS = THREADS // LINE_THREADS
+ROWS_PER_PASS = THREADS // THREADS_PER_LINE
 """Rows of which a warpgroup writes one line at once."""
-STORE = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
+STORE_PTX = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 
 
 def write_zeros(base: Any, row: Any, size: int, line: int = LINE) -> None:
     """Writes zeros to a row of `size` bytes of a tile at an address: its lines are eight rows apart."""
     # Eight rows of a tile are `size / line` swizzle atoms of 8 x `line` bytes, one after the other.
-    eight, within = arith.divui(row, constant(8)), arith.remui(row, constant(8))
-    place = arith.addi(base, arith.muli(eight, constant(8 * size)))
-    place = arith.addi(place, arith.muli(within, constant(line)))
+    atom, row_in_atom = arith.divui(row, constant(8)), arith.remui(row, constant(8))
+    address = arith.addi(base, arith.muli(atom, constant(8 * size)))
+    address = arith.addi(address, arith.muli(row_in_atom, constant(line)))
     for first in range(0, size, line):
         for part in range(0, line, STORE_BYTES):
-            offset = arith.addi(place, constant(8 * first + part))
-            llvm.inline_asm(None, [offset, constant(0)], STORE, "r,r", has_side_effects=True)
+            offset = arith.addi(address, constant(8 * first + part))
+            llvm.inline_asm(None, [offset, constant(0)], STORE_PTX, "r,r", has_side_effects=True)
 
 
 def zero_rows(tile: Any, first: Any, end: Any) -> None:
@@ -50,33 +50,38 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
     number = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()), number, number))
-    def clean(_: Any, tile: Any, first: Any, end: Any) -> None:
+    def zero_outside_range(_: Any, tile: Any, first: Any, end: Any) -> None:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
         # Writes use the generic proxy: callers commit before a product reads them.
         thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
         # Eight threads write a line, and a warp four neighbouring lines: 512 bytes without bank conflicts. With a
         # thread per row there would be eight-way conflicts, which would keep the tensor cores from shared memory
         # meanwhile.
-        row, part = arith.divui(thread, constant(LINE_THREADS)), arith.remui(thread, constant(LINE_THREADS))
-        base = arith.addi(base, arith.muli(part, constant(STORE_BYTES)))
-        for passed in range(0, rows, PASS_ROWS):
-            here = arith.addi(row, constant(passed))
-            before = arith.cmpi(arith.CmpIPredicate.slt, here, first.registers.item())
-            after = arith.cmpi(arith.CmpIPredicate.sge, here, end.registers.item())
-            inside = arith.cmpi(arith.CmpIPredicate.ult, here, constant(rows))
-            with mgpu.utils.when(arith.andi(inside, arith.ori(before, after))):
-                _zero_lines(base, here, size * 2)
+        row, line_part = (
+            arith.divui(thread, constant(THREADS_PER_LINE)),
+            arith.remui(thread, constant(THREADS_PER_LINE)),
+        )
+        base = arith.addi(base, arith.muli(line_part, constant(STORE_BYTES)))
+        for pass_start in range(0, rows, ROWS_PER_PASS):
+            tile_row = arith.addi(row, constant(pass_start))
+            before = arith.cmpi(arith.CmpIPredicate.slt, tile_row, first.registers.item())
+            after = arith.cmpi(arith.CmpIPredicate.sge, tile_row, end.registers.item())
+            in_tile = arith.cmpi(arith.CmpIPredicate.ult, tile_row, constant(rows))
+            with mgpu.utils.when(arith.andi(in_tile, arith.ori(before, after))):
+                _zero_lines(base, tile_row, size * 2)
 
-    clean(tile, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    zero_outside_range(tile, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _zero_lines(base: Any, row: Any, size: int) -> None:
     """Zeros this thread's 16 bytes of each line of a row of `size` bytes."""
-    eight, within = arith.divui(row, constant(8)), arith.remui(row, constant(8))
-    place = arith.addi(base, arith.addi(arith.muli(eight, constant(8 * size)), arith.muli(within, constant(LINE))))
+    atom, row_in_atom = arith.divui(row, constant(8)), arith.remui(row, constant(8))
+    address = arith.addi(
+        base, arith.addi(arith.muli(atom, constant(8 * size)), arith.muli(row_in_atom, constant(LINE)))
+    )
     for line in range(0, size, LINE):
-        offset = arith.addi(place, constant(8 * line))
-        llvm.inline_asm(None, [offset, constant(0)], STORE, "r,r", has_side_effects=True)
+        offset = arith.addi(address, constant(8 * line))
+        llvm.inline_asm(None, [offset, constant(0)], STORE_PTX, "r,r", has_side_effects=True)
 
 
 def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, first: Any = None) -> None:
@@ -93,34 +98,34 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, 
         first: Rows before this one are skipped, too.
     """
     number, columns = plgpu.Layout.WG_SPLAT(()), target.shape[1]
-    begins = () if first is None else (first,)
+    first_rows = () if first is None else (first,)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, number, number, number, *(number for _ in begins))
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, number, number, number, *(number for _ in first_rows))
     )
-    def store(_: Any, target: Any, tile: Any, *numbers: Any) -> None:
+    def store(_: Any, target: Any, tile: Any, *scalars: Any) -> None:
         index = ir.IndexType.get()
-        row, column, count, *begin = (arith.index_cast(index, x.registers.item()) for x in numbers)
+        row, column, count, *begin = (arith.index_cast(index, x.registers.item()) for x in scalars)
         width = arith.constant(index, ir.IntegerAttr.get(index, columns))
 
-        def put(value: Any, place: Any) -> None:
+        def put(value: Any, position: Any) -> None:
             # Masked by element: rows from `count` on belong to another tile, which another block may be writing.
-            across = arith.addi(column, place[1])
-            keep = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.ult, place[0], count),
-                arith.cmpi(arith.CmpIPredicate.ult, across, width),
+            target_column = arith.addi(column, position[1])
+            is_stored = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.ult, position[0], count),
+                arith.cmpi(arith.CmpIPredicate.ult, target_column, width),
             )
             for limit in begin:
-                keep = arith.andi(keep, arith.cmpi(arith.CmpIPredicate.sge, place[0], limit))
-            with mgpu.utils.when(keep):
-                memref.store(value, target, [arith.addi(row, place[0]), across])
+                is_stored = arith.andi(is_stored, arith.cmpi(arith.CmpIPredicate.sge, position[0], limit))
+            with mgpu.utils.when(is_stored):
+                memref.store(value, target, [arith.addi(row, position[0]), target_column])
 
         tile.foreach(put)
 
-    store(target, tile, row, column, count, *begins)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    store(target, tile, row, column, count, *first_rows)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def store_row_numbers(target: Any, rows: jax.Array, row: Any, first: Any, end: Any) -> None:
+def store_row_values(target: Any, rows: jax.Array, row: Any, first: Any, end: Any) -> None:
     """Stores one element per row, for rows from `first` to before `end`, directly to device memory.
 
     Args:
@@ -133,17 +138,18 @@ def store_row_numbers(target: Any, rows: jax.Array, row: Any, first: Any, end: A
     number = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW_LAYOUT, number, number, number))
-    def store(_: Any, target: Any, rows: Any, *numbers: Any) -> None:
+    def store(_: Any, target: Any, rows: Any, *scalars: Any) -> None:
         index = ir.IndexType.get()
-        row, first, end = (arith.index_cast(index, x.registers.item()) for x in numbers)
+        row, first, end = (arith.index_cast(index, x.registers.item()) for x in scalars)
 
-        def put(value: Any, place: Any) -> None:
+        def put(value: Any, position: Any) -> None:
             # The four threads of a row store the same value.
-            keep = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, place[0], first), arith.cmpi(arith.CmpIPredicate.slt, place[0], end)
+            is_stored = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, position[0], first),
+                arith.cmpi(arith.CmpIPredicate.slt, position[0], end),
             )
-            with mgpu.utils.when(keep):
-                memref.store(value, target, [arith.addi(row, place[0])])
+            with mgpu.utils.when(is_stored):
+                memref.store(value, target, [arith.addi(row, position[0])])
 
         rows.foreach(put)
 

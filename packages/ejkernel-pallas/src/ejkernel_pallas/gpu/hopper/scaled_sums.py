@@ -18,13 +18,13 @@ from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, scalar, with_registers
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
 
-LANES = 32
+LANES_PER_WARP = 32
 """Threads per warp."""
-ROWS = 2
+ROWS_PER_THREAD = 2
 """Rows per thread."""
-QUAD = 4
+LANES_PER_ROW = 4
 """Lanes that share a row."""
-COLUMN_BYTES = 8 * 4
+COLUMN_STRIDE_BYTES = 8 * 4
 """Bytes between a thread's pairs of columns: eight columns of float32."""
 
 
@@ -36,25 +36,25 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
         row: First row, int32.
         block: Index of the block, int32.
     """
-    rows, number_layout = scales.shape[0], plgpu.Layout.WG_SPLAT(())
+    rows, scalar_layout = scales.shape[0], plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), number_layout, number_layout),
+        arg_types=(plgpu.RefType(), scalar_layout, scalar_layout),
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any, row: Any, block: Any) -> Any:
-        first = arith.addi(row.registers.item(), _thread_row())
+        first = arith.addi(row.registers.item(), _first_thread_row())
         values: list[Any] = []
         for half in (0, WARP_ROWS // 2):
-            place = arith.minsi(arith.addi(first, constant(half)), constant(rows - 1))
-            index = [arith.index_cast(ir.IndexType.get(), x) for x in (place, block.registers.item())]
+            scale_row = arith.minsi(arith.addi(first, constant(half)), constant(rows - 1))
+            index = [arith.index_cast(ir.IndexType.get(), x) for x in (scale_row, block.registers.item())]
             values.append(memref.load(scales, index))
-        return _of_thread_rows(values)
+        return _rows_from_thread_values(values)
 
     return load(scales, row, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_copied(scales: Any, block: Any) -> jax.Array:
+def load_copied_scales(scales: Any, block: Any) -> jax.Array:
     """Returns the scales of 64 rows in one of the copied blocks, from shared memory.
 
     Args:
@@ -71,8 +71,8 @@ def load_copied(scales: Any, block: Any) -> jax.Array:
     def load(_: Any, scales: Any, block: Any) -> Any:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales))
         base = arith.addi(base, arith.muli(block.registers.item(), constant(4)))
-        base = arith.addi(base, arith.muli(_thread_row(), constant(line)))
-        return _of_thread_rows([_float_at(base, half * line) for half in (0, WARP_ROWS // 2)])
+        base = arith.addi(base, arith.muli(_first_thread_row(), constant(line)))
+        return _rows_from_thread_values([_load_float(base, half * line) for half in (0, WARP_ROWS // 2)])
 
     return load(scales, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -85,7 +85,7 @@ def load_scalar(scales: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any) -> Any:
-        value = _pair_at(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales)), 0)[0]
+        value = _load_pair(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales)), 0)[0]
         return mgpu.FragmentedArray.splat(value, (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
 
     return load(scales)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -100,32 +100,40 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
         rows: Float32 [64], a value for every row, or None for ones.
         columns: Reference to float32 [N] in shared memory, a value for every column, or None for ones.
     """
-    given = [x for x in (product, acc, rows, columns) if x is not None]
+    inputs = [x for x in (product, acc, rows, columns) if x is not None]
     layouts = {"acc": plgpu.Layout.WGMMA, "rows": ROW_LAYOUT, "columns": plgpu.RefType()}
-    others = [name for name, x in (("acc", acc), ("rows", rows), ("columns", columns)) if x is not None]
+    optional_names = [name for name, x in (("acc", acc), ("rows", rows), ("columns", columns)) if x is not None]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, *(layouts[name] for name in others)),
+        arg_types=(plgpu.Layout.WGMMA, *(layouts[name] for name in optional_names)),
         return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def add(_: Any, product: Any, *arrays: Any) -> Any:
-        named, new = dict(zip(others, arrays, strict=True)), list(product.registers.flat)
-        before = list(named["acc"].registers.flat) if "acc" in named else []
-        of_row = [scalar(x) for x in named["rows"].registers.flat] if "rows" in named else [None] * ROWS
-        base = _thread_columns(named["columns"]) if "columns" in named else None
-        made: list[Any] = []
+        refs_by_name, product_registers = dict(zip(optional_names, arrays, strict=True)), list(product.registers.flat)
+        acc_registers = list(refs_by_name["acc"].registers.flat) if "acc" in refs_by_name else []
+        row_factors = (
+            [scalar(x) for x in refs_by_name["rows"].registers.flat]
+            if "rows" in refs_by_name
+            else [None] * ROWS_PER_THREAD
+        )
+        column_address = _thread_columns(refs_by_name["columns"]) if "columns" in refs_by_name else None
+        new_registers: list[Any] = []
         # Order of a thread's registers: a pair of columns of its first row, of its second row, then the next pair of
         # columns.
-        for place in range(0, len(new), ROWS):
-            factors = (None, None) if base is None else _pair_at(base, place // ROWS * COLUMN_BYTES)
-            for row, factor_of_row in enumerate(of_row):
-                totals = pair(before[place + row]) if before else (None, None)
-                triples = zip(pair(new[place + row]), factors, totals, strict=True)
-                values = [_sum(x, (factor, factor_of_row), total) for x, factor, total in triples]
-                made.append(vector.from_elements(new[place + row].type, values))
-        return with_registers(product, made)
+        for register_index in range(0, len(product_registers), ROWS_PER_THREAD):
+            factors = (
+                (None, None)
+                if column_address is None
+                else _load_pair(column_address, register_index // ROWS_PER_THREAD * COLUMN_STRIDE_BYTES)
+            )
+            for row, row_factor in enumerate(row_factors):
+                old_sums = pair(acc_registers[register_index + row]) if acc_registers else (None, None)
+                terms = zip(pair(product_registers[register_index + row]), factors, old_sums, strict=True)
+                values = [_sum(x, (factor, row_factor), total) for x, factor, total in terms]
+                new_registers.append(vector.from_elements(product_registers[register_index + row].type, values))
+        return with_registers(product, new_registers)
 
-    return add(*given)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return add(*inputs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
@@ -138,33 +146,33 @@ def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
     return arith.addf(x, total) if last is None else math.fma(x, last, total)
 
 
-def _thread_row() -> Any:
+def _first_thread_row() -> Any:
     """Returns the first of the thread's rows among the 64."""
     thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-    warp, lane = arith.divui(thread, constant(LANES)), arith.remui(thread, constant(LANES))
-    return arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(QUAD)))
+    warp, lane = arith.divui(thread, constant(LANES_PER_WARP)), arith.remui(thread, constant(LANES_PER_WARP))
+    return arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(LANES_PER_ROW)))
 
 
-def _of_thread_rows(values: list[Any]) -> Any:
+def _rows_from_thread_values(values: list[Any]) -> Any:
     """Returns an array [64] from a thread's values."""
     like = mgpu.FragmentedArray.splat(number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
     return of_rows(like, values)
 
 
-def _float_at(base: Any, offset: int) -> Any:
-    """Loads an element from shared memory; it has side effects for the reason given in `_pair_at`."""
+def _load_float(base: Any, offset: int) -> Any:
+    """Loads an element from shared memory; it has side effects for the reason given in `_load_pair`."""
     code = f"ld.shared.f32 $0, [$1 + {offset}];"
     return llvm.inline_asm(ir.F32Type.get(), [base], code, "=f,r", has_side_effects=True)
 
 
 def _thread_columns(columns: Any) -> Any:
     """Returns the address of the thread's first pair of columns."""
-    lane = arith.remui(mgpu.utils.thread_idx(), constant(QUAD))
+    lane = arith.remui(mgpu.utils.thread_idx(), constant(LANES_PER_ROW))
     address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(columns))
-    return arith.addi(address, arith.muli(lane, constant(COLUMN_BYTES // QUAD)))
+    return arith.addi(address, arith.muli(lane, constant(COLUMN_STRIDE_BYTES // LANES_PER_ROW)))
 
 
-def _pair_at(base: Any, offset: int) -> list[Any]:
+def _load_pair(base: Any, offset: int) -> list[Any]:
     """Loads two neighbouring elements from shared memory.
 
     Declared with side effects, so that LLVM does not load all columns before it waits for the product: they would not

@@ -13,14 +13,14 @@ import dataclasses
 
 from ejkernel.arithmetic import cdiv
 
-BEGINNING = 2
+PROLOGUE_COST = 2
 """Fixed cost of an item, in key blocks: its first scores and its last product overlap with nothing."""
-MERGING = 16
+COMBINE_COST = 16
 """Cost of the combine step, which XLA compiles, in key blocks of one to three microseconds on an H200."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class TailSplit:
     """The split of the last tiles of a list.
 
     Attributes:
@@ -32,10 +32,10 @@ class Split:
     parts: int
 
 
-WHOLE = Split(tiles=0, parts=1)
+NO_SPLIT = TailSplit(tiles=0, parts=1)
 
 
-def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
+def split_tail_wave(tiles: int, blocks: int, steps: int, heads: int = 1) -> TailSplit:
     """Returns the split of the tail wave: the tiles that remain after every block has processed the same number of
     tiles.
 
@@ -46,9 +46,12 @@ def make_split(tiles: int, blocks: int, steps: int, heads: int = 1) -> Split:
         heads: Heads over which a tile loops.
     """
     # A part has at least two blocks, counted over the heads.
-    left, most = tiles % blocks, min(steps, steps * heads // 2)
+    tail_tiles, max_parts = tiles % blocks, min(steps, steps * heads // 2)
     # The cost of each number of parts, in key blocks; a single part means that tiles are not split.
-    waves = {parts: cdiv(left * parts, blocks) for parts in range(1, max(1, most) + 1)}
-    costs = {n: count * (cdiv(steps, n) * heads + BEGINNING) + (MERGING if n > 1 else 0) for n, count in waves.items()}
-    parts = min(costs, key=lambda n: costs[n])
-    return Split(left, parts) if parts > 1 else WHOLE
+    waves_by_parts = {parts: cdiv(tail_tiles * parts, blocks) for parts in range(1, max(1, max_parts) + 1)}
+    cost_by_parts = {
+        n: count * (cdiv(steps, n) * heads + PROLOGUE_COST) + (COMBINE_COST if n > 1 else 0)
+        for n, count in waves_by_parts.items()
+    }
+    parts = min(cost_by_parts, key=lambda n: cost_by_parts[n])
+    return TailSplit(tail_tiles, parts) if parts > 1 else NO_SPLIT

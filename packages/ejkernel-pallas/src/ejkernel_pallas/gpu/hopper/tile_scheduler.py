@@ -30,27 +30,27 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 from ejkernel.ops.chips import GPUS
 from ejkernel_pallas.gpu.hopper.registers import constant, i32
 from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS
-from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, Split
+from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, TailSplit
 
-_NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
-CACHE = 32 * 2**20
+_SCALAR_TYPE = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+L2_BYTES = 32 * 2**20
 """Bytes of L2 for the keys and values that the blocks of a bundle share."""
 # One thread increments, by a predicated instruction: after a branch of one thread, values that are uniform in a warp
 # are no longer uniform to the compiler, and operands of copies stay in registers of each thread. The compiler combines
 # an `atom.add` over the warp, and waits at once to broadcast its result; it does not do so with an increment.
-FETCH = """{
+FETCH_PTX = """{
 .reg .pred leads;
 setp.eq.u32 leads, $2, 0;
 mov.b32 $0, 0;
 @leads atom.inc.relaxed.gpu.global.u32 $0, [$1], 0x7fffffff;
 }"""
-STORE = """{
+STORE_PTX = """{
 .reg .pred leads;
 setp.eq.u32 leads, $2, 0;
 @leads st.shared.b32 [$0], $1;
 }"""
 # All threads load the same value; the result of a warp reduction is uniform to the compiler, too.
-LOAD = """{
+LOAD_PTX = """{
 .reg .b32 number;
 ld.shared.b32 number, [$1];
 redux.sync.max.s32 $0, number, 0xffffffff;
@@ -81,7 +81,7 @@ class TileSchedule:
     reverse: bool
     persistent: bool
     folded: bool = False
-    split: Split = WHOLE
+    split: TailSplit = NO_SPLIT
 
     @property
     def whole(self) -> int:
@@ -125,7 +125,7 @@ def make_plan(
     head_bytes: int,
     group: int,
     persistent: bool,
-    split: Split = WHOLE,
+    split: TailSplit = NO_SPLIT,
 ) -> TileSchedule:
     """Returns the schedule for the device in use.
 
@@ -140,8 +140,8 @@ def make_plan(
         split: The split of the last tiles.
     """
     # A bundle divides the heads evenly, so that all bundles are alike and an index is decoded without a table.
-    fitting = max(1, CACHE // head_bytes) * group
-    bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= fitting)
+    heads_in_l2 = max(1, L2_BYTES // head_bytes) * group
+    bundle = max(n for n in range(1, batch * heads + 1) if batch * heads % n == 0 and n <= heads_in_l2)
     items = batch * heads * tiles + split.tiles * (split.parts - 1)
     blocks = min(multiprocessors(), items) if persistent else items
     return TileSchedule(heads, tiles, bundle, items, blocks, reverse, persistent, split=split)
@@ -153,12 +153,12 @@ def multiprocessors() -> int:
     return device.core_count if device.platform == "gpu" else GPUS["sm_90"].multiprocessors
 
 
-def counter() -> Any:
+def make_tile_counter() -> Any:
     """Returns the counter of fetched tiles, not counting each block's first: in HBM, and zero when a kernel starts."""
     return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
-def whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], None], part: Callable[[], None]) -> None:
+def run_whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], None], part: Callable[[], None]) -> None:
     """Calls `whole` if an item is a whole tile, and `part` otherwise."""
     if not plan.split.tiles:
         whole()
@@ -167,64 +167,67 @@ def whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], None],
     pl.when(work.part >= 0)(part)
 
 
-def split_rows(plan: TileSchedule, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def locate_split_rows(plan: TileSchedule, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the position of the split tiles' rows: batch rows and heads [tiles, 1], and rows [tiles, size]."""
     first = plan.whole + plan.split.parts * jnp.arange(plan.split.tiles, dtype=jnp.int32)[:, None]
     work = item(plan, first)
     return work.batch, work.tile * size + jnp.arange(size, dtype=jnp.int32), work.head
 
 
-def fetch_next(plan: TileSchedule, tile_counter: Any, place: Any) -> None:
+def fetch_next(plan: TileSchedule, tile_counter: Any, target: Any) -> None:
     """Stores the index of the next tile in shared memory, by one thread; an index past the end if none is left."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def add_one(_: Any, tile_counter: Any, place: Any) -> None:
+    def add_one(_: Any, tile_counter: Any, target: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
-        constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
+        make_constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             # Relaxed: blocks exchange only the index, and no other memory accesses depend on it.
             before = llvm.atomicrmw(
-                llvm.AtomicBinOp.add, mgpu.utils.memref_ptr(tile_counter), constant(1), llvm.AtomicOrdering.monotonic
+                llvm.AtomicBinOp.add,
+                mgpu.utils.memref_ptr(tile_counter),
+                make_constant(1),
+                llvm.AtomicOrdering.monotonic,
             )
             # The counter starts after the blocks' first tiles, whose indices are the blocks'.
-            memref.store(arith.addi(before, constant(plan.blocks)), place, [])
+            memref.store(arith.addi(before, make_constant(plan.blocks)), target, [])
 
-    add_one(tile_counter, place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    add_one(tile_counter, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def fetch_number(tile_counter: Any) -> jax.Array:
+def fetch_tile_index(tile_counter: Any) -> jax.Array:
     """Returns the counter's next index, int32, in the first thread of a warpgroup, without waiting for it."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR_TYPE)
     def add_one(_: Any, tile_counter: Any) -> Any:
-        operands = [mgpu.utils.memref_ptr(tile_counter), _thread()]
-        return _splat(llvm.inline_asm(i32(), operands, FETCH, "=&r,l,r,~{memory}", has_side_effects=True))
+        operands = [mgpu.utils.memref_ptr(tile_counter), _thread_index()]
+        return _splat(llvm.inline_asm(i32(), operands, FETCH_PTX, "=&r,l,r,~{memory}", has_side_effects=True))
 
     return add_one(tile_counter)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def store_number(place: Any, number: Any) -> None:
+def store_tile_index(target: Any, number: Any) -> None:
     """Stores the first thread's index in shared memory, for threads that wait for an mbarrier at which it arrives."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def store(_: Any, place: Any, number: Any) -> None:
-        operands = [_address(place), number.registers.item(), _thread()]
-        llvm.inline_asm(None, operands, STORE, "r,r,r,~{memory}", has_side_effects=True)
+    def store(_: Any, target: Any, number: Any) -> None:
+        operands = [_address(target), number.registers.item(), _thread_index()]
+        llvm.inline_asm(None, operands, STORE_PTX, "r,r,r,~{memory}", has_side_effects=True)
 
-    store(place, number)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    store(target, number)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_number(place: Any) -> jax.Array:
+def load_tile_index(source: Any) -> jax.Array:
     """Loads an index from shared memory, int32, uniform over the threads."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_NUMBER)
-    def load(_: Any, place: Any) -> Any:
-        return _splat(llvm.inline_asm(i32(), [_address(place)], LOAD, "=r,r,~{memory}", has_side_effects=True))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_SCALAR_TYPE)
+    def load(_: Any, source: Any) -> Any:
+        return _splat(llvm.inline_asm(i32(), [_address(source)], LOAD_PTX, "=r,r,~{memory}", has_side_effects=True))
 
-    return load(place)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return load(source)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _thread() -> Any:
+def _thread_index() -> Any:
     """Returns a thread's index in its warpgroup."""
     return arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
 
@@ -243,9 +246,9 @@ def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
     """
     # A block without a tile reads some entry of the table, and does not use it.
     work = item(plan, jnp.minimum(number, plan.items - 1))
-    place = work.row(table), *work.head_row(table, 4), work.tile
-    found = tuple(table[*place, n] for n in range(4))
-    return _split_range(plan, work, *found) if plan.split.tiles else found
+    table_index = work.row(table), *work.head_row(table, 4), work.tile
+    bounds = tuple(table[*table_index, n] for n in range(4))
+    return _split_range(plan, work, *bounds) if plan.split.tiles else bounds
 
 
 def _split_range(
@@ -266,27 +269,31 @@ def item(plan: TileSchedule, number: Any) -> WorkTile:
     if plan.split.tiles:
         # Items after the whole tiles are parts: `parts` of them are one tile of the list.
         number = jnp.minimum(number, plan.whole) + lax.div(jnp.maximum(part, 0), I32(plan.split.parts))
-    number = _unfolded(plan, number) if plan.folded else number
-    bundle, number = _divided(number, plan.bundle * plan.tiles)
-    tile, number = _divided(number, plan.bundle)
+    number = _unfold_index(plan, number) if plan.folded else number
+    bundle, number = _divide(number, plan.bundle * plan.tiles)
+    tile, number = _divide(number, plan.bundle)
     # Head by head within a tile: blocks that run at the same time read the same keys from L2, if heads share them.
-    batch, head = _divided(bundle * plan.bundle + number, plan.heads)
+    batch, head = _divide(bundle * plan.bundle + number, plan.heads)
     return WorkTile(batch, head, plan.tiles - 1 - tile if plan.reverse else tile, part)
 
 
-def _unfolded(plan: TileSchedule, number: Any) -> Any:
+def _unfold_index(plan: TileSchedule, number: Any) -> Any:
     """Returns the index, in the list of consecutive bundles, of the tile with an index in the folded list."""
-    step, head = _divided(number, plan.bundle)
-    later, bundles = plan.tiles // 2, plan.items // (plan.bundle * plan.tiles)
-    earlier = plan.tiles - later
-    period, step = _divided(step + later, plan.tiles)
-    half, odd = _divided(step, 2)
-    alternating = jnp.where(odd == 0, period * plan.tiles + half, (period - 1) * plan.tiles + earlier + half)
-    rest = (period - 1) * plan.tiles + earlier + step
-    place = jnp.where(period == 0, step - later, jnp.where(period == bundles, rest, alternating))
-    return place * plan.bundle + head
+    step, head = _divide(number, plan.bundle)
+    later_tiles, num_bundles = plan.tiles // 2, plan.items // (plan.bundle * plan.tiles)
+    earlier_tiles = plan.tiles - later_tiles
+    bundle_period, step = _divide(step + later_tiles, plan.tiles)
+    half, odd = _divide(step, 2)
+    alternating_index = jnp.where(
+        odd == 0, bundle_period * plan.tiles + half, (bundle_period - 1) * plan.tiles + earlier_tiles + half
+    )
+    last_index = (bundle_period - 1) * plan.tiles + earlier_tiles + step
+    tile_index = jnp.where(
+        bundle_period == 0, step - later_tiles, jnp.where(bundle_period == num_bundles, last_index, alternating_index)
+    )
+    return tile_index * plan.bundle + head
 
 
-def _divided(number: Any, by: int) -> tuple[Any, Any]:
+def _divide(number: Any, by: int) -> tuple[Any, Any]:
     # Not `//` and `%`: indices are not negative, and rounding towards minus infinity takes more instructions.
     return lax.div(number, I32(by)), lax.rem(number, I32(by))

@@ -19,34 +19,34 @@ from ejkernel.modules.operations.multi_latent_ragged_page_attention_v2 import (
 from ejkernel.ops.model import Case
 
 # Small, since the reference gathers a row's keys for every head.
-MIXED = PagedSizes(lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16)
-SMALL_PAGES = PagedSizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
-NEWS = ("latent", "new_keys", "num_seqs")
+MIXED_SIZES = PagedSizes(lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16)
+SMALL_PAGE_SIZES = PagedSizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
+NEW_KEY_FIELDS = ("latent", "new_keys", "num_seqs")
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    mixed: Row[PagedSizes] = ("512 + 64, mixed", MIXED, lambda key: {"return_lse": True}, NEWS, ())
-    given = {"v_scale": 0.5, "sliding_window": 40}
-    small: Row[PagedSizes] = (
+    mixed_case: Row[PagedSizes] = ("512 + 64, mixed", MIXED_SIZES, lambda key: {"return_lse": True}, NEW_KEY_FIELDS, ())
+    options = {"v_scale": 0.5, "sliding_window": 40}
+    small_page_case: Row[PagedSizes] = (
         "512 + 64, small pages, window",
-        SMALL_PAGES,
-        lambda key: given,
+        SMALL_PAGE_SIZES,
+        lambda key: options,
         ("value_scale", "sliding_window"),
         (),
     )
     return {
         "multi_latent_ragged_page_attention": table(
-            MultiLatentRaggedPageAttentionArguments, paged.inputs, (mixed, small)
+            MultiLatentRaggedPageAttentionArguments, paged.inputs, (mixed_case, small_page_case)
         ),
         "multi_latent_ragged_page_attention_v2": table(
-            MultiLatentRaggedPageAttentionV2Arguments, paged.inputs, (small,)
+            MultiLatentRaggedPageAttentionV2Arguments, paged.inputs, (small_page_case,)
         ),
-        "mla_decode": (_dense(one_cache=True), _dense(one_cache=False)),
+        "mla_decode": (_dense_cache_case(one_cache=True), _dense_cache_case(one_cache=False)),
     }
 
 
-def _dense(one_cache: bool) -> Case:
+def _dense_cache_case(one_cache: bool) -> Case:
     lengths = (136, 0, 131)
     sizes = dense.DecodeSizes(
         3, 136, 64, 1, 512, n=16, rope=64, one_cache=one_cache, lengths=lengths, dtype=jnp.bfloat16

@@ -14,17 +14,17 @@ class HopperLatent:
 
     Attributes:
         num_programs: Thread blocks over which the key blocks of a call are distributed (split-KV).
-        lazy_rescaling: Whether a row's maximum moves only if scores exceed it by `spec.SLACK`.
+        lazy_rescaling: Whether a row's maximum moves only if scores exceed it by `spec.RESCALE_THRESHOLD`.
         store_padding: Whether the padding rows of a tile of fewer than 64 heads are stored and merged. False saves 16
             heads three quarters of the traffic of partial results.
-        growth: Percent by which a program's share of the key blocks may grow so that no item is split: partial results
-            are stored in float32 and merged, which whole items are not.
+        max_growth_percent: Percent by which a program's share of the key blocks may grow so that no item is split:
+            partial results are stored in float32 and merged, which whole items are not.
     """
 
     num_programs: int
     lazy_rescaling: bool = True
     store_padding: bool = True
-    growth: int = 6
+    max_growth_percent: int = 6
 
 
 PUBLIC_FIELDS: dict[str, str] = {}
@@ -41,8 +41,8 @@ def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLa
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
     """Returns candidates: rescaling, equal shares, padding rows; shared memory holds only one program."""
-    rule = heuristic(record, device, direction)
+    default = heuristic(record, device, direction)
     heads = record.query.shape[-2]
-    even = dataclasses.replace(rule, growth=0)
-    padded = (dataclasses.replace(rule, store_padding=True),) if heads <= WGMMA_M - WARP_ROWS else ()
-    return rule, dataclasses.replace(rule, lazy_rescaling=False), even, *padded
+    even = dataclasses.replace(default, max_growth_percent=0)
+    padded_candidates = (dataclasses.replace(default, store_padding=True),) if heads <= WGMMA_M - WARP_ROWS else ()
+    return default, dataclasses.replace(default, lazy_rescaling=False), even, *padded_candidates

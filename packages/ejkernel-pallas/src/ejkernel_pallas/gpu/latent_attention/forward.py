@@ -16,17 +16,17 @@ from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.config import HopperLatent
 from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Shared
 from ejkernel_pallas.gpu.latent_attention.kernels.latent_attention import latent_kernel
-from ejkernel_pallas.gpu.latent_attention.kernels.schedule import planned
-from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import Parts, combined
+from ejkernel_pallas.gpu.latent_attention.kernels.schedule import plan_in_kernel
+from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import KernelOutputs, combine_partial_results
 from ejkernel_pallas.gpu.latent_attention.plan import FEW_ITEMS, LatentSchedule, make_plan
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
-    CHUNK,
-    CHUNKS,
-    LATENT,
-    LOWEST,
-    PIECES,
-    ROTARY,
+    CHUNK_COLUMNS,
+    CHUNKS_PER_HALF,
+    LATENT_DIM,
+    MASKED_SCORE,
+    PIECES_PER_HALF,
+    ROTARY_DIM,
     WARPGROUPS,
     LatentSpec,
     make_spec,
@@ -65,7 +65,7 @@ def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, Sof
     pages, rotary = as_pages(record)
     output, lse = attend(pages, rotary, params)
     output = output[:, None]
-    if record.value.shape[-1] > LATENT:
+    if record.value.shape[-1] > LATENT_DIM:
         # In the output's own shape: XLA simplifies a slice of a concatenation, but not with a reshape between them.
         output = jnp.concatenate((output, _rotary_output(pages, lse)[:, None]), axis=-1)
     return output, SoftmaxResiduals(lse=lse[:, :, None])
@@ -75,48 +75,50 @@ def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
     """Returns output [B, H, 64] of the columns after the 512 of a dense cache; its weights are `exp(score - lse)`."""
     cache = record.key_pages
     token = jnp.arange(cache.shape[1], dtype=jnp.int32)
-    attends = token < record.kv_lens[:, None]
+    is_attended = token < record.kv_lens[:, None]
     if record.kv_starts is not None:
-        attends = attends & (token >= record.kv_starts[:, None])
+        is_attended = is_attended & (token >= record.kv_starts[:, None])
     # Padding slots may hold NaN, and a weight of zero times NaN is NaN.
-    cache = jnp.where(attends[:, :, None], cache, 0)
+    cache = jnp.where(is_attended[:, :, None], cache, 0)
     scores = jnp.einsum("bhd,bsd->bhs", record.query, cache, preferred_element_type=jnp.float32)
     # A row without keys has lse -inf, and -inf - -inf is NaN.
-    finite = jnp.where(jnp.isfinite(lse), lse, 0.0)[:, :, None]
-    weights = jnp.where(attends[:, None], jnp.exp(scores * record.softmax_scale - finite), 0.0)
+    finite_lse = jnp.where(jnp.isfinite(lse), lse, 0.0)[:, :, None]
+    weights = jnp.where(is_attended[:, None], jnp.exp(scores * record.softmax_scale - finite_lse), 0.0)
     weights = weights.astype(cache.dtype)
-    output = jnp.einsum("bhs,bsd->bhd", weights, cache[..., LATENT:], preferred_element_type=jnp.float32)
+    output = jnp.einsum("bhs,bsd->bhd", weights, cache[..., LATENT_DIM:], preferred_element_type=jnp.float32)
     return output.astype(record.query.dtype)
 
 
 def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, 512] and lse [T, H] of a record without new tokens."""
     spec = make_spec(record, params, rotary.start)
-    plan = (planned if spec.rows <= FEW_ITEMS else make_plan)(record, spec)
+    plan = (plan_in_kernel if spec.rows <= FEW_ITEMS else make_plan)(record, spec)
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
-        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)), spec.stored)
+        return combine_partial_results(
+            spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)), spec.stored_rows
+        )
 
     output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
     # Without keys the kernel's lse is that of masked scores, about LOWEST. So is that of a row whose pages are all
     # absent.
-    return output, jnp.where((plan.items[:, 1:2] > 0) & (lse > LOWEST / 2), lse, -jnp.inf)
+    return output, jnp.where((plan.items[:, 1:2] > 0) & (lse > MASKED_SCORE / 2), lse, -jnp.inf)
 
 
 def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the outputs of whole items and the partial results of split items."""
 
-    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-        latent_kernel(Call(spec, given, made, Shared(**buffers)))
+    def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
+        latent_kernel(Call(spec, operand_refs, output_refs, Shared(**buffers)))
 
     parts = 2 * spec.blocks
     outputs = [
-        jax.ShapeDtypeStruct((spec.rows * spec.tiles * WGMMA_M, LATENT), spec.dtype),
+        jax.ShapeDtypeStruct((spec.rows * spec.tiles * WGMMA_M, LATENT_DIM), spec.dtype),
         jax.ShapeDtypeStruct((spec.rows * spec.tiles, WGMMA_M), jnp.float32),
-        jax.ShapeDtypeStruct((parts, WGMMA_M, LATENT), jnp.float32),
+        jax.ShapeDtypeStruct((parts, WGMMA_M, LATENT_DIM), jnp.float32),
         jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
     ]
     return launch(body, operands, outputs, _scratch(spec), spec.blocks, WARPGROUPS)
@@ -124,29 +126,29 @@ def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array
 
 def _scratch(spec: LatentSpec) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `Shared`."""
-    copies = BLOCK_KV // spec.copied
-    pieces, halves = 2 * PIECES, (2, CHUNKS, BLOCK_KV, CHUNK)
-    barrier = plgpu.Barrier
+    copies = BLOCK_KV // spec.slots_per_copy
+    pieces, halves = 2 * PIECES_PER_HALF, (2, CHUNKS_PER_HALF, BLOCK_KV, CHUNK_COLUMNS)
+    make_barrier = plgpu.Barrier
     return {
-        "query": matrix((2 * CHUNKS + 1, WGMMA_M, CHUNK), spec.dtype),
+        "query": matrix((2 * CHUNKS_PER_HALF + 1, WGMMA_M, CHUNK_COLUMNS), spec.dtype),
         "left": matrix(halves, spec.dtype),
         "right": matrix(halves, spec.dtype),
         # Queries and two blocks of keys take 216 KiB of 227, so weights reuse the memory of the rotary columns.
-        "rotary": matrix((2, BLOCK_KV, ROTARY), spec.dtype),
+        "rotary": matrix((2, BLOCK_KV, ROTARY_DIM), spec.dtype),
         "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "row_sum": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "present": plgpu.SMEM((2,), jnp.int32),
         # Arrivals are counted per warpgroup and per copy: of queries, one copy per chunk. Both consumers must free
         # them.
-        "q_full": barrier(num_arrivals=2 * CHUNKS + 1),
-        "q_free": barrier(num_arrivals=WARPGROUPS),
+        "q_full": make_barrier(num_arrivals=2 * CHUNKS_PER_HALF + 1),
+        "q_free": make_barrier(num_arrivals=WARPGROUPS),
         # One copy per page and chunk; for the rotary columns, one more arrival for the bits in `present`.
-        "exclusive_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
-        "shared_full": barrier(num_arrivals=copies * CHUNKS // PIECES, num_barriers=pieces),
-        "rotary_full": barrier(num_arrivals=copies + 1, num_barriers=2),
+        "exclusive_full": make_barrier(num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces),
+        "shared_full": make_barrier(num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces),
+        "rotary_full": make_barrier(num_arrivals=copies + 1, num_barriers=2),
         # One arrival: a single warpgroup is the last to read each half.
-        "exclusive_free": barrier(num_arrivals=1, num_barriers=2),
-        "shared_free": barrier(num_arrivals=1, num_barriers=2),
-        "weights_full": barrier(num_arrivals=1, num_barriers=2),
-        "sums_full": barrier(num_arrivals=1, num_barriers=2),
+        "exclusive_free": make_barrier(num_arrivals=1, num_barriers=2),
+        "shared_free": make_barrier(num_arrivals=1, num_barriers=2),
+        "weights_full": make_barrier(num_arrivals=1, num_barriers=2),
+        "sums_full": make_barrier(num_arrivals=1, num_barriers=2),
     }

@@ -1,8 +1,8 @@
 """Assigns key blocks to programs.
 
-A query row is an item: its heads attend to the same keys. The steps of all items, `UNIT` keys each, are concatenated,
-and all programs have equal shares of them, so that no single length determines the time; lengths are read on the
-device.
+A query row is an item: its heads attend to the same keys. The steps of all items, `KEYS_PER_STEP` keys each, are
+concatenated, and all programs have equal shares of them, so that no single length determines the time; lengths are read
+on the device.
 
     items     |  0  |     1     |2|       3       |
     programs  |    0    |    1    |    2    |    3 |      items 1 and 3 are split: each program writes a partial result
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, LatentSpec
 
 FEW_ITEMS = 1024
-"""The largest number of items that `schedule.planned` plans in one kernel, each block of which has all in shared
+"""The largest number of items that `schedule.plan_in_kernel` plans in one kernel, each block of which has all in shared
 memory.
 """
 
@@ -90,13 +90,13 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     owner, keys, low = make_extents(record, spec)
     # Steps start at multiples of UNIT, so that a block is inside one page or consists of whole pages. Keys before `low`
     # are masked.
-    steps = jnp.maximum(cdiv(keys, UNIT) - low // UNIT, 1)  # an item without keys has an output, too
+    steps = jnp.maximum(cdiv(keys, KEYS_PER_STEP) - low // KEYS_PER_STEP, 1)  # an item without keys has an output, too
     ends = jnp.cumsum(steps, dtype=jnp.int32)
     total = ends[-1]
     # Lengths are arrays, so shares depend on them without recompilation.
     share = cdiv(total, spec.programs)
-    if spec.growth:
-        share = _whole(share, steps, spec.growth)
+    if spec.max_growth_percent:
+        share = _whole(share, steps, spec.max_growth_percent)
     begin = jnp.minimum(jnp.arange(spec.programs + 1, dtype=jnp.int32) * share, total)
     # Counts the items that end before a share starts: comparisons that XLA fuses into one reduction, instead of a
     # search.
@@ -106,10 +106,10 @@ def make_plan(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, spec.rows - 1), begin), axis=1))
 
 
-def _whole(share: jax.Array, steps: jax.Array, growth: int) -> jax.Array:
-    """Returns the share that consists of whole items, if all items have equal lengths and it is at most `growth`
-    percent larger.
+def _whole(share: jax.Array, steps: jax.Array, max_growth_percent: int) -> jax.Array:
+    """Returns the share that consists of whole items, if all items have equal lengths and it is at most
+    `max_growth_percent` percent larger.
     """
     longest = jnp.max(steps)
     whole = cdiv(share, longest) * longest
-    return jnp.where((jnp.min(steps) == longest) & ((whole - share) * 100 <= share * growth), whole, share)
+    return jnp.where((jnp.min(steps) == longest) & ((whole - share) * 100 <= share * max_growth_percent), whole, share)

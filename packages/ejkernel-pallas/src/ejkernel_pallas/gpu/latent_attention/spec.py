@@ -15,31 +15,31 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.config import HopperLatent
 
-LATENT = 512
+LATENT_DIM = 512
 """Columns of a latent vector."""
-HALF = LATENT // 2
+HALF_COLUMNS = LATENT_DIM // 2
 """Columns of the output that one consumer warpgroup accumulates."""
-ROTARY = 64
+ROTARY_DIM = 64
 """Rotary key columns."""
-CHUNK = 64
+CHUNK_COLUMNS = 64
 """Contiguous columns in shared memory: one row of the 128-byte swizzle."""
-CHUNKS = HALF // CHUNK
+CHUNKS_PER_HALF = HALF_COLUMNS // CHUNK_COLUMNS
 """Chunks per half."""
-PIECES = 2
+PIECES_PER_HALF = 2
 """Pieces per half, of whole chunks, with separate mbarriers: the product with one runs while the next is copied."""
 BLOCK_KV = 64
 """Keys per block: one consumer warpgroup multiplies the queries with them."""
-UNIT = 2 * BLOCK_KV
+KEYS_PER_STEP = 2 * BLOCK_KV
 """Keys per step: a block for each of the two consumer warpgroups."""
-GROUP = 8
+SWIZZLE_ATOM_ROWS = 8
 """Rows per swizzle atom of shared memory: the smallest copy."""
 WARPGROUPS = 2
 """Consumer warpgroups."""
-SLACK = 8.0
+RESCALE_THRESHOLD = 8.0
 """How far, in base 2, a row's maximum may be below its largest score: weights are at most 256."""
-LOWEST = -1e30
+MASKED_SCORE = -1e30
 """The maximum of no scores, and approximately a masked score: finite, so that differences are not NaN."""
-SMALLEST_FACTOR = 1e-6
+MIN_SCORE_FACTOR = 1e-6
 """The smallest factor on scores for which a masked product is finite in float32, with a margin."""
 REGISTERS = (240, 24)
 """Registers per thread of the consumer warpgroups, and of the producer's."""
@@ -84,7 +84,7 @@ class ScheduledSpec(Protocol):
         ...
 
     @property
-    def copied(self) -> int:
+    def slots_per_copy(self) -> int:
         """Slots per copy."""
         ...
 
@@ -102,14 +102,14 @@ class LatentSpec:
         pages: Pages of the cache.
         columns: Entries per block table; 0 if sequence n has page n.
         start: First of the rotary columns in their array.
-        copied: Rows per copy.
-        started: Whether sequences have first keys other than 0, by `kv_starts` or a window.
+        slots_per_copy: Rows per copy.
+        has_key_starts: Whether sequences have first keys other than 0, by `kv_starts` or a window.
         exponent: Factor that converts products to base 2.
-        lazy: Whether a row's maximum moves only if scores exceed it by `SLACK`.
+        rescales_lazily: Whether a row's maximum moves only if scores exceed it by `RESCALE_THRESHOLD`.
         dtype: Dtype of queries, cache and output.
         value_scale: Factor on the output.
-        stored: Rows of a tile that are stored and merged: 64, or the heads of a single tile.
-        growth: Percent by which a share may grow so that no item is split.
+        stored_rows: Rows of a tile that are stored and merged: 64, or the heads of a single tile.
+        max_growth_percent: Percent by which a share may grow so that no item is split.
     """
 
     rows: int
@@ -120,31 +120,31 @@ class LatentSpec:
     pages: int
     columns: int
     start: int
-    copied: int
-    started: bool
+    slots_per_copy: int
+    has_key_starts: bool
     exponent: float
-    lazy: bool
+    rescales_lazily: bool
     dtype: Any
     value_scale: float
-    stored: int
-    growth: int
+    stored_rows: int
+    max_growth_percent: int
 
     @property
     def masked(self) -> float:
         """Returns the value of a masked product: a power of two, so that scaling it is exact."""
-        return -(2.0 ** math.ceil(math.log2(-LOWEST / self.factor)))
+        return -(2.0 ** math.ceil(math.log2(-MASKED_SCORE / self.factor)))
 
     @property
     def lowest(self) -> float:
-        """Returns the score of a masked key, between twice `LOWEST` and `LOWEST`: finite, so that differences are
-        not NaN.
+        """Returns the score of a masked key, between twice `MASKED_SCORE` and `MASKED_SCORE`: finite, so that
+        differences are not NaN.
         """
         return float(np.float32(self.factor) * np.float32(self.masked))
 
     @property
     def factor(self) -> float:
         """Returns the factor on scores in the exponential; 1 if they are scaled before."""
-        return self.exponent if self.exponent >= SMALLEST_FACTOR else 1.0
+        return self.exponent if self.exponent >= MIN_SCORE_FACTOR else 1.0
 
     @property
     def blocks(self) -> int:
@@ -164,9 +164,9 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
         ValueError: The configuration has no program.
     """
     if params.num_programs < 1:
-        raise ValueError(f"num_programs={params.num_programs}: wants at least 1")
-    if params.growth < 0:
-        raise ValueError(f"growth={params.growth}: wants 0 or more")
+        raise ValueError(f"cfg: got num_programs={params.num_programs}, wants at least 1")
+    if params.max_growth_percent < 0:
+        raise ValueError(f"cfg: got max_growth_percent={params.max_growth_percent}, wants 0 or more")
     rows, heads, _ = record.query.shape
     tiles, page_size = cdiv(heads, WGMMA_M), paged_cache.page_size(record)
     return LatentSpec(
@@ -178,48 +178,55 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
         pages=paged_cache.page_count(record),
         columns=0 if record.block_tables is None else record.block_tables.shape[1],
         start=start,
-        copied=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
-        started=record.kv_starts is not None or band(record)[0] is not None,
+        slots_per_copy=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
+        has_key_starts=record.kv_starts is not None or band(record)[0] is not None,
         exponent=record.softmax_scale * LOG2E,
-        lazy=params.lazy_rescaling,
+        rescales_lazily=params.lazy_rescaling,
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
-        stored=WGMMA_M if params.store_padding else min(heads, WGMMA_M),
-        growth=params.growth,
+        stored_rows=WGMMA_M if params.store_padding else min(heads, WGMMA_M),
+        max_growth_percent=params.max_growth_percent,
     )
 
 
 def reasons(record: PagedAttention) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve a paged record."""
     if record.latent is None:
-        yield "the cache has no latent vectors"
+        yield "the cache has separate keys and values; the kernel wants latent vectors"
         return
     size, rotary = record.latent[0], record.query.shape[-1] - record.latent[0]
-    if (size, rotary) != (LATENT, ROTARY):
-        yield f"a latent size of {size} and {rotary} rotary columns are not {LATENT} and {ROTARY}"
+    if (size, rotary) != (LATENT_DIM, ROTARY_DIM):
+        yield f"latent vectors have {size} and {rotary} rotary columns; the kernel wants {LATENT_DIM} and {ROTARY_DIM}"
     if record.key_pages.dtype != record.query.dtype:
-        yield f"a cache of {record.key_pages.dtype} beside queries of {record.query.dtype}"
+        cache_dtype, query_dtype = record.key_pages.dtype, record.query.dtype
+        yield f"the cache has dtype {cache_dtype} and the queries {query_dtype}; the kernel wants the same"
     slots = paged_cache.page_size(record)
-    if record.block_tables is not None and not (slots % BLOCK_KV == 0 or (BLOCK_KV % slots == 0 and slots >= GROUP)):
-        yield f"pages of {slots} slots are neither a multiple of {BLOCK_KV} nor a divisor of at least {GROUP}"
+    if record.block_tables is not None and not (
+        slots % BLOCK_KV == 0 or (BLOCK_KV % slots == 0 and slots >= SWIZZLE_ATOM_ROWS)
+    ):
+        yield (
+            f"a page has {slots} slots; the kernel wants a multiple of {BLOCK_KV}, or a divisor of it of at least "
+            f"{SWIZZLE_ATOM_ROWS}"
+        )
     if record.latent[1] % 8 or record.key_pages.shape[-1] % 8:
         width = record.key_pages.shape[-1]
-        yield f"rotary columns from {record.latent[1]} on in rows of {width}: copies want multiples of 8"
-    if record.block_tables is None and slots % GROUP:
-        yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
+        yield f"rotary columns start at {record.latent[1]} in rows of {width}; the kernel wants multiples of 8 for both"
+    if record.block_tables is None and slots % SWIZZLE_ATOM_ROWS:
+        yield f"the cache has {slots} slots per sequence; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
     yield from _head_reasons(record.query.shape[1])
 
 
 def _head_reasons(heads: int) -> Iterable[str]:
-    if heads % GROUP:
-        yield f"{heads} heads are no multiple of {GROUP}"
+    if heads % SWIZZLE_ATOM_ROWS:
+        yield f"the queries have {heads} heads; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
 
 
 def decode_reasons(record: TiledAttention) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve a record of `mla_decode`."""
     keys, values, slots = record.key.shape[-1], record.value.shape[-1], record.key.shape[1]
-    if keys != LATENT + ROTARY or values not in (LATENT, LATENT + ROTARY):
-        yield f"keys of {keys} columns and values of {values} are not {LATENT} + {ROTARY} and {LATENT}"
-    if slots % GROUP:
-        yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
+    if keys != LATENT_DIM + ROTARY_DIM or values not in (LATENT_DIM, LATENT_DIM + ROTARY_DIM):
+        key_dim = LATENT_DIM + ROTARY_DIM
+        yield f"keys have {keys} columns and values {values}; the kernel wants {key_dim} and {LATENT_DIM}"
+    if slots % SWIZZLE_ATOM_ROWS:
+        yield f"the cache has {slots} slots per sequence; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
     yield from _head_reasons(record.query.shape[2])

@@ -13,12 +13,12 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import COMBINED
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import Parts, combined
+from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import KernelOutputs, combine_partial_results
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
 from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call, Shared
-from ejkernel_pallas.gpu.paged_attention.kernels.paged_decode import LOWEST, paged_kernel
+from ejkernel_pallas.gpu.paged_attention.kernels.paged_decode import MASKED_SCORE, paged_kernel
 from ejkernel_pallas.gpu.paged_attention.kernels.paged_prefill import prefill
 from ejkernel_pallas.gpu.paged_attention.plan.decode import make_plan
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec, make_spec
@@ -50,13 +50,15 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
 
     The decode kernel serves sequences with few query tokens, `prefill` all others.
     """
-    spec, cache, count = make_spec(record, params), _cache(record), record.query.shape[0]
+    spec, cache, count = make_spec(record, params), _cache_views(record), record.query.shape[0]
     if record.query_start is None or count < params.prefill_tokens:
         tiles = paged_cache.query_tiles(record, spec.tokens)
         spec = dataclasses.replace(spec, rows=len(tiles.sequence))
-        return _in_order(record, spec, tiles, *_items(record, spec, make_plan(record, tiles, spec.programs), cache))
-    many = paged_cache.RowLimits(params.prefill_tokens, count)
-    output, lse = prefill(record, spec, many, cache)
+        return _to_row_order(
+            record, spec, tiles, *_run_decode_items(record, spec, make_plan(record, tiles, spec.programs), cache)
+        )
+    prefill_limits = paged_cache.RowLimits(params.prefill_tokens, count)
+    output, lse = prefill(record, spec, prefill_limits, cache)
     tokens, *few = _few(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
     # The prefill's results of all tokens are in order; those of sequences with few tokens are overwritten.
     made, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
@@ -81,20 +83,20 @@ def _few(
     queries = record.query.at[row].get(mode="fill", fill_value=0)
     gathered = dataclasses.replace(record, query=queries)
     spec = dataclasses.replace(spec, rows=count, query_rows=count * tokens * spec.group + WGMMA_M)
-    output, lse = _items(gathered, spec, make_plan(record, tiles, spec.programs, tokens), cache)
+    output, lse = _run_decode_items(gathered, spec, make_plan(record, tiles, spec.programs, tokens), cache)
 
-    def by_token(x: jax.Array) -> jax.Array:
+    def merge_token_axis(x: jax.Array) -> jax.Array:
         # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and padding rows.
         x = x.reshape(count, spec.tiles, WGMMA_M, -1)[:, :, : tokens * spec.group]
         x = x.reshape(count, spec.tiles, tokens, spec.group, -1)[:, :, :, :heads]
         return x.swapaxes(1, 2).reshape(count * tokens, spec.tiles * heads, -1)
 
-    output, lse = by_token(output), by_token(lse)[..., 0]
-    attends = lse > LOWEST / 2
+    output, lse = merge_token_axis(output), merge_token_axis(lse)[..., 0]
+    attends = lse > MASKED_SCORE / 2
     return row, jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
 
 
-def _items(
+def _run_decode_items(
     record: PagedAttention, spec: PagedSpec, plan: LatentSchedule, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the decode kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
@@ -103,13 +105,13 @@ def _items(
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
-        return combined(spec, LatentSchedule(*arrays[-2:]), Parts(*_launch(spec, operands)))
+        return combine_partial_results(spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)))
 
     output, lse = run(_query_rows(record, spec), *cache, tables, *plan)
     return output, lse
 
 
-def _cache(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+def _cache_views(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values as arrays of three axes, without moving data.
 
     A combined cache has pages, slots and all elements of a slot; other caches have pages, slots and all heads of a
@@ -134,7 +136,7 @@ def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, WGMMA_M), (0, 0))).reshape(-1, size)
 
 
-def _in_order(
+def _to_row_order(
     record: PagedAttention, spec: PagedSpec, tiles: paged_cache.QueryTiles, output: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse by query row, from those by item: [items, Hk * 64, Dv] and [items, Hk * 64]."""
@@ -149,15 +151,15 @@ def _in_order(
     place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
     output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
     # A row that attends to nothing has a maximum of about LOWEST, whatever its output is.
-    attends = (sequence >= 0)[:, None] & (lse > LOWEST / 2)
+    attends = (sequence >= 0)[:, None] & (lse > MASKED_SCORE / 2)
     return jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
 
 
 def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the outputs of whole items and the partial results of split items."""
 
-    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-        paged_kernel(Call(spec, given, made, Shared(**buffers)))
+    def body(operand_refs: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+        paged_kernel(Call(spec, operand_refs, made, Shared(**buffers)))
 
     parts, tiles = 2 * spec.blocks, spec.rows * spec.tiles
     outputs = [
@@ -171,11 +173,11 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
 
 def _scratch(spec: PagedSpec) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `Shared`."""
-    copies, stages, barrier = UNIT // spec.copied, spec.stages, plgpu.Barrier
+    copies, stages, barrier = KEYS_PER_STEP // spec.slots_per_copy, spec.stages, plgpu.Barrier
     return {
         "q": matrix((WGMMA_M, spec.key_dim), spec.dtype),
-        "k": matrix((stages, UNIT, spec.key_dim), spec.dtype),
-        "v": matrix((stages, UNIT, spec.value_dim), spec.dtype),
+        "k": matrix((stages, KEYS_PER_STEP, spec.key_dim), spec.dtype),
+        "v": matrix((stages, KEYS_PER_STEP, spec.value_dim), spec.dtype),
         "present": plgpu.SMEM((stages,), jnp.int32),
         "q_full": barrier(num_arrivals=1),
         "q_free": barrier(num_arrivals=1),

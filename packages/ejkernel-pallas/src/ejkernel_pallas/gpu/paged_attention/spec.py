@@ -10,12 +10,12 @@ from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
 
 HEAD_DIMS = (64, 128)
 """Head dimensions of keys and of values."""
-RESERVED = 4 * 1024
+RESERVED_SMEM_BYTES = 4 * 1024
 """Bytes of shared memory for mbarriers and Mosaic's own use."""
 
 
@@ -26,7 +26,7 @@ class PagedSpec:
     Attributes:
         rows: Items: tiles of query tokens, each of one sequence; 0 until they are counted.
         tokens: Query tokens per tile.
-        group: Rows per token and KV head: its query heads, padded to a multiple of eight (see `rows_of_token`). A tile
+        group: Rows per token and KV head: its query heads, padded to a multiple of eight (see `rows_per_token`). A tile
             has `tokens * group` rows of scores, padded to 64.
         tiles: KV heads, each of which has a tile of every item.
         query_rows: Rows per KV head in the query's array: those of all tokens, and a tile of zeros after them.
@@ -35,7 +35,7 @@ class PagedSpec:
         page_size: Slots per page.
         pages: Pages of the cache.
         columns: Entries per block table; 0 if sequence n has page n.
-        copied: Slots per copy.
+        slots_per_copy: Slots per copy.
         key_dim: Head dimension of keys.
         value_dim: Head dimension of values.
         lanes: Elements between the keys and values of a head of a combined cache.
@@ -58,7 +58,7 @@ class PagedSpec:
     page_size: int
     pages: int
     columns: int
-    copied: int
+    slots_per_copy: int
     key_dim: int
     value_dim: int
     lanes: int
@@ -81,17 +81,17 @@ class PagedSpec:
         return self.programs * self.tiles
 
 
-def rows_of_token(record: PagedAttention) -> int:
+def rows_per_token(record: PagedAttention) -> int:
     """Returns the rows of a token in a KV head's tile: its query heads, padded to a multiple of eight.
 
     A tile may start at any token, but a copy in the layout of products only at a multiple of eight rows.
     """
-    return cdiv(record.query.shape[1] // paged_cache.kv_heads(record), GROUP) * GROUP
+    return cdiv(record.query.shape[1] // paged_cache.kv_heads(record), SWIZZLE_ATOM_ROWS) * SWIZZLE_ATOM_ROWS
 
 
-def tokens_of_tile(record: PagedAttention) -> int:
+def tokens_per_tile(record: PagedAttention) -> int:
     """Returns the number of query tokens whose rows of one KV head fill 64."""
-    return max(1, WGMMA_M // rows_of_token(record))
+    return max(1, WGMMA_M // rows_per_token(record))
 
 
 def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
@@ -105,16 +105,20 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
         ValueError: The configuration has no program or no stage, or treats single tokens as prefill.
     """
     if params.num_programs < 1 or params.stages < 1 or params.prefill_tokens < 2:
-        raise ValueError(f"{params}: num_programs and stages want at least 1, prefill_tokens at least 2")
+        raise ValueError(
+            f"cfg: got {params}, wants num_programs and stages of at least 1, prefill_tokens of at least 2"
+        )
     tokens, _, key_dim = record.query.shape
-    kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_size(record)
+    kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_head_dim(record)
     left, right = band(record)
-    group = rows_of_token(record)
+    group = rows_per_token(record)
     # The number of stages that fit after the queries, with 2 bytes per element: three for keys and values of 128.
-    room = (SHARED_MEMORY - RESERVED - 2 * WGMMA_M * key_dim) // (2 * UNIT * (key_dim + value_dim))
+    max_stages = (SHARED_MEMORY - RESERVED_SMEM_BYTES - 2 * WGMMA_M * key_dim) // (
+        2 * KEYS_PER_STEP * (key_dim + value_dim)
+    )
     return PagedSpec(
         rows=0,
-        tokens=tokens_of_tile(record),
+        tokens=tokens_per_tile(record),
         group=group,
         tiles=kv_heads,
         query_rows=tokens * group + WGMMA_M,
@@ -123,7 +127,7 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
         page_size=slots,
         pages=paged_cache.page_count(record),
         columns=0 if record.block_tables is None else record.block_tables.shape[1],
-        copied=UNIT if record.block_tables is None else min(UNIT, slots),
+        slots_per_copy=KEYS_PER_STEP if record.block_tables is None else min(KEYS_PER_STEP, slots),
         key_dim=key_dim,
         value_dim=value_dim,
         lanes=record.key_pages.shape[-1],
@@ -131,13 +135,13 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
         right=right,
         exponent=record.softmax_scale * LOG2E,
         lazy=params.lazy_rescaling,
-        stages=min(params.stages, room),
+        stages=min(params.stages, max_stages),
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
     )
 
 
-def value_size(record: PagedAttention) -> int:
+def value_head_dim(record: PagedAttention) -> int:
     """Returns the head dimension of values."""
     return paged_cache.value_size(record)
 
@@ -145,18 +149,25 @@ def value_size(record: PagedAttention) -> int:
 def reasons(record: PagedAttention) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve a record."""
     if record.latent is not None:
-        yield "the cache has latent vectors: 'mosaic_gpu_latent' serves them"
+        yield "the cache has latent vectors; the kernel wants separate keys and values"
         return
-    sizes = record.query.shape[-1], value_size(record)
+    sizes = record.query.shape[-1], value_head_dim(record)
     if not set(sizes) <= set(HEAD_DIMS):
-        yield f"keys of {sizes[0]} and values of {sizes[1]} are not of {HEAD_DIMS[0]} or {HEAD_DIMS[1]}"
+        names = f"{HEAD_DIMS[0]} or {HEAD_DIMS[1]}"
+        yield f"head dimensions are {sizes[0]} of keys and {sizes[1]} of values; the kernel wants {names}"
     caches = {x.dtype for x in (record.key_pages, record.value_pages) if x is not None}
     if caches != {record.query.dtype}:
-        yield f"a cache of {', '.join(sorted(map(str, caches)))} beside queries of {record.query.dtype}"
+        names = ", ".join(sorted(map(str, caches)))
+        yield f"the cache has dtype {names} and the queries {record.query.dtype}; the kernel wants the same"
     slots, group = paged_cache.page_size(record), record.query.shape[1] // max(1, paged_cache.kv_heads(record))
     if group > WGMMA_M:
-        yield f"{group} query heads a KV head are more than {WGMMA_M}"
-    if record.block_tables is not None and not (slots % UNIT == 0 or (UNIT % slots == 0 and slots >= GROUP)):
-        yield f"pages of {slots} slots are neither a multiple of {UNIT} nor a divisor of at least {GROUP}"
-    if record.block_tables is None and slots % GROUP:
-        yield f"a cache of {slots} slots a sequence is no multiple of {GROUP}"
+        yield f"there are {group} query heads per KV head; the kernel wants at most {WGMMA_M}"
+    if record.block_tables is not None and not (
+        slots % KEYS_PER_STEP == 0 or (KEYS_PER_STEP % slots == 0 and slots >= SWIZZLE_ATOM_ROWS)
+    ):
+        yield (
+            f"a page has {slots} slots; the kernel wants a multiple of {KEYS_PER_STEP}, or a divisor of it of at least "
+            f"{SWIZZLE_ATOM_ROWS}"
+        )
+    if record.block_tables is None and slots % SWIZZLE_ATOM_ROWS:
+        yield f"the cache has {slots} slots per sequence; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"

@@ -24,12 +24,15 @@ HANDLES = (
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     size, value_size = record.query.shape[3], record.value.shape[3]
-    if value_size not in config.VALUES.get(size, (value_size,)):
-        yield f"value has head size {value_size}, query has {size}: wants values of {config.VALUES[size][0]}"
+    if value_size not in config.VALUE_HEAD_DIMS.get(size, (value_size,)):
+        yield (
+            f"value has head dimension {value_size} and query {size}; the kernel wants values of "
+            f"{config.VALUE_HEAD_DIMS[size][0]}"
+        )
     if record.pattern is not None:
         yield from pattern_reasons(record)
     if not record.softmax_scale > 0:
-        yield f"softmax_scale {record.softmax_scale} is not positive"
+        yield f"softmax_scale is {record.softmax_scale}; the kernel wants a positive number"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -42,7 +45,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-            requires=hopper_requires(head_dims=tuple(config.VALUES), handles=HANDLES, extra=_reasons),
+            requires=hopper_requires(head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, extra=_reasons),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace(
                 heuristic=config.heuristic,

@@ -32,13 +32,18 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
-from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
+from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention.config import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import Call
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward import backward_kernel
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import padded_ids, query_block_ranges, tiles, without_padding
-from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import first_adders
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import (
+    pad_segment_ids,
+    query_block_ranges,
+    tiles,
+    zero_padded_tokens,
+)
+from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import find_first_adders
 from ejkernel_pallas.gpu.tiled_attention.plan.pattern import query_lists
 from ejkernel_pallas.gpu.tiled_attention.spec import (
     HopperSpec,
@@ -46,9 +51,9 @@ from ejkernel_pallas.gpu.tiled_attention.spec import (
 )
 
 Operands = dict[str, jax.Array]
-BLOCKS_BETWEEN = 2
+MIN_BLOCK_DISTANCE = 2
 """The smallest distance, in query blocks, between the starts of two thread blocks of a head."""
-SHORT = 32
+DEFAULT_STEPS_DIVISOR = 32
 """The assumed number of segments per row if their lengths are traced."""
 
 
@@ -76,8 +81,8 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     if spec.segments and "query" in wanted:
         # The query's gradient is NaN if a row was not finite; the keys that it attends to get nothing from it.
-        lost = jnp.isnan(pullback.residuals.lse).swapaxes(1, 2)[..., None]
-        gradients["query"] = jnp.where(lost, jnp.nan, gradients["query"])
+        is_nan_row = jnp.isnan(pullback.residuals.lse).swapaxes(1, 2)[..., None]
+        gradients["query"] = jnp.where(is_nan_row, jnp.nan, gradients["query"])
     return {name: gradients[name] for name in sorted(wanted)}
 
 
@@ -87,7 +92,7 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
     cotangent = pullback.cotangent.astype(spec.dtype)
     delta = cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32)
     if spec.segments:  # that of padding has to be finite
-        delta = without_padding(delta, record.q_segment_ids)
+        delta = zero_padded_tokens(delta, record.q_segment_ids)
     delta = jnp.sum(delta, axis=-1).swapaxes(1, 2)
     padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
     # A row that attends to nothing has weights of exp2(-inf). Scores are masked before the exponential, so a shift of
@@ -98,15 +103,15 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
     # Infinity: weights of rows past the end are exp2(-inf) = 0.
     operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
     # Dropout's scale is applied to the gradients at the end.
-    operands["delta"] = jnp.pad(-_less_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, padding)
+    operands["delta"] = jnp.pad(-_subtract_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, padding)
     operands |= numbers(record, spec, tile.queries, tile.keys)
     if spec.segments:
-        operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
-        operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
+        operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.queries, -1)
+        operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.keys, -2)
     return operands, delta
 
 
-def _less_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSpec) -> jax.Array:
+def _subtract_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSpec) -> jax.Array:
     """Returns the kernel's delta, finite for padding too."""
     if pullback.lse_cotangent is None:
         return delta
@@ -124,7 +129,7 @@ def _gradients(
         operands, first = operands | lists, lists["first"]
     else:
         ranges = query_block_ranges(spec, ids, tile.queries, tile.keys)
-        first = first_adders(ranges, tiles(spec.queries, tile.queries))
+        first = find_first_adders(ranges, tiles(spec.queries, tile.queries))
         operands = operands | {"table": jnp.asarray(ranges), "first": jnp.asarray(first)}
     plan, by_head = _plan(ranges, spec, tile), _by_head(ranges, spec, tile)
     run = functools.partial(_run, spec, tile, plan, by_head)
@@ -148,34 +153,36 @@ def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], 
     stay in L2.
     """
     count = ranges.shape[-2]
-    lengths = np.full((1, count), max(count / SHORT, 8))
+    lengths = np.full((1, count), max(count / DEFAULT_STEPS_DIVISOR, 8))
     if isinstance(ranges, np.ndarray):
         lengths = (ranges[..., 3] - ranges[..., 0]).reshape(-1, count)
-    mean, half = lengths.mean() * spec.group_size, lengths.shape[1] // 2
-    fitting = tile_scheduler.CACHE / (spec.group_size * spec.queries * tile.row_bytes(spec))
-    falling = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
-    folded = falling and fitting > 0.75
+    mean_steps, half = lengths.mean() * spec.group_size, lengths.shape[1] // 2
+    heads_that_fit = tile_scheduler.L2_BYTES / (spec.group_size * spec.queries * tile.row_bytes(spec))
+    steps_decrease = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+    folded = steps_decrease and heads_that_fit > 0.75
     heads_needed = (
-        1 if spec.pattern else math.ceil(BLOCKS_BETWEEN * tile_scheduler.multiprocessors() / (mean * tile.members))
+        1
+        if spec.pattern
+        else math.ceil(MIN_BLOCK_DISTANCE * tile_scheduler.multiprocessors() / (mean_steps * tile.members))
     )
-    together = round(fitting) if folded else max(int(fitting), heads_needed)
+    heads_in_l2 = round(heads_that_fit) if folded else max(int(heads_that_fit), heads_needed)
 
-    def plan(batch: int) -> tile_scheduler.TileSchedule:
+    def make_schedule(batch: int) -> tile_scheduler.TileSchedule:
         blocks = tile_scheduler.multiprocessors() // tile.members
         all_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
-        made = tile_scheduler.make_plan(
+        schedule = tile_scheduler.make_plan(
             count,
             batch=batch,
             heads=spec.kv_heads,
             reverse=spec.pattern,
-            head_bytes=tile_scheduler.CACHE // together,
+            head_bytes=tile_scheduler.L2_BYTES // heads_in_l2,
             group=1,
             persistent=False,
-            split=WHOLE if spec.masked else make_split(all_tiles, blocks, queries, spec.group_size),
+            split=NO_SPLIT if spec.masked else split_tail_wave(all_tiles, blocks, queries, spec.group_size),
         )
-        return dataclasses.replace(made, folded=folded)
+        return dataclasses.replace(schedule, folded=folded)
 
-    return plan
+    return make_schedule
 
 
 def _by_head(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
@@ -188,9 +195,9 @@ def _by_head(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
         return True
     if spec.group_size == 1 or not isinstance(ranges, np.ndarray) or spec.pattern or ranges.shape[1] == 1:
         return False
-    moved = (ranges[0, -1, 3] - ranges[0, 0, 3]) / (ranges.shape[1] - 1)
-    between = (BLOCKS_BETWEEN + moved * spec.group_size) * tile_scheduler.multiprocessors()
-    return between * tile.queries * tile.row_bytes(spec) > 2 * tile_scheduler.CACHE
+    window_shift = (ranges[0, -1, 3] - ranges[0, 0, 3]) / (ranges.shape[1] - 1)
+    blocks_between = (MIN_BLOCK_DISTANCE + window_shift * spec.group_size) * tile_scheduler.multiprocessors()
+    return blocks_between * tile.queries * tile.row_bytes(spec) > 2 * tile_scheduler.L2_BYTES
 
 
 def _run(
@@ -203,15 +210,26 @@ def _run(
 ) -> tuple[jax.Array, ...]:
     """Returns gradients of keys and of values, and unscaled gradients of queries."""
     plan = make_plan(batch)
-    places = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
+    num_semaphores = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
 
-    def body(given: Operands, made: Any, buffers: Any) -> None:
+    def body(operand_refs: Operands, output_refs: Any, buffers: Any) -> None:
         # Semaphores are zero when a kernel starts.
-        blocks_added = pl.get_global(plgpu.SemaphoreType.REGULAR((places,)))
-        member = lax.axis_index(clusters.AXIS) if tile.wide else 0
-        buffers = _with_views(buffers) if "rows" in buffers else buffers
+        blocks_added = pl.get_global(plgpu.SemaphoreType.REGULAR((num_semaphores,)))
+        member = lax.axis_index(clusters.CLUSTER_AXIS) if tile.wide else 0
+        buffers = _name_row_data(buffers) if "rows" in buffers else buffers
         backward_kernel(
-            Call(spec, tile, plan, by_head, given, made, tile_scheduler.counter(), blocks_added, buffers, member)
+            Call(
+                spec,
+                tile,
+                plan,
+                by_head,
+                operand_refs,
+                output_refs,
+                tile_scheduler.make_tile_counter(),
+                blocks_added,
+                buffers,
+                member,
+            )
         )
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
@@ -219,31 +237,37 @@ def _run(
     if plan.split.tiles:
         parts = (plan.split.tiles * plan.split.parts, tile.keys)
         outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.head_dim, spec.value_dim)]
-    cluster = {clusters.AXIS: tile.members} if tile.wide else None
-    made = launch(body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster)
-    return _with_split(plan, *made) if plan.split.tiles else made
+    cluster = {clusters.CLUSTER_AXIS: tile.members} if tile.wide else None
+    outputs_and_parts = launch(
+        body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster
+    )
+    return _sum_split_tiles(plan, *outputs_and_parts) if plan.split.tiles else outputs_and_parts
 
 
-def _with_split(
+def _sum_split_tiles(
     plan: tile_scheduler.TileSchedule, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns gradients, with those of the split tiles summed from their parts."""
-    place = tile_scheduler.split_rows(plan, parts[0].shape[1])
+    place = tile_scheduler.locate_split_rows(plan, parts[0].shape[1])
 
-    def put(gradient: jax.Array, sums: jax.Array) -> jax.Array:
+    def put_sums(gradient: jax.Array, sums: jax.Array) -> jax.Array:
         # A fixed order, unlike atomics: results are reproducible bit for bit.
         sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
         # Rows of a partial tile that are past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
 
-    return put(dk, parts[0]), put(dv, parts[1]), dq
+    return put_sums(dk, parts[0]), put_sums(dv, parts[1]), dq
 
 
 def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the kernel's names."""
-    made: dict[str, Any] = {
-        "k": matrix((tile.parts * tile.owners + tile.shared_parts, WGMMA_M, tile.part), spec.dtype, tile.line("k")),
-        "v": matrix((tile.owners, WGMMA_M, spec.value_dim), spec.dtype),
+    buffers: dict[str, Any] = {
+        "k": matrix(
+            (tile.parts * tile.key_tiles_per_block + tile.shared_key_parts, WGMMA_M, tile.part),
+            spec.dtype,
+            tile.line("k"),
+        ),
+        "v": matrix((tile.key_tiles_per_block, WGMMA_M, spec.value_dim), spec.dtype),
         # Two steps, with the size of a tile of scores each.
         "ds": matrix((2 * tile.keys * tile.queries // WGMMA_M**2, WGMMA_M, WGMMA_M), spec.dtype, tile.line("ds")),
         "dq": plgpu.SMEM(
@@ -255,52 +279,58 @@ def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[s
     }
     for name, stages in tile.stages.items():
         size = spec.head_dim if name == "q" else spec.value_dim
-        made[name] = matrix((stages, tile.queries, size), spec.dtype, tile.line(name))
-        made[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.extras(spec, name)), num_barriers=stages)
-        made[f"{name}_free"] = _freed(tile, stages)
-    copies = tile.owners * (tile.parts + 1 + len(tile.extras(spec, "k"))) + tile.shared_parts
-    made["kv_full"] = plgpu.Barrier(num_arrivals=copies)
-    made["dq_done"] = plgpu.Barrier(num_arrivals=tile.makers)
-    made["dq_full"] = plgpu.Barrier(num_arrivals=tile.makers, num_barriers=tile.pieces * tile.adders)
-    made["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
-    return made | (_pair_scratch(tile) if tile.wide else _single_scratch(spec, tile, operands))
+        buffers[name] = matrix((stages, tile.queries, size), spec.dtype, tile.line(name))
+        buffers[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.row_arrays(spec, name)), num_barriers=stages)
+        buffers[f"{name}_free"] = _free_barriers(tile, stages)
+    copies = tile.key_tiles_per_block * (tile.parts + 1 + len(tile.row_arrays(spec, "k"))) + tile.shared_key_parts
+    buffers["kv_full"] = plgpu.Barrier(num_arrivals=copies)
+    buffers["dq_done"] = plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)
+    buffers["dq_full"] = plgpu.Barrier(
+        num_arrivals=tile.warpgroups_per_piece, num_barriers=tile.pieces * tile.adder_warps
+    )
+    buffers["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
+    return buffers | (_cluster_scratch(tile) if tile.wide else _single_scratch(spec, tile, operands))
 
 
 def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """Returns the scratch memory of blocks without a cluster."""
     number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
     if tile.register_bound:
-        return _packed_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
-    made: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32)} | number_full
-    for name in tile.extras(spec, "q"):
-        made[name] = plgpu.SMEM((tile.depth, tile.queries), operands[name].dtype)
-    for name in tile.extras(spec, "k"):
-        made[name] = plgpu.SMEM((tile.owners, WGMMA_M), operands[name].dtype)
-    return made | {"ds_full": plgpu.Barrier(num_arrivals=tile.makers)}
+        return (
+            _row_data_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)}
+        )
+    buffers: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32)} | number_full
+    for name in tile.row_arrays(spec, "q"):
+        buffers[name] = plgpu.SMEM((tile.query_stages, tile.queries), operands[name].dtype)
+    for name in tile.row_arrays(spec, "k"):
+        buffers[name] = plgpu.SMEM((tile.key_tiles_per_block, WGMMA_M), operands[name].dtype)
+    return buffers | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)}
 
 
-def _pair_scratch(tile: BackwardTile) -> dict[str, Any]:
+def _cluster_scratch(tile: BackwardTile) -> dict[str, Any]:
     """Returns scratch memory of the blocks of a cluster."""
-    return _packed_scratch(tile) | {"weights_full": plgpu.Barrier(num_arrivals=1), "ds_free": _freed(tile, 2)}
+    return _row_data_scratch(tile) | {"weights_full": plgpu.Barrier(num_arrivals=1), "ds_free": _free_barriers(tile, 2)}
 
 
-def _packed_scratch(tile: BackwardTile) -> dict[str, Any]:
+def _row_data_scratch(tile: BackwardTile) -> dict[str, Any]:
     """Returns the elements per row packed into one array, for lack of memory: every array is aligned to 1024 bytes."""
     return {
-        "rows": plgpu.SMEM((2, tile.depth, tile.queries), jnp.float32),
-        "words": plgpu.SMEM((tile.depth + 1, tile.queries), jnp.int32),
+        "rows": plgpu.SMEM((2, tile.query_stages, tile.queries), jnp.float32),
+        "words": plgpu.SMEM((tile.query_stages + 1, tile.queries), jnp.int32),
     }
 
 
-def _with_views(buffers: dict[str, Any]) -> dict[str, Any]:
+def _name_row_data(buffers: dict[str, Any]) -> dict[str, Any]:
     """Returns named views of packed arrays. After the ids of queries is a row for `pairs`, or the tile's index."""
     rows, words = buffers["rows"], buffers["words"]
     last = words.at[words.shape[0] - 1]
     return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": last, "number": last}
 
 
-def _freed(tile: BackwardTile, count: int) -> Any:
+def _free_barriers(tile: BackwardTile, count: int) -> Any:
     """Returns mbarriers at which all consumer warpgroups arrive, of both members of a cluster."""
     if tile.wide:
-        return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), num_arrivals=WARPGROUPS, num_barriers=count)
+        return plgpu.ClusterBarrier(
+            collective_axes=(clusters.CLUSTER_AXIS,), num_arrivals=WARPGROUPS, num_barriers=count
+        )
     return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count)

@@ -16,14 +16,14 @@ from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, NumpyMask
 
-SIZES = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
+DEFAULT_SIZES = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
 
 
 def _blocks(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
     """Returns blocks of 64: full, partial and empty tiles, and none for the queries from 128 to 191."""
-    seen = np.random.RandomState(7).rand(cdiv(q_len, 64), cdiv(kv_len, 64)) < 0.5
-    seen[2] = False
-    return NumpyMask(np.kron(seen, np.ones((64, 64), bool))[:q_len, :kv_len])
+    attends = np.random.RandomState(7).rand(cdiv(q_len, 64), cdiv(kv_len, 64)) < 0.5
+    attends[2] = False
+    return NumpyMask(np.kron(attends, np.ones((64, 64), bool))[:q_len, :kv_len])
 
 
 def _pairs(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
@@ -49,7 +49,7 @@ def _capped(key: jax.Array) -> dict[str, Any]:
     return {"mask_builder": _blocks, "causal": True, "logits_soft_cap": 5.0}
 
 
-_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
+_CASES: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
     ("blocks of 64", {}, lambda key: {"mask_builder": _blocks, "causal": False}),
     ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segmented),
     ("pairs by chance, sinks, lse", {"d": 128, "v": 128}, lambda key: {**_sinks(key), "return_lse": True}),
@@ -62,13 +62,13 @@ _TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]],
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"blocksparse_attention": tuple(_case(*row) for row in _TABLE)}
+    return {"blocksparse_attention": tuple(_case(*row) for row in _CASES)}
 
 
 def _case(name: str, sizes: dict[str, int], extra: Callable[[jax.Array], dict[str, Any]]) -> Case:
     def make(key: jax.Array) -> Any:
         inputs, options = jax.random.split(key)
-        arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(SIZES, **sizes)).items()}
+        arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(DEFAULT_SIZES, **sizes)).items()}
         return BlockSparseAttentionArguments(**arrays, **extra(options))
 
     return tagged(name, make, ("pattern",), ())

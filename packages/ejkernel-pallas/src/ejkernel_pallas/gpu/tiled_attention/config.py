@@ -18,7 +18,7 @@ RESERVE = 4 * 1024
 """Bytes of shared memory reserved for mbarriers and Mosaic in the forward kernel."""
 BARRIERS = 512
 """Bytes of shared memory reserved for mbarriers and Mosaic in the backward kernel."""
-ALIGNMENT = 1024
+SMEM_ALIGNMENT_BYTES = 1024
 """Alignment in bytes of the arrays that Mosaic allocates in shared memory."""
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of consumers and of the producer, by the number of consumer warpgroups. A multiprocessor has
@@ -78,7 +78,7 @@ class ForwardTile:
         return PAGED_REGISTERS if spec.pages else REGISTERS[self.warpgroups]
 
 
-def forward_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
+def forward_smem_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
     """Returns the shared memory of the forward kernel in bytes."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     matrices = tile.buffers * tile.queries * spec.head_dim + tile.stages * tile.keys * (spec.head_dim + spec.value_dim)
@@ -95,14 +95,14 @@ class BackwardTile:
         value_size: Head dimension of values.
         keys: Keys whose dk and dv a block, or the two blocks of a cluster, accumulate.
         queries: Queries per step.
-        depth: Tiles of queries in shared memory.
+        query_stages: Tiles of queries in shared memory.
     """
 
     size: int
     value_size: int
     keys: int
     queries: int
-    depth: int
+    query_stages: int
 
     @property
     def wide(self) -> bool:
@@ -139,7 +139,7 @@ class BackwardTile:
         return 2 if self.wide else 1
 
     @property
-    def owners(self) -> int:
+    def key_tiles_per_block(self) -> int:
         """Returns tiles of 64 keys per block."""
         return self.keys // (WGMMA_M * self.members)
 
@@ -149,14 +149,14 @@ class BackwardTile:
         return self.size // self.part
 
     @property
-    def shared_parts(self) -> int:
+    def shared_key_parts(self) -> int:
         """Returns parts per row of the other member's keys that a block needs for its share of dq."""
         return self.parts // 2 if self.wide else 0
 
     @property
     def stages(self) -> dict[str, int]:
         """Returns tiles of queries, and of their cotangents, in shared memory."""
-        return {"q": self.depth, "do": 1 if self.wide or self.register_bound else 2}
+        return {"q": self.query_stages, "do": 1 if self.wide or self.register_bound else 2}
 
     @property
     def pieces(self) -> int:
@@ -164,14 +164,14 @@ class BackwardTile:
         return WARPGROUPS if self.wide else 1
 
     @property
-    def adders(self) -> int:
+    def adder_warps(self) -> int:
         """Returns the warps that add to device memory, for alternate pieces: an addition may take longer than a
         step.
         """
         return 3 if self.wide else 2
 
     @property
-    def makers(self) -> int:
+    def warpgroups_per_piece(self) -> int:
         """Returns the warpgroups that compute a piece, 64 rows each."""
         return WARPGROUPS // self.pieces
 
@@ -189,11 +189,11 @@ class BackwardTile:
         """Returns columns per strip."""
         return self.size * self.queries // (WGMMA_M * WARPGROUPS * self.strips * self.members)
 
-    def dq_start(self, member: Any, maker: int, strip: int) -> tuple[int, Any]:
+    def dq_start(self, member: Any, piece_warpgroup: int, strip: int) -> tuple[int, Any]:
         """Returns the first row and column of a strip."""
         if self.wide:
-            return 0, ((member * WARPGROUPS + maker) * self.strips + strip) * self.dq_columns
-        row, part = self.dq_half(maker)
+            return 0, ((member * WARPGROUPS + piece_warpgroup) * self.strips + strip) * self.dq_columns
+        row, part = self.dq_half(piece_warpgroup)
         return row * WGMMA_M, part * self.dq_columns
 
     def dq_half(self, warpgroup: Any) -> tuple[Any, Any]:
@@ -223,16 +223,21 @@ class BackwardTile:
         narrow, single = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
         return self.size * (narrow + single) + self.value_size * narrow
 
-    def extras(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
+    def row_arrays(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
         """Returns arrays with one element per row that are copied to shared memory with an array.
 
         Wide and register-bound tiles have no shared memory for ids of keys, and for dropout's keys.
         """
-        roomy = not self.wide and not self.register_bound
+        has_spare_memory = not self.wide and not self.register_bound
         if name == "q":
-            return "shift", "delta", *["q_ids"] * spec.segments, *["q_numbers"] * (spec.has_dropout and roomy)
-        if name == "k" and roomy:
-            return *["k_ids"] * spec.segments, *["k_numbers"] * spec.has_dropout
+            return (
+                "shift",
+                "delta",
+                *["q_ids"] * spec.segments,
+                *["q_dropout_keys"] * (spec.has_dropout and has_spare_memory),
+            )
+        if name == "k" and has_spare_memory:
+            return *["k_ids"] * spec.segments, *["k_dropout_keys"] * spec.has_dropout
         return ()
 
     def needs_masks(self, spec: HopperSpec) -> bool:
@@ -243,23 +248,35 @@ class BackwardTile:
         return spec.masked or spec.keys % self.keys != 0 or self.register_bound
 
 
-def backward_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
+def backward_smem_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     """Returns the shared memory of the backward kernel in bytes."""
     itemsize = jnp.dtype(spec.dtype).itemsize
-    accumulated = (
-        WGMMA_M * (tile.owners * (spec.head_dim + spec.value_dim) + tile.shared_parts * SWIZZLE_COLUMNS) * itemsize
+    accumulated_bytes = (
+        WGMMA_M
+        * (tile.key_tiles_per_block * (spec.head_dim + spec.value_dim) + tile.shared_key_parts * SWIZZLE_COLUMNS)
+        * itemsize
     )
     stages = tile.stages
-    streamed = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
+    streamed_bytes = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
     ds, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * WGMMA_M * tile.dq_columns * 4
-    extras = [tile.depth * tile.queries] * len(tile.extras(spec, "q"))
-    packed = tile.wide or tile.register_bound
-    small = [2 * tile.depth * tile.queries, (tile.depth + 1) * tile.queries] if packed else [1, *extras]
-    small += [tile.keys] * len(tile.extras(spec, "k"))
-    return accumulated + streamed + ds + dq + sum(cdiv(words * 4, ALIGNMENT) * ALIGNMENT for words in small)
+    row_arrays = [tile.query_stages * tile.queries] * len(tile.row_arrays(spec, "q"))
+    packs_row_data = tile.wide or tile.register_bound
+    row_array_words = (
+        [2 * tile.query_stages * tile.queries, (tile.query_stages + 1) * tile.queries]
+        if packs_row_data
+        else [1, *row_arrays]
+    )
+    row_array_words += [tile.keys] * len(tile.row_arrays(spec, "k"))
+    return (
+        accumulated_bytes
+        + streamed_bytes
+        + ds
+        + dq
+        + sum(cdiv(words * 4, SMEM_ALIGNMENT_BYTES) * SMEM_ALIGNMENT_BYTES for words in row_array_words)
+    )
 
 
-VALUES = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
+VALUE_HEAD_DIMS = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
 """Head dimensions of values by those of queries and keys, for the combinations that were tested on a chip."""
 
 
@@ -296,14 +313,14 @@ class HopperBackward:
 PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "num_stages": "stages"}
 """Maps fields of the public configuration to fields of these."""
 
-FORWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
+FORWARD_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((192, 128, 2), (128, 128, 3), (128, 192, 2)),
     128: ((128, 128, 2), (192, 64, 3)),
     192: ((128, 128, 2), (128, 64, 3)),
     256: ((128, 64, 2),),
 }
 """Queries, keys and stages by head dimension of queries and keys, the best first."""
-BACKWARD: dict[int, tuple[tuple[int, int, int], ...]] = {
+BACKWARD_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     64: ((128, 128, 3), (128, 128, 2)),
     128: ((128, 64, 3), (128, 64, 2)),
     192: ((128, 64, 2),),
@@ -323,8 +340,8 @@ def candidates(
     """Returns the configurations worth measuring."""
     size = record.query.shape[3]
     if direction == "forward":
-        return tuple(HopperForward(block_q=q, block_kv=k, stages=n) for q, k, n in FORWARD[size])
-    return tuple(HopperBackward(block_kv=k, block_q=q, stages=n) for k, q, n in BACKWARD[size])
+        return tuple(HopperForward(block_q=q, block_kv=k, stages=n) for q, k, n in FORWARD_TILES[size])
+    return tuple(HopperBackward(block_kv=k, block_q=q, stages=n) for k, q, n in BACKWARD_TILES[size])
 
 
 def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
@@ -333,9 +350,9 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
     Raises:
         ValueError: A field is not valid for a kernel, or the tile does not fit shared memory.
     """
-    warpgroups, keys, stages = _checked(params, "block_q", "block_kv", "stages")
+    warpgroups, keys, stages = _check_tile(params, "block_q", "block_kv", "stages")
     fitting = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
-    fitting = [tile for tile in fitting if forward_bytes(tile, spec) <= SHARED_MEMORY - RESERVE]
+    fitting = [tile for tile in fitting if forward_smem_bytes(tile, spec) <= SHARED_MEMORY - RESERVE]
     if not fitting:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return fitting[0]
@@ -347,26 +364,26 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     Raises:
         ValueError: In the same cases as in `forward_tile`.
     """
-    warpgroups, queries, stages = _checked(params, "block_kv", "block_q", "stages")
+    warpgroups, queries, stages = _check_tile(params, "block_kv", "block_q", "stages")
     tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * WGMMA_M, queries, stages)
-    wanted = BACKWARD[spec.head_dim][0][:2]
+    wanted = BACKWARD_TILES[spec.head_dim][0][:2]
     if (tile.keys, tile.queries) != wanted:
         raise ValueError(
             f"cfg: {given_values(params)}: heads of {spec.head_dim} want {wanted[0]} keys and {wanted[1]} queries"
         )
-    if backward_bytes(tile, spec) > SHARED_MEMORY - BARRIERS:
+    if backward_smem_bytes(tile, spec) > SHARED_MEMORY - BARRIERS:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return tile
 
 
-def _checked(
+def _check_tile(
     params: HopperForward | HopperBackward, accumulated: str, streamed: str, stages: str
 ) -> tuple[int, int, int]:
     """Returns warpgroups, rows of a streamed block, and stages."""
     values = {name: getattr(params, name) for name in (accumulated, streamed, stages)}
-    wants = {accumulated: "64, 128 or 192", streamed: "64, 128 or 192", stages: "2 or more"}
+    allowed = {accumulated: "64, 128 or 192", streamed: "64, 128 or 192", stages: "2 or more"}
     for name, value in values.items():
-        fine = value is not None and (value >= 2 if name == stages else value in (64, 128, 192))
-        if not fine:
-            raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {wants[name]}")
+        is_allowed = value is not None and (value >= 2 if name == stages else value in (64, 128, 192))
+        if not is_allowed:
+            raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {allowed[name]}")
     return values[accumulated] // WGMMA_M, values[streamed], values[stages]

@@ -13,16 +13,16 @@ from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.hopper.split_tiles import WHOLE, make_split
+from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile, HopperForward, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import numbers
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_forward import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, KeyPages, Shared
-from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merged
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, padded_ids, tiles
+from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, pad_segment_ids, tiles
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges
 from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_lists
-from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import extent
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import find_tile_extents
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec, make_spec
 
 MIN_BUNDLE = 16
@@ -66,7 +66,9 @@ def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], ba
         head_bytes=_head_bytes(spec),
         group=spec.group_size,
         persistent=True,
-        split=WHOLE if spec.masked else make_split(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
+        split=NO_SPLIT
+        if spec.masked
+        else split_tail_wave(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
     )
 
     made = run_plan(spec, tile, plan, operands, batch)
@@ -85,9 +87,11 @@ def run_plan(
     tiles.
     """
 
-    def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
+    def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
         shared = Shared(**_with_outputs(spec, buffers))
-        forward_kernel(Call(spec, tile, plan, given, made, shared, tile_scheduler.counter(), pages))
+        forward_kernel(
+            Call(spec, tile, plan, operand_refs, output_refs, shared, tile_scheduler.make_tile_counter(), pages)
+        )
 
     # Tiles of paged queries start where sequences do; all others are whole, one after the other.
     rows = operands["q"].shape[1] if spec.pages else plan.tiles * tile.queries
@@ -106,8 +110,8 @@ def _with_split(
     plan: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns outputs and lse, with the split tiles merged from their parts."""
-    outputs, sums = merged(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
-    batch, rows, head = tile_scheduler.split_rows(plan, sums.shape[1])
+    outputs, sums = merge_split_tiles(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
+    batch, rows, head = tile_scheduler.locate_split_rows(plan, sums.shape[1])
     return (
         # Rows of a partial tile that are past the end are dropped.
         output.at[batch, rows, head].set(outputs.astype(output.dtype), mode="drop", unique_indices=True),
@@ -118,17 +122,17 @@ def _with_split(
 def _head_bytes(spec: HopperSpec) -> int:
     """Returns bytes of keys and values of a head, lowered so that at least `MIN_BUNDLE` heads form a bundle."""
     size = spec.keys * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
-    return min(size, tile_scheduler.CACHE * spec.group_size // MIN_BUNDLE) if spec.masked else size
+    return min(size, tile_scheduler.L2_BYTES * spec.group_size // MIN_BUNDLE) if spec.masked else size
 
 
 def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
     """Returns the kernel's operands, for every row of the batch or shared by all."""
     operands, ids = {}, None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side only restrict nothing
-        operands["q_ids"] = padded_ids(record.q_segment_ids, tile.queries, -1)
-        operands["k_ids"] = padded_ids(record.kv_segment_ids, tile.keys, -2)
+        operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.queries, -1)
+        operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.keys, -2)
         ids = operands["q_ids"], operands["k_ids"]
-        operands["padded"] = extent(operands["k_ids"], tile.keys).padded.astype(jnp.int32)
+        operands["padded"] = find_tile_extents(operands["k_ids"], tile.keys).padded.astype(jnp.int32)
         operands["ranges"] = key_ranges(spec, ids, tile.keys)
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
@@ -144,7 +148,7 @@ def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> di
 def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `Shared`."""
     queries, copies = tile.buffers * tile.warpgroups, 1 if pages is None else pages.copies
-    made: dict[str, Any] = {
+    named_buffers: dict[str, Any] = {
         **_query_scratch(spec, queries),
         "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
         "v": matrix((tile.stages, tile.keys, spec.value_dim), spec.dtype),
@@ -163,15 +167,15 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dic
         "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
     }
     if spec.has_dropout:
-        made["q_numbers"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
-        made["k_numbers"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
+        named_buffers["q_dropout_keys"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
+        named_buffers["k_dropout_keys"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
     if spec.pages:
-        made["present"] = plgpu.SMEM((tile.stages,), jnp.int32)
+        named_buffers["present"] = plgpu.SMEM((tile.stages,), jnp.int32)
     if spec.segments or spec.pages:
-        made["v_raw"] = plgpu.Barrier(num_arrivals=copies)
+        named_buffers["v_raw"] = plgpu.Barrier(num_arrivals=copies)
     if spec.segments:
-        made["ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
-    return made
+        named_buffers["ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
+    return named_buffers
 
 
 def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:

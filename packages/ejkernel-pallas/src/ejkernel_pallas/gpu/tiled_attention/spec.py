@@ -13,9 +13,9 @@ FIXED_MAX_LIMIT = 80.0
 """The largest exponent of two for which a fixed maximum of 0 works: float32 can then hold the sums."""
 LOWEST = -1e38
 """The initial running maximum: below every score, and finite, so that no difference of two of them is NaN."""
-WORD = 32
+WORD_BITS = 32
 """Bits per word of a bit mask."""
-SPAN = 4 * WORD
+SPAN_COLUMNS = 4 * WORD_BITS
 """Columns of which a thread has one word of bits: a fourth of them."""
 
 

@@ -33,14 +33,14 @@ class Call:
     same: Any = None
 
     @property
-    def below(self) -> Any:
+    def cluster_row(self) -> Any:
         """Returns this block's index along rows in its cluster."""
-        return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_m > 1 else jnp.int32(0)
+        return lax.axis_index(clusters.CLUSTER_AXIS) if self.spec.tile.cluster_m > 1 else jnp.int32(0)
 
     @property
-    def beside(self) -> Any:
+    def cluster_column(self) -> Any:
         """Returns this block's index along columns in its cluster."""
-        return lax.axis_index(clusters.AXIS) if self.spec.tile.cluster_n > 1 else jnp.int32(0)
+        return lax.axis_index(clusters.CLUSTER_AXIS) if self.spec.tile.cluster_n > 1 else jnp.int32(0)
 
 
 class SubTile(NamedTuple):

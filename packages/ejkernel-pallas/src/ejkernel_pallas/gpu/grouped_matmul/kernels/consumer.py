@@ -28,7 +28,7 @@ from ejkernel.families.grouped_matmul.row_tiles import FIELDS
 from ejkernel_pallas.gpu.grouped_matmul.kernels import producer, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, cluster_tiles, split, tile_of
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, load_tile, num_cluster_items, split
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
@@ -45,34 +45,34 @@ class Shared:
 
     Attributes:
         a: Rows in the layout of products, [stages * warpgroups, 64, 64], or for 8 bits [..., 128].
-        a_lines: The same memory in the layout of copies: row after row, so that they may start at any row.
+        a_rows_view: The same memory in the layout of copies: row after row, so that they may start at any row.
         b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64], or of 8 bits [stages, BN, 128].
-        b_half: The same memory as half tiles, [2 * stages, 64, BN / 2] or the like; None if tiles are not split.
+        b_half_tiles: The same memory as half tiles, [2 * stages, 64, BN / 2] or the like; None if tiles are not split.
         out: Output buffers in the layout of registers, [warpgroups * slots, 64, part].
-        out_lines: The same memory in the layout of copies.
+        out_rows_view: The same memory in the layout of copies.
         full: Mbarriers: the operands of a stage have arrived.
         free: Mbarriers: the operands of a stage have been read.
         columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
         row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None if
             they are not copied.
         number: Indices of the block's next tiles, after even and after odd ones, int32 [2]; None without a counter.
-        number_full: Mbarriers: an index has been written.
-        number_free: Mbarriers: an index has been read.
+        next_tile_full: Mbarriers: an index has been written.
+        next_tile_free: Mbarriers: an index has been read.
     """
 
     a: Any
-    a_lines: Any
+    a_rows_view: Any
     b: Any
     out: Any
-    out_lines: Any
+    out_rows_view: Any
     full: Any
     free: Any
-    b_half: Any = None
+    b_half_tiles: Any = None
     columns: Any = None
     row_scales: Any = None
     number: Any = None
-    number_full: Any = None
-    number_free: Any = None
+    next_tile_full: Any = None
+    next_tile_free: Any = None
 
 
 def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll | None = None) -> None:
@@ -85,36 +85,47 @@ def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll
     """
     warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
     # Numbers of tiles of unassigned rows, of groups, and of all; computed on the device, as group sizes may be traced.
-    before, count, total = (table[spec.entries, n] for n in range(3))
+    tiles_before, group_tiles, total_tiles = (table[spec.max_tile_entries, n] for n in range(3))
     if "same" in call.operands:
         call = dataclasses.replace(call, same=call.operands["same"][0] != 0)
-    first = lax.axis_index("block")
+    first_tile = lax.axis_index("block")
 
-    def every(work: Any, tiles: Any, *state: Any, splits: bool = False) -> Any:
+    def for_each_tile(work: Any, tiles: Any, *state: Any, includes_splits: bool = False) -> Any:
         # A block's first tile has the block's index; `work` returns the index of the next.
-        limit = cluster_tiles(spec, tiles) * spec.across
-        if splits:
+        limit = num_cluster_items(spec, tiles) * spec.column_tiles
+        if includes_splits:
             limit = limit + split(call, tiles)
-        return lax.while_loop(lambda carry: carry[0] < limit, work, (first, I32(0), *state))[1:]
+        return lax.while_loop(lambda carry: carry[0] < limit, work, (first_tile, I32(0), *state))[1:]
 
     @pl.when(warpgroup < WARPGROUPS)
-    def _multiply() -> None:
+    def _run_consumer() -> None:
         plgpu.set_max_registers(spec.registers[0], action="increase")
         # Unassigned rows come first: these stores overlap with the producer's first copies.
-        every(functools.partial(_fill, call, before, count, total), total - count)
+        for_each_tile(
+            functools.partial(_fill_unassigned_rows, call, tiles_before, group_tiles, total_tiles),
+            total_tiles - group_tiles,
+        )
         if spec.overlapped and multiply_overlapped is not None:
-            multiply_overlapped(call, before, count, every)
+            multiply_overlapped(call, tiles_before, group_tiles, for_each_tile)
         else:
-            every(functools.partial(_multiply_tile, call, multiply, before, count), count, splits=True)
+            for_each_tile(
+                functools.partial(_multiply_tile, call, multiply, tiles_before, group_tiles),
+                group_tiles,
+                includes_splits=True,
+            )
         # The block must not end before the copies out of its shared memory have.
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
-    def _fetch() -> None:
+    def _run_producer() -> None:
         plgpu.set_max_registers(spec.registers[1], action="decrease")
-        (done,) = every(functools.partial(producer.fetch_tile, call, before, count), count, splits=True)
+        (steps_done,) = for_each_tile(
+            functools.partial(producer.copy_tile_steps, call, tiles_before, group_tiles),
+            group_tiles,
+            includes_splits=True,
+        )
         if spec.gathers:
-            pl.when(done > 0)(lambda: producer.gathered(call, done - 1, in_flight=0))
+            pl.when(steps_done > 0)(lambda: producer.signal_gathered_rows(call, steps_done - 1, in_flight=0))
 
     if spec.members > 1:
         clusters.end()  # copies and arrivals of the other member access this block's shared memory
@@ -122,66 +133,67 @@ def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll
 
 def _multiply_tile(call: Call, multiply: Multiply, before: Any, count: Any, carry: Any) -> Any:
     """Computes a warpgroup's part of a tile; returns the index of the block's next tile."""
-    number, done = carry
-    multiply(call, tile_of(call, before, count, number), done)
-    return work_queue.next_number(call, number, done), done + call.spec.steps
+    number, steps_done = carry
+    multiply(call, load_tile(call, before, count, number), steps_done)
+    return work_queue.next_tile(call, number, steps_done), steps_done + call.spec.steps
 
 
-def accumulated(call: Call, done: Any, part: SubTile) -> jax.Array:
+def accumulate_products(call: Call, steps_done: Any, part: SubTile) -> jax.Array:
     """Returns the sum of a warpgroup's products over all steps, and frees the last stage."""
     spec, shared = call.spec, call.shared
     acc = pl.run_scoped(
-        functools.partial(_steps, call, done, part), plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)
+        functools.partial(_sum_products, call, steps_done, part),
+        plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32),
     )
     # Frees the stage of the last product, which no later step of this tile would free.
-    plgpu.barrier_arrive(shared.free.at[lax.rem(done + (spec.steps - 1), I32(spec.tile.stages))])
+    plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done + (spec.steps - 1), I32(spec.tile.stages))])
     return acc
 
 
-def _steps(call: Call, done: Any, part: SubTile, acc: Any) -> Any:
+def _sum_products(call: Call, steps_done: Any, part: SubTile, acc: Any) -> Any:
     """Returns the products of a warpgroup's part of a tile."""
-    lax.fori_loop(0, call.spec.steps, functools.partial(step_and_free, call, part, acc), done)
+    lax.fori_loop(0, call.spec.steps, functools.partial(step_and_free, call, part, acc), steps_done)
     return acc[...]
 
 
-def step_and_free(call: Call, part: SubTile, acc: Any, index: Any, done: Any) -> Any:
+def step_and_free(call: Call, part: SubTile, acc: Any, k_step: Any, steps_done: Any) -> Any:
     """Issues a product, and frees the stage of the previous one."""
     shared, stages = call.shared, call.spec.tile.stages
-    issue_product(call, done, part, acc)
+    issue_product(call, steps_done, part, acc)
     # One product stays in flight, so that the tensor cores do not idle.
     plgpu.wgmma_wait(1)
-    last = lax.rem(done + (stages - 1), I32(stages))
+    last_stage = lax.rem(steps_done + (stages - 1), I32(stages))
     # At index 0 the previous product was the last one of another tile, which has freed its stage.
-    pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
-    return done + 1
+    pl.when(k_step > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last_stage]))
+    return steps_done + 1
 
 
-def issue_product(call: Call, done: Any, part: SubTile, acc: Any) -> None:
+def issue_product(call: Call, steps_done: Any, part: SubTile, acc: Any) -> None:
     """Issues the product of a step."""
     spec, shared = call.spec, call.shared
     columns = () if part.size == spec.tile.block_n else (pl.ds(part.start, part.size),)
-    slot = lax.rem(done, I32(spec.tile.stages))
+    slot = lax.rem(steps_done, I32(spec.tile.stages))
     plgpu.barrier_wait(shared.full.at[slot])
-    half = columns if spec.transposed or not columns else (slice(None), *columns)
-    matrix = shared.b_half.at[2 * slot] if part.split else shared.b.at[slot, *half]
+    column_slices = columns if spec.transposed or not columns else (slice(None), *columns)
+    matrix = shared.b_half_tiles.at[2 * slot] if part.split else shared.b.at[slot, *column_slices]
     # A transposed view: descriptors of 16-bit operands say which axis is contiguous, so no data moves.
     matrix = matrix.transpose((1, 0)) if spec.transposed else matrix
     plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
 
 
-def _fill(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
+def _fill_unassigned_rows(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
     """Writes zeros to a warpgroup's part of a tile of unassigned rows. Such tiles are the first and the last entries of
     the tile list.
     """
-    number, done = carry
+    number, steps_done = carry
     spec, table = call.spec, call.operands["tiles"]
-    tile_row = lax.div(number, I32(spec.across)) * spec.tile.cluster_m + call.below
+    tile_row = lax.div(number, I32(spec.column_tiles)) * spec.tile.cluster_m + call.cluster_row
     entry = jnp.minimum(tile_row, total - count - 1)
     # The entries of groups are between those of unassigned rows.
     entry = jnp.where(entry < before, entry, entry + count)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
-    column = (lax.rem(number, I32(spec.across)) * spec.tile.cluster_n + call.beside) * spec.tile.block_n
+    column = (lax.rem(number, I32(spec.column_tiles)) * spec.tile.cluster_n + call.cluster_column) * spec.tile.block_n
     tile = Tile(I32(0), jnp.bool_(False), row, begin, end, column)
-    zeros = arrays.full_tile((WGMMA_M, spec.tile.block_n))
+    zeros = arrays.zero_tile((WGMMA_M, spec.tile.block_n))
     write_rows(call, [zeros], tile.first(lax.axis_index("warpgroup")), tile.column, end)
-    return number + call.blocks, done
+    return number + call.blocks, steps_done

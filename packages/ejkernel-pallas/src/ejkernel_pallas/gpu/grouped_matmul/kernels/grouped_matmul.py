@@ -10,10 +10,15 @@ from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
-from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import accumulated, issue_product, rows_kernel, step_and_free
+from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import (
+    accumulate_products,
+    issue_product,
+    rows_kernel,
+    step_and_free,
+)
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, tile_of
-from ejkernel_pallas.gpu.grouped_matmul.spec import LEAD
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, load_tile
+from ejkernel_pallas.gpu.grouped_matmul.spec import OVERLAPPED_PRODUCTS
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
@@ -23,29 +28,32 @@ def grouped_matmul_kernel(call: Call) -> None:
     rows_kernel(call, _multiply_tile, _multiply_all_overlapped)
 
 
-def _multiply_tile(call: Call, tile: Tile, done: Any) -> None:
+def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, warpgroup = call.spec, lax.axis_index("warpgroup")
     size, half = spec.tile.block_n, spec.tile.block_n // 2
-    product, few = functools.partial(_product, call, tile, done), tile.end - tile.row <= WGMMA_M
+    product, fits_64_rows = functools.partial(_multiply_part, call, tile, steps_done), tile.end - tile.row <= WGMMA_M
     branches = FirstMatch()
-    if spec.tile.halves:
+    if spec.tile.half_columns:
         # Both warpgroups compute the same 64 rows, and half of the columns each.
-        branches.when(few, functools.partial(product, SubTile(I32(0), warpgroup * half, half)))
+        branches.when(fits_64_rows, functools.partial(product, SubTile(I32(0), warpgroup * half, half)))
     if spec.splits:
         branches.when(
             tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
         )
-    if spec.tail:
+    if spec.partial_tile_columns:
         # Columns past the end of the output are not multiplied.
-        branches.when(tile.column + size > spec.columns, functools.partial(product, SubTile(warpgroup, 0, spec.tail)))
+        branches.when(
+            tile.column + size > spec.columns,
+            functools.partial(product, SubTile(warpgroup, 0, spec.partial_tile_columns)),
+        )
     branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
 
 
-def _product(call: Call, tile: Tile, done: Any, part: SubTile) -> None:
+def _multiply_part(call: Call, tile: Tile, steps_done: Any, part: SubTile) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
     row = tile.first(part.rows)
-    acc = accumulated(call, done, part)
+    acc = accumulate_products(call, steps_done, part)
     write_rows(call, [acc], row, tile.column + part.start, tile.end)
 
 
@@ -53,30 +61,35 @@ def _multiply_all_overlapped(call: Call, before: Any, count: Any, every: Any) ->
     """Loops over all tiles of a consumer; each tile is stored during the first products of the next one."""
     spec = call.spec
     # A dummy tile before the first: it ends at row 0, so nothing of it is stored.
-    nothing = arrays.full_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
-    last = every(functools.partial(_multiply_overlapped, call, before, count), count, *nothing)
+    no_tile = arrays.zero_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
+    last = every(functools.partial(_multiply_overlapped, call, before, count), count, *no_tile)
     write_rows(call, [last[1]], *last[2:])
 
 
 def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """Computes a warpgroup's part of a tile in registers, storing the previous tile during the first products."""
-    number, done, *left = carry
-    tile, spec, warpgroup = tile_of(call, before, count, number), call.spec, lax.axis_index("warpgroup")
+    number, steps_done, *previous_tile = carry
+    tile, spec, warpgroup = load_tile(call, before, count, number), call.spec, lax.axis_index("warpgroup")
     part, shared = SubTile(warpgroup, 0, spec.tile.block_n), call.shared
-    lead = min(LEAD, spec.steps)
+    overlapped_products = min(OVERLAPPED_PRODUCTS, spec.steps)
 
     def products(acc: Any) -> Any:
-        lax.fori_loop(0, lead, lambda index, _: issue_product(call, done + index, part, acc), None)
+        lax.fori_loop(0, overlapped_products, lambda index, _: issue_product(call, steps_done + index, part, acc), None)
         # The previous tile is stored while the tensor cores work: its registers are 16-bit, next to the accumulator's.
-        write_rows(call, [left[0]], *left[1:])
-        # All but the last of the first `lead` products have read their stages.
+        write_rows(call, [previous_tile[0]], *previous_tile[1:])
+        # All but the last of the first `overlapped_products` products have read their stages.
         plgpu.wgmma_wait(1)
-        for index in range(lead - 1):
-            plgpu.barrier_arrive(shared.free.at[lax.rem(done + index, I32(spec.tile.stages))])
-        lax.fori_loop(lead, spec.steps, functools.partial(step_and_free, call, part, acc), done + lead)
+        for index in range(overlapped_products - 1):
+            plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done + index, I32(spec.tile.stages))])
+        lax.fori_loop(
+            overlapped_products,
+            spec.steps,
+            functools.partial(step_and_free, call, part, acc),
+            steps_done + overlapped_products,
+        )
         return acc[...]
 
-    made = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)).astype(spec.out)
-    done = done + spec.steps
-    plgpu.barrier_arrive(shared.free.at[lax.rem(done - 1, I32(spec.tile.stages))])
-    return number + call.blocks, done, made, tile.first(warpgroup), tile.column, tile.end
+    tile_values = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)).astype(spec.out)
+    steps_done = steps_done + spec.steps
+    plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done - 1, I32(spec.tile.stages))])
+    return number + call.blocks, steps_done, tile_values, tile.first(warpgroup), tile.column, tile.end

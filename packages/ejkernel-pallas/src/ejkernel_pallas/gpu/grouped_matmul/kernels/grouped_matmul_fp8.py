@@ -8,10 +8,14 @@ from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
-from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import accumulated, rows_kernel
-from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import copy_out, pieces_of, write_rows
+from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import accumulate_products, rows_kernel
+from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import copy_pieces_out, split_into_pieces, write_rows
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
-from ejkernel_pallas.gpu.grouped_matmul.kernels.scaled_products import Rows, scaled_tiles, sums
+from ejkernel_pallas.gpu.grouped_matmul.kernels.scaled_products import (
+    WarpgroupRows,
+    apply_common_scales,
+    sum_scaled_products,
+)
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
@@ -21,50 +25,58 @@ def grouped_matmul_fp8_kernel(call: Call) -> None:
     rows_kernel(call, _multiply_tile)
 
 
-def _multiply_tile(call: Call, tile: Tile, done: Any) -> None:
+def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, scaling, warpgroup = call.spec, call.spec.scaling, lax.axis_index("warpgroup")
     assert scaling is not None  # set for 8-bit operands
     size, half = spec.tile.block_n, spec.tile.block_n // 2
-    product, few = functools.partial(_product, call, scaling, tile, done), tile.end - tile.row <= WGMMA_M
+    product, fits_64_rows = (
+        functools.partial(_multiply_part, call, scaling, tile, steps_done),
+        tile.end - tile.row <= WGMMA_M,
+    )
     branches = FirstMatch()
     if spec.splits:
         branches.when(
             tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
         )
-    if spec.tail:
+    if spec.partial_tile_columns:
         # For scaled products zero is an opaque offset (no row is negative): otherwise the compiler would hoist
         # addresses that the branches share into registers across their loops, and sums would spill.
-        start = 0 if scaling.quick else jnp.minimum(tile.row, 0)
+        start = 0 if scaling.sums_on_tensor_cores else jnp.minimum(tile.row, 0)
         # Columns past the end of the output are not multiplied.
         branches.when(
-            tile.column + size > spec.columns, functools.partial(product, SubTile(warpgroup, start, spec.tail))
+            tile.column + size > spec.columns,
+            functools.partial(product, SubTile(warpgroup, start, spec.partial_tile_columns)),
         )
-    if scaling.by_columns:
-        branches.when(few, functools.partial(_product_of_columns, call, scaling, tile, done, 1))
-        branches.otherwise(functools.partial(_product_of_columns, call, scaling, tile, done, WARPGROUPS))
+    if scaling.split_by_columns:
+        branches.when(fits_64_rows, functools.partial(_multiply_columns, call, scaling, tile, steps_done, 1))
+        branches.otherwise(functools.partial(_multiply_columns, call, scaling, tile, steps_done, WARPGROUPS))
     else:
         branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
 
 
-def _product(call: Call, scaling: Scaling, tile: Tile, done: Any, part: SubTile) -> None:
+def _multiply_part(call: Call, scaling: Scaling, tile: Tile, steps_done: Any, part: SubTile) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
     row = tile.first(part.rows)
-    rows = Rows((part.rows,), (row,), done)
-    if scaling.quick:
-        results = scaled_tiles(call, scaling, [accumulated(call, done, part)], rows, part.start)
+    rows = WarpgroupRows((part.rows,), (row,), steps_done)
+    if scaling.sums_on_tensor_cores:
+        results = apply_common_scales(call, scaling, [accumulate_products(call, steps_done, part)], rows, part.start)
     else:
-        results = sums(call, scaling, rows, part)
+        results = sum_scaled_products(call, scaling, rows, part)
     write_rows(call, results, row, tile.column + part.start, tile.end)
 
 
-def _product_of_columns(call: Call, scaling: Scaling, tile: Tile, done: Any, parts: int) -> None:
+def _multiply_columns(call: Call, scaling: Scaling, tile: Tile, steps_done: Any, parts: int) -> None:
     """Computes `parts` times 64 rows, and the columns of one product."""
-    firsts, size = tuple(tile.first(part) for part in range(parts)), scaling.product_n
+    first_rows, size = tuple(tile.first(part) for part in range(parts)), scaling.product_n
     start = lax.axis_index("warpgroup") * size
-    made = sums(call, scaling, Rows(tuple(range(parts)), firsts, done), SubTile(None, start, size))
+    row_parts = sum_scaled_products(
+        call, scaling, WarpgroupRows(tuple(range(parts)), first_rows, steps_done), SubTile(None, start, size)
+    )
     if parts == 1:
-        return write_rows(call, made, firsts[0], tile.column + start, tile.end)
+        return write_rows(call, row_parts, first_rows[0], tile.column + start, tile.end)
     # The group has more than 64 rows, so bulk copies can be used.
-    pieces = [pieces_of(call, [acc], row, tile.column + start) for row, acc in zip(firsts, made, strict=True)]
-    copy_out(call, [piece for one in pieces for piece in one])
+    pieces = [
+        split_into_pieces(call, [acc], row, tile.column + start) for row, acc in zip(first_rows, row_parts, strict=True)
+    ]
+    copy_pieces_out(call, [piece for one in pieces for piece in one])

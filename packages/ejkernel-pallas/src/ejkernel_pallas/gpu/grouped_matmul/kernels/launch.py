@@ -13,11 +13,11 @@ from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles
 from ejkernel_pallas.gpu.grouped_matmul.kernels import consumer, matrix_gradients, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.plan import longest_first
-from ejkernel_pallas.gpu.grouped_matmul.spec import BLOCK_M, COPIED_BLOCKS, STEP, WARPGROUPS, GroupedSpec
+from ejkernel_pallas.gpu.grouped_matmul.spec import BLOCK_M, SCALE_BLOCKS_PER_COPY, STEP, WARPGROUPS, GroupedSpec
 from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.hopper.tile_scheduler import counter, multiprocessors
+from ejkernel_pallas.gpu.hopper.tile_scheduler import make_tile_counter, multiprocessors
 
 Kernel = Callable[[Call], None]
 """A kernel of rows, as a function that runs one thread block."""
@@ -29,15 +29,15 @@ def launch_rows(kernel: Kernel, spec: GroupedSpec, operands: dict[str, jax.Array
 
     @sequential_vmap
     def run(operands: dict[str, jax.Array]) -> jax.Array:
-        def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-            a, a_lines = buffers["a"]
-            out, out_lines = buffers["out"]
-            names = {"a": a, "a_lines": a_lines, "out": out, "out_lines": out_lines}
+        def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
+            a, a_rows_view = buffers["a"]
+            out, out_rows_view = buffers["out"]
+            names = {"a": a, "a_rows_view": a_rows_view, "out": out, "out_rows_view": out_rows_view}
             if spec.splits and not spec.gate:
-                names["b"], names["b_half"] = buffers["b"]
+                names["b"], names["b_half_tiles"] = buffers["b"]
             shared = consumer.Shared(**{**buffers, **names})
-            tile_counter = counter() if spec.dynamic else None
-            kernel(Call(spec, blocks, given, made[0], shared, tile_counter))
+            tile_counter = make_tile_counter() if spec.dynamic_schedule else None
+            kernel(Call(spec, blocks, operand_refs, output_refs[0], shared, tile_counter))
 
         shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
         return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
@@ -51,8 +51,10 @@ def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record
 
     @sequential_vmap
     def run(left: jax.Array, right: jax.Array, bounds: jax.Array) -> jax.Array:
-        def body(given: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-            matrix_gradients.matrices_kernel(Call(spec, blocks, given, made[0], matrix_gradients.Shared(**buffers)))
+        def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
+            matrix_gradients.matrices_kernel(
+                Call(spec, blocks, operand_refs, output_refs[0], matrix_gradients.Shared(**buffers))
+            )
 
         shape = jax.ShapeDtypeStruct((spec.matrices, spec.contracted, spec.columns), spec.out)
         operands = {"left": left, "right": right, "bounds": bounds}
@@ -63,7 +65,7 @@ def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record
 
 def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
     """Returns the name of the cluster axis and the blocks per cluster."""
-    return {clusters.AXIS: spec.members} if spec.members > 1 else None
+    return {clusters.CLUSTER_AXIS: spec.members} if spec.members > 1 else None
 
 
 def _free_barrier(spec: GroupedSpec) -> Any:
@@ -73,10 +75,10 @@ def _free_barrier(spec: GroupedSpec) -> Any:
     options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": spec.tile.stages}
     if spec.members == 1:
         return plgpu.Barrier(**options)
-    return plgpu.ClusterBarrier(collective_axes=(clusters.AXIS,), **options)
+    return plgpu.ClusterBarrier(collective_axes=(clusters.CLUSTER_AXIS,), **options)
 
 
-def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
+def _row_copy_views(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns two views of shared memory: in the layout of products, and row after row, in swizzled rows of 128 bytes.
 
     Eight swizzled rows are a tile of the first view, so every element has the same address in both. Copies to the
@@ -87,7 +89,7 @@ def _lines(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.RefUnion(tiled, plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),)))
 
 
-def _halves(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
+def _half_tile_views(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
     """Returns two views of shared memory: tiles of matrices, and their halves by columns."""
     stages, *part = shape
     part[0 if spec.transposed else 1] //= 2
@@ -100,7 +102,7 @@ def _matrix_stages(spec: GroupedSpec) -> Any:
     if spec.gate:
         return matrix((tile.stages, spec.panels, spec.step, SWIZZLE_COLUMNS), spec.dtype)
     part = (tile.block_n, spec.step) if spec.transposed else (spec.step, tile.block_n)
-    return _halves((tile.stages, *part), spec) if spec.splits else matrix((tile.stages, *part), spec.dtype)
+    return _half_tile_views((tile.stages, *part), spec) if spec.splits else matrix((tile.stages, *part), spec.dtype)
 
 
 def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
@@ -109,18 +111,18 @@ def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
     scales: dict[str, Any] = {}
     if spec.scaling:
         scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
-        if spec.scaling.copies_rows:
-            scales["row_scales"] = plgpu.SMEM((tile.stages, WARPGROUPS, WGMMA_M, COPIED_BLOCKS), jnp.float32)
+        if spec.scaling.copies_row_scales:
+            scales["row_scales"] = plgpu.SMEM((tile.stages, WARPGROUPS, WGMMA_M, SCALE_BLOCKS_PER_COPY), jnp.float32)
     # Copies that fill a stage: rows of each warpgroup, or all gathered rows together; a matrix's columns, for both
     # warpgroups, or their panels; scales of columns, and those of each warpgroup's rows.
-    of_scales = ("columns" in scales) + WARPGROUPS * ("row_scales" in scales)
-    copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + of_scales
+    scale_copies = ("columns" in scales) + WARPGROUPS * ("row_scales" in scales)
+    copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + scale_copies
     return {
-        "a": _lines((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
+        "a": _row_copy_views((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
         "b": _matrix_stages(spec),
-        "out": _lines((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out),
+        "out": _row_copy_views((WARPGROUPS * tile.output_buffers, WGMMA_M, spec.part), spec.out),
         **scales,
-        **(work_queue.scratch() if spec.dynamic else {}),
+        **(work_queue.scratch() if spec.dynamic_schedule else {}),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
         "free": _free_barrier(spec),
     }
@@ -135,7 +137,7 @@ def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
     return {
         "left": matrix((tile.stages, STEP, BLOCK_M), spec.dtype),
         "right": matrix((tile.stages, STEP, tile.block_n), spec.dtype),
-        "out": plgpu.SMEM((WARPGROUPS * tile.slots, WGMMA_M, spec.part), spec.out, transforms=out),
+        "out": plgpu.SMEM((WARPGROUPS * tile.output_buffers, WGMMA_M, spec.part), spec.out, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "free": _free_barrier(spec),
         "raw": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),

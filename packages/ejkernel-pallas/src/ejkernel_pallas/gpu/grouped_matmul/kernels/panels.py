@@ -11,7 +11,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS
 
 
-def fetch_panels(call: Call, tile: Tile, inner: Any, slot: Any) -> None:
+def copy_gate_panels(call: Call, tile: Tile, k_slice: Any, slot: Any) -> None:
     """Copies a step's panels of the gate and of the values."""
     spec, shared = call.spec, call.shared
     full, count = shared.full.at[slot], spec.panels
@@ -20,8 +20,8 @@ def fetch_panels(call: Call, tile: Tile, inner: Any, slot: Any) -> None:
         begin = begin + jnp.maximum(tile.half, 0) * (spec.tile.block_n // 2)
     for number in range(count):
         block, other = divmod(number, 2)
-        across = pl.ds(begin + (block * SWIZZLE_COLUMNS + other * spec.columns), SWIZZLE_COLUMNS)
-        source, target = call.operands["rhs"].at[tile.matrix, inner, across], shared.b.at[slot, number]
+        column_tiles = pl.ds(begin + (block * SWIZZLE_COLUMNS + other * spec.columns), SWIZZLE_COLUMNS)
+        source, target = call.operands["rhs"].at[tile.matrix, k_slice, column_tiles], shared.b.at[slot, number]
 
         def copy(source: Any = source, target: Any = target) -> None:
             plgpu.copy_gmem_to_smem(source, target, full)

@@ -16,13 +16,13 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.kernels import panels, scaled_products, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, single_rows, tile_of
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, has_single_rows, load_tile
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import clusters, row_gathers
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
-class Kind(NamedTuple):
+class TilePart(NamedTuple):
     """Selects the parts of a tile that its steps copy.
 
     Attributes:
@@ -34,95 +34,101 @@ class Kind(NamedTuple):
     single: bool = False
 
 
-def fetch_tile(call: Call, before: Any, count: Any, carry: Any) -> Any:
+def copy_tile_steps(call: Call, before: Any, count: Any, carry: Any) -> Any:
     """Copies all steps of a tile."""
-    number, done = carry
-    tile, spec = tile_of(call, before, count, number), call.spec
-    firsts = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
-    places = _find_rows(call, firsts) if spec.gathers else None
-    requested = work_queue.request(call, number)
+    number, steps_done = carry
+    tile, spec = load_tile(call, before, count, number), call.spec
+    first_rows = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
+    row_offsets = _gather_offsets(call, first_rows) if spec.gathers else None
+    requested_tile = work_queue.request_next_tile(call, number)
 
-    def fetch(kind: Kind) -> None:
-        lax.fori_loop(0, spec.steps, functools.partial(_fetch_step, call, tile, firsts, places, kind), done)
+    def fetch(tile_part: TilePart) -> None:
+        lax.fori_loop(
+            0, spec.steps, functools.partial(_copy_step, call, tile, first_rows, row_offsets, tile_part), steps_done
+        )
 
     # One loop per kind: with a branch inside the loop, the copies' operands would be moved to uniform registers in
     # every step.
     branches = FirstMatch()
     if spec.splits and not spec.gate:
-        branches.when(tile.half >= 0, functools.partial(fetch, Kind(half=True)))
-    single = single_rows(call, tile)
+        branches.when(tile.half >= 0, functools.partial(fetch, TilePart(half=True)))
+    single = has_single_rows(call, tile)
     if single is not None:
-        branches.when(single, functools.partial(fetch, Kind(single=True)))
-    branches.otherwise(functools.partial(fetch, Kind()))
-    return work_queue.publish(call, requested, done), done + spec.steps
+        branches.when(single, functools.partial(fetch, TilePart(single=True)))
+    branches.otherwise(functools.partial(fetch, TilePart()))
+    return work_queue.publish_next_tile(call, requested_tile, steps_done), steps_done + spec.steps
 
 
-def _fetch_step(call: Call, tile: Tile, firsts: list[Any], places: Any, kind: Kind, index: Any, done: Any) -> Any:
+def _copy_step(
+    call: Call, tile: Tile, first_rows: list[Any], row_offsets: Any, tile_part: TilePart, index: Any, steps_done: Any
+) -> Any:
     """Copies a step once its stage is free."""
     spec, shared = call.spec, call.shared
-    slot = lax.rem(done, I32(spec.tile.stages))
-    # `done` counts the steps of all tiles: the ring of stages continues into the next tile, whose first copies overlap
-    # with the end of this one. The first round finds the stages free.
-    pl.when(done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-    inner = pl.ds(index * spec.step, spec.step)
-    if places is None:
-        _fetch_rows(call, firsts, kind, inner, slot)
+    slot = lax.rem(steps_done, I32(spec.tile.stages))
+    # `steps_done` counts the steps of all tiles: the ring of stages continues into the next tile, whose first copies
+    # overlap with the end of this one. The first round finds the stages free.
+    pl.when(steps_done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
+    k_slice = pl.ds(index * spec.step, spec.step)
+    if row_offsets is None:
+        _copy_rows(call, first_rows, tile_part, k_slice, slot)
     else:
-        row_gathers.copy_rows(call.operands["lhs"], places, index, shared.a.at[slot * WARPGROUPS])
+        row_gathers.copy_gathered_rows(call.operands["lhs"], row_offsets, index, shared.a.at[slot * WARPGROUPS])
     if spec.gate:
-        panels.fetch_panels(call, tile, inner, slot)
+        panels.copy_gate_panels(call, tile, k_slice, slot)
     else:
-        _fetch_matrix(call, tile, kind, inner, slot)
+        _copy_matrix(call, tile, tile_part, k_slice, slot)
     if spec.scaling:
-        scaled_products.fetch_scales(
-            call, spec.scaling, scaled_products.ScaleIndex(tile.matrix, tile.column, index, done), firsts
+        scaled_products.copy_scales(
+            call, spec.scaling, scaled_products.ScaleIndex(tile.matrix, tile.column, index, steps_done), first_rows
         )
-    if places is not None:
+    if row_offsets is not None:
         # One step later, so that copies of two steps are in flight.
-        pl.when(done > 0)(lambda: gathered(call, done - 1, in_flight=1))
-    return done + 1
+        pl.when(steps_done > 0)(lambda: signal_gathered_rows(call, steps_done - 1, in_flight=1))
+    return steps_done + 1
 
 
-def gathered(call: Call, done: Any, *, in_flight: int) -> None:
+def signal_gathered_rows(call: Call, steps_done: Any, *, in_flight: int) -> None:
     """Signals that the gathered rows of a step have arrived; `in_flight` later steps may still be in flight."""
-    row_gathers.wait_rows(in_flight)
-    plgpu.barrier_arrive(call.shared.full.at[lax.rem(done, I32(call.spec.tile.stages))])
+    row_gathers.wait_for_rows(in_flight)
+    plgpu.barrier_arrive(call.shared.full.at[lax.rem(steps_done, I32(call.spec.tile.stages))])
 
 
-def _find_rows(call: Call, firsts: list[Any]) -> Any:
+def _gather_offsets(call: Call, first_rows: list[Any]) -> Any:
     """Returns the addresses of the tile's rows that each thread copies."""
     lhs, spec = call.operands["lhs"], call.spec
-    return row_gathers.find_rows(call.operands["indices"], firsts, spec.contracted * spec.dtype.itemsize, lhs.shape[0])
+    return row_gathers.find_row_offsets(
+        call.operands["indices"], first_rows, spec.contracted * spec.dtype.itemsize, lhs.shape[0]
+    )
 
 
-def _fetch_rows(call: Call, firsts: list[Any], kind: Kind, inner: Any, slot: Any) -> None:
+def _copy_rows(call: Call, first_rows: list[Any], tile_part: TilePart, k_slice: Any, slot: Any) -> None:
     """Copies a step of each warpgroup's contiguous rows."""
     shared, full = call.shared, call.shared.full.at[slot]
-    axes = clusters.AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads one half for both
-    for warpgroup, first in enumerate(firsts):
-        if kind.single and warpgroup:
+    axes = clusters.CLUSTER_AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads one half for both
+    for warpgroup, first in enumerate(first_rows):
+        if tile_part.single and warpgroup:
             plgpu.barrier_arrive(full)
             continue
         # Copied by rows, not by swizzle atoms of eight rows: a group may start at any row.
-        source, target = call.operands["lhs"].at[pl.ds(first, WGMMA_M), inner], slot * WARPGROUPS + warpgroup
-        plgpu.copy_gmem_to_smem(source, shared.a_lines.at[target], full, collective_axes=axes)
+        source, target = call.operands["lhs"].at[pl.ds(first, WGMMA_M), k_slice], slot * WARPGROUPS + warpgroup
+        plgpu.copy_gmem_to_smem(source, shared.a_rows_view.at[target], full, collective_axes=axes)
 
 
-def _fetch_matrix(call: Call, tile: Tile, kind: Kind, inner: Any, slot: Any) -> None:
+def _copy_matrix(call: Call, tile: Tile, tile_part: TilePart, k_slice: Any, slot: Any) -> None:
     """Copies a step of the matrix's columns."""
     spec, shared, size = call.spec, call.shared, call.spec.tile.block_n
     begin, target = tile.column, shared.b.at[slot]
-    if kind.half:
+    if tile_part.half:
         size //= 2
-        begin, target = begin + tile.half * size, shared.b_half.at[2 * slot]
-    across = pl.ds(begin, size)
-    part = (across, inner) if spec.transposed else (inner, across)
-    source = call.operands["rhs"].at[tile.matrix, *part]
+        begin, target = begin + tile.half * size, shared.b_half_tiles.at[2 * slot]
+    columns = pl.ds(begin, size)
+    matrix_slices = (columns, k_slice) if spec.transposed else (k_slice, columns)
+    source = call.operands["rhs"].at[tile.matrix, *matrix_slices]
     copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, shared.full.at[slot])
     if spec.tile.cluster_m > 1:
         # Tiles of one group: each member copies half of the matrix for both. At the boundary of two groups each copies
         # its own.
-        pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.AXIS))
+        pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.CLUSTER_AXIS))
         pl.when(~tile.shared)(copy)
     else:
         copy()

@@ -39,7 +39,7 @@ class Tile:
         return jnp.maximum(self.begin, jnp.minimum(self.row + warpgroup * WGMMA_M, self.end - WGMMA_M))
 
 
-def cluster_tiles(spec: GroupedSpec, tiles: Any) -> Any:
+def num_cluster_items(spec: GroupedSpec, tiles: Any) -> Any:
     """Returns the work items of `tiles` tiles of rows: a cluster takes one tile per member."""
     return lax.div(tiles + (spec.tile.cluster_m - 1), I32(spec.tile.cluster_m))
 
@@ -51,20 +51,20 @@ def split(call: Call, tiles: Any) -> Any:
     """
     if not call.spec.splits:
         return I32(0)
-    rest = lax.rem(tiles * call.spec.across, I32(call.blocks))
-    return jnp.where(2 * rest <= call.blocks, rest, 0)
+    last_round_tiles = lax.rem(tiles * call.spec.column_tiles, I32(call.blocks))
+    return jnp.where(2 * last_round_tiles <= call.blocks, last_round_tiles, 0)
 
 
-def single_rows(call: Call, tile: Tile) -> Any:
+def has_single_rows(call: Call, tile: Tile) -> Any:
     """Returns whether both warpgroups multiply only the first 64 rows of a tile; None if that is never the case."""
     spec = call.spec
-    if not (spec.scaling and spec.scaling.by_columns):
+    if not (spec.scaling and spec.scaling.split_by_columns):
         return None
     # In other tiles (partial ones along columns, and halves) each warpgroup has 64 rows.
     few = tile.end - tile.row <= WGMMA_M
     if spec.splits:
         few &= tile.half < 0
-    return few & (tile.column + spec.tile.block_n <= spec.columns) if spec.tail else few
+    return few & (tile.column + spec.tile.block_n <= spec.columns) if spec.partial_tile_columns else few
 
 
 class TileIndex(NamedTuple):
@@ -84,25 +84,29 @@ def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
     spec = call.spec
     half: Any = I32(-1)
     if spec.splits:
-        whole = count * spec.across - split(call, count)
+        whole = count * spec.column_tiles - split(call, count)
         half = jnp.where(number < whole, -1, lax.rem(number - whole, I32(2)))
         number = jnp.where(number < whole, number, whole + lax.div(number - whole, I32(2)))
-    per_band = spec.tile.band * spec.across
+    tiles_per_group = spec.tile.group_m * spec.column_tiles
     # Blocks that run at the same time have the tiles of a band: few rows and few columns, which stay in L2.
-    band, place = lax.div(number, I32(per_band)), lax.rem(number, I32(per_band))
-    start = band * spec.tile.band
-    height = jnp.minimum(cluster_tiles(spec, count) - start, spec.tile.band)
-    tile_row, column = start + lax.rem(place, height), lax.div(place, height) * spec.tile.cluster_n + call.beside
+    group_m, remainder = lax.div(number, I32(tiles_per_group)), lax.rem(number, I32(tiles_per_group))
+    start = group_m * spec.tile.group_m
+    band_rows = jnp.minimum(num_cluster_items(spec, count) - start, spec.tile.group_m)
+    tile_row, column = (
+        start + lax.rem(remainder, band_rows),
+        lax.div(remainder, band_rows) * spec.tile.cluster_n + call.cluster_column,
+    )
     return TileIndex(tile_row, column * spec.tile.block_n, half)
 
 
-def tile_of(call: Call, before: Any, count: Any, number: Any) -> Tile:
+def load_tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
     """Returns output tile `number`."""
-    place, members, table = tile_index(call, count, number), call.spec.tile.cluster_m, call.operands["tiles"]
+    position, members, table = tile_index(call, count, number), call.spec.tile.cluster_m, call.operands["tiles"]
     # If the last member has no tile, it computes the previous one too: both store the same values.
     entry, other = (
-        before + jnp.minimum(place.tile_row * members + n, count - 1) for n in (call.below, members - 1 - call.below)
+        before + jnp.minimum(position.tile_row * members + n, count - 1)
+        for n in (call.cluster_row, members - 1 - call.cluster_row)
     )
     matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
     shared = table[other, 0] == matrix if members > 1 else jnp.bool_(False)
-    return Tile(matrix, shared, row, begin, end, place.column, place.half)
+    return Tile(matrix, shared, row, begin, end, position.column, position.half)

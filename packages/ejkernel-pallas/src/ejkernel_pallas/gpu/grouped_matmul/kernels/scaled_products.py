@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
-from ejkernel_pallas.gpu.grouped_matmul.spec import COPIED_BLOCKS, WARPGROUPS, Scaling
+from ejkernel_pallas.gpu.grouped_matmul.spec import SCALE_BLOCKS_PER_COPY, WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied, load_scalar, load_scales
+from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied_scales, load_scalar, load_scales
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
@@ -34,121 +34,133 @@ class ScaleIndex(NamedTuple):
     matrix: Any
     column: Any
     step: Any
-    done: Any
+    steps_done: Any
 
 
-class Rows(NamedTuple):
+class WarpgroupRows(NamedTuple):
     """A warpgroup's rows: indices of its parts of 64 rows, the first row of each, and the steps of all earlier
     tiles.
     """
 
     parts: tuple[Any, ...]
-    firsts: tuple[Any, ...]
-    done: Any
+    first_rows: tuple[Any, ...]
+    steps_done: Any
 
 
-def fetch_scales(call: Call, scaling: Scaling, place: ScaleIndex, firsts: list[Any]) -> None:
-    """Copies the scales of a step's columns and, if rows' scales are copied, those of its rows from `firsts` on."""
-    block, columns = _block(call, scaling.rhs_blocks, place.step), pl.ds(place.column, call.spec.tile.block_n)
-    shared, stage = call.shared, lax.rem(place.done, I32(call.spec.tile.stages))
-    target = shared.columns.at[_slot(call, place.done)]
-    plgpu.copy_gmem_to_smem(call.operands["rhs_scale"].at[place.matrix, block, columns], target, shared.full.at[stage])
-    if not scaling.copies_rows:
+def copy_scales(call: Call, scaling: Scaling, position: ScaleIndex, first_rows: list[Any]) -> None:
+    """Copies the scales of a step's columns and, if rows' scales are copied, those of its rows from `first_rows` on."""
+    block, columns = (
+        _scale_block(call, scaling.rhs_blocks, position.step),
+        pl.ds(position.column, call.spec.tile.block_n),
+    )
+    shared, stage = call.shared, lax.rem(position.steps_done, I32(call.spec.tile.stages))
+    target = shared.columns.at[_scale_slot(call, position.steps_done)]
+    plgpu.copy_gmem_to_smem(
+        call.operands["rhs_scale"].at[position.matrix, block, columns], target, shared.full.at[stage]
+    )
+    if not scaling.copies_row_scales:
         return
-    few = I32(COPIED_BLOCKS)
-    blocks = pl.ds(lax.div(_block(call, scaling.lhs_blocks, place.step), few) * few, COPIED_BLOCKS)
-    for part, first in enumerate(firsts):
+    blocks_per_copy = I32(SCALE_BLOCKS_PER_COPY)
+    blocks = pl.ds(
+        lax.div(_scale_block(call, scaling.lhs_blocks, position.step), blocks_per_copy) * blocks_per_copy,
+        SCALE_BLOCKS_PER_COPY,
+    )
+    for part, first in enumerate(first_rows):
         source = call.operands["lhs_scale"].at[pl.ds(first, WGMMA_M), blocks]
         plgpu.copy_gmem_to_smem(source, shared.row_scales.at[stage, part], shared.full.at[stage])
 
 
-def sums(call: Call, scaling: Scaling, rows: Rows, part: SubTile) -> list[jax.Array]:
+def sum_scaled_products(call: Call, scaling: Scaling, rows: WarpgroupRows, part: SubTile) -> list[jax.Array]:
     """Returns sums over all steps: [64, product_n] for each part of the columns, or for each part of the rows."""
     if scaling.rhs_blocks == 1:
-        made = _scan_steps(call, scaling, rows, part, same=False)
+        unscaled_sums = _scan_steps(call, scaling, rows, part, same=False)
     else:
         # Two loops, since the fast one has no registers left for a choice per step.
-        scans = [lambda same=same: tuple(_scan_steps(call, scaling, rows, part, same=same)) for same in (True, False)]
-        made = lax.cond(call.same, *scans)
-    return scaled_tiles(call, scaling, list(made), rows, part.start)
+        loops = [lambda same=same: tuple(_scan_steps(call, scaling, rows, part, same=same)) for same in (True, False)]
+        unscaled_sums = lax.cond(call.same, *loops)
+    return apply_common_scales(call, scaling, list(unscaled_sums), rows, part.start)
 
 
-def _scan_steps(call: Call, scaling: Scaling, rows: Rows, part: SubTile, *, same: bool) -> list[jax.Array]:
+def _scan_steps(call: Call, scaling: Scaling, rows: WarpgroupRows, part: SubTile, *, same: bool) -> list[jax.Array]:
     """Sums without the scales that all blocks share; with `same`, the columns of a product share theirs."""
     spec, shared, size = call.spec, call.shared, scaling.product_n
     products = [(row, start) for start in range(0, part.size, size) for row in range(len(rows.parts))]
 
-    def load(step: Any) -> tuple[jax.Array, ...]:
-        if scaling.lhs_blocks == 1 or scaling.copies_rows:
+    def load_row_scales(step: Any) -> tuple[jax.Array, ...]:
+        if scaling.lhs_blocks == 1 or scaling.copies_row_scales:
             return ()
-        block = _block(call, scaling.lhs_blocks, jnp.minimum(step, spec.steps - 1))
-        return tuple(load_scales(call.operands["lhs_scale"], first, block) for first in rows.firsts)
+        block = _scale_block(call, scaling.lhs_blocks, jnp.minimum(step, spec.steps - 1))
+        return tuple(load_scales(call.operands["lhs_scale"], first, block) for first in rows.first_rows)
 
     def step(index: Any, carry: Any) -> Any:
-        before, of_rows = carry
-        done = rows.done + index
-        slot, scales = lax.rem(done, I32(spec.tile.stages)), _slot(call, done)
+        old_sums, row_factors = carry
+        steps_done = rows.steps_done + index
+        slot, scales = lax.rem(steps_done, I32(spec.tile.stages)), _scale_slot(call, steps_done)
         # Prefetched: a load takes as long as a product, since copies keep the memory busy and the L1 cache is small.
-        later = load(index + 1)
+        next_scales = load_row_scales(index + 1)
         plgpu.barrier_wait(shared.full.at[slot])
-        after: list[jax.Array] = []
-        for (row, start), acc in zip(products, before, strict=True):
+        new_sums: list[jax.Array] = []
+        for (row, start), acc in zip(products, old_sums, strict=True):
             number = rows.parts[row]
-            if scaling.copies_rows:
-                block = lax.rem(_block(call, scaling.lhs_blocks, index), I32(COPIED_BLOCKS))
-                factors = [load_copied(shared.row_scales.at[slot, number], block)]
+            if scaling.copies_row_scales:
+                block = lax.rem(_scale_block(call, scaling.lhs_blocks, index), I32(SCALE_BLOCKS_PER_COPY))
+                factors = [load_copied_scales(shared.row_scales.at[slot, number], block)]
             else:
-                factors = [of_rows[row]] if of_rows else []
-            made = wgmma.issue(shared.a.at[slot * WARPGROUPS + number], _matrix(call, part, slot, pl.ds(start, size)))
+                factors = [row_factors[row]] if row_factors else []
+            step_product = wgmma.issue(
+                shared.a.at[slot * WARPGROUPS + number], _rhs_operand(call, part, slot, pl.ds(start, size))
+            )
             columns = None
             if scaling.rhs_blocks > 1:
                 columns = shared.columns.at[scales, pl.ds(part.start + start, size)]
             if same:
                 factors, columns = [*factors, load_scalar(columns)], None
             factor = factors[0] * factors[1] if len(factors) > 1 else next(iter(factors), None)
-            made = wgmma.wait(made, in_flight=0)
-            if len(after) == len(before) - 1:
+            step_product = wgmma.wait(step_product, in_flight=0)
+            if len(new_sums) == len(old_sums) - 1:
                 plgpu.barrier_arrive(shared.free.at[slot])
-            after.append(add_scaled(acc, made, factor, columns))
-        return tuple(after), later
+            new_sums.append(add_scaled(acc, step_product, factor, columns))
+        return tuple(new_sums), next_scales
 
-    zeros = tuple(arrays.full_tile((WGMMA_M, size)) for _ in products)
-    return list(lax.fori_loop(0, spec.steps, step, (zeros, load(I32(0))))[0])
+    zeros = tuple(arrays.zero_tile((WGMMA_M, size)) for _ in products)
+    return list(lax.fori_loop(0, spec.steps, step, (zeros, load_row_scales(I32(0))))[0])
 
 
-def _matrix(call: Call, part: SubTile, slot: Any, columns: Any) -> Any:
+def _rhs_operand(call: Call, part: SubTile, slot: Any, columns: Any) -> Any:
     """Returns the operand of some columns of a part."""
     if part.split:
-        return call.shared.b_half.at[2 * slot, columns]
+        return call.shared.b_half_tiles.at[2 * slot, columns]
     return call.shared.b.at[slot, pl.ds(part.start + columns.start, columns.size)]
 
 
-def scaled_tiles(call: Call, scaling: Scaling, accs: list[jax.Array], rows: Rows, start: Any) -> list[jax.Array]:
+def apply_common_scales(
+    call: Call, scaling: Scaling, accs: list[jax.Array], rows: WarpgroupRows, start: Any
+) -> list[jax.Array]:
     """Returns sums times the scales that all steps share; those of columns are in the last step's slot."""
     if scaling.lhs_blocks > 1 and scaling.rhs_blocks > 1:
         return accs
-    last, of_rows = rows.done + (call.spec.steps - 1), list[Any]([None] * len(rows.firsts))
+    last, row_factors = rows.steps_done + (call.spec.steps - 1), list[Any]([None] * len(rows.first_rows))
     if scaling.lhs_blocks == 1:
-        of_rows = [load_scales(call.operands["lhs_scale"], first, I32(0)) for first in rows.firsts]
-    made: list[jax.Array] = []
+        row_factors = [load_scales(call.operands["lhs_scale"], first, I32(0)) for first in rows.first_rows]
+    scaled_sums: list[jax.Array] = []
     for number, acc in enumerate(accs):
         # Sums of one part of the columns and all parts of the rows, or the other way round.
-        (across, row), columns, size = divmod(number, len(of_rows)), None, acc.shape[1]
+        (column_part, row), columns, size = divmod(number, len(row_factors)), None, acc.shape[1]
         if scaling.rhs_blocks == 1:
-            columns = call.shared.columns.at[_slot(call, last), pl.ds(start + across * size, size)]
-        made.append(add_scaled(None, acc, of_rows[row], columns))
-    return made
+            columns = call.shared.columns.at[_scale_slot(call, last), pl.ds(start + column_part * size, size)]
+        scaled_sums.append(add_scaled(None, acc, row_factors[row], columns))
+    return scaled_sums
 
 
-def _slot(call: Call, done: Any) -> Any:
+def _scale_slot(call: Call, steps_done: Any) -> Any:
     """Returns the slot of a step's scales in shared memory.
 
     There is one slot more than stages: the scales of a step are read when its stage is already free, and overwritten
     after the next stage.
     """
-    return lax.rem(done, I32(call.spec.tile.stages + 1))
+    return lax.rem(steps_done, I32(call.spec.tile.stages + 1))
 
 
-def _block(call: Call, blocks: int, index: Any) -> Any:
+def _scale_block(call: Call, blocks: int, index: Any) -> Any:
     """Returns the block of contracted elements that a step is in."""
     return lax.div(index, I32(call.spec.steps // blocks))

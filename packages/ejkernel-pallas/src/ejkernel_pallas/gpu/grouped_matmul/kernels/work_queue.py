@@ -27,42 +27,42 @@ SLOTS = 2
 """Indices in shared memory: consumers may not have read the last one when the producer writes the next."""
 
 
-def request(call: Call, number: Any) -> Any:
-    """Requests the index of the producer's next tile; only `publish` may read the result."""
-    if not call.spec.dynamic:
+def request_next_tile(call: Call, number: Any) -> Any:
+    """Requests the index of the producer's next tile; only `publish_next_tile` may read the result."""
+    if not call.spec.dynamic_schedule:
         return number + call.blocks
-    return tile_scheduler.fetch_number(call.tile_counter)
+    return tile_scheduler.fetch_tile_index(call.tile_counter)
 
 
-def publish(call: Call, requested: Any, done: Any) -> Any:
+def publish_next_tile(call: Call, requested_tile: Any, steps_done: Any) -> Any:
     """Returns the index of the producer's next tile, and passes it to the consumers through shared memory.
 
     Args:
         call: The kernel's arguments.
-        requested: The result of `request`.
-        done: Steps of all earlier tiles.
+        requested_tile: The result of `request_next_tile`.
+        steps_done: Steps of all earlier tiles.
     """
-    if not call.spec.dynamic:
-        return requested
-    shared, slot = call.shared, _slot(call, done)
-    pl.when(done >= SLOTS * call.spec.steps)(lambda: plgpu.barrier_wait(shared.number_free.at[slot]))
+    if not call.spec.dynamic_schedule:
+        return requested_tile
+    shared, slot = call.shared, _slot(call, steps_done)
+    pl.when(steps_done >= SLOTS * call.spec.steps)(lambda: plgpu.barrier_wait(shared.next_tile_free.at[slot]))
     # The counter starts after the blocks' first tiles, whose indices are the blocks'.
-    tile_scheduler.store_number(shared.number.at[slot], requested + call.blocks)
-    plgpu.barrier_arrive(shared.number_full.at[slot])
+    tile_scheduler.store_tile_index(shared.number.at[slot], requested_tile + call.blocks)
+    plgpu.barrier_arrive(shared.next_tile_full.at[slot])
     # The producer's threads read it, too: before they arrive for the next index, and so before this slot is
     # overwritten.
-    plgpu.barrier_wait(shared.number_full.at[slot])
-    return tile_scheduler.load_number(shared.number.at[slot])
+    plgpu.barrier_wait(shared.next_tile_full.at[slot])
+    return tile_scheduler.load_tile_index(shared.number.at[slot])
 
 
-def next_number(call: Call, number: Any, done: Any) -> Any:
-    """Returns the index of a consumer's next tile; `done` as in `publish`."""
-    if not call.spec.dynamic:
+def next_tile(call: Call, number: Any, steps_done: Any) -> Any:
+    """Returns the index of a consumer's next tile; `steps_done` as in `publish_next_tile`."""
+    if not call.spec.dynamic_schedule:
         return number + call.blocks
-    shared, slot = call.shared, _slot(call, done)
-    plgpu.barrier_wait(shared.number_full.at[slot])
-    number = tile_scheduler.load_number(shared.number.at[slot])
-    plgpu.barrier_arrive(shared.number_free.at[slot])
+    shared, slot = call.shared, _slot(call, steps_done)
+    plgpu.barrier_wait(shared.next_tile_full.at[slot])
+    number = tile_scheduler.load_tile_index(shared.number.at[slot])
+    plgpu.barrier_arrive(shared.next_tile_free.at[slot])
     return number
 
 
@@ -70,10 +70,10 @@ def scratch() -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `consumer.Shared`."""
     return {
         "number": plgpu.SMEM((SLOTS,), jnp.int32),
-        "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
-        "number_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
+        "next_tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
+        "next_tile_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
     }
 
 
-def _slot(call: Call, done: Any) -> Any:
-    return lax.rem(lax.div(done, I32(call.spec.steps)), I32(SLOTS))
+def _slot(call: Call, steps_done: Any) -> Any:
+    return lax.rem(lax.div(steps_done, I32(call.spec.steps)), I32(SLOTS))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper.sizes import I32
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec, ScheduledSpec
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, LatentSpec, ScheduledSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +119,14 @@ def program_of(call: ScheduledCall) -> tuple[Any, Any]:
     return lax.div(block, I32(call.spec.tiles)), lax.rem(block, I32(call.spec.tiles))
 
 
-def every_item(
-    call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any, place: tuple[Any, Any] | None = None
+def for_each_item(
+    call: ScheduledCall, work: Callable[[Item, Any], Any], carry: Any, program_and_tile: tuple[Any, Any] | None = None
 ) -> Any:
-    """Loops over the items of this block's program, carrying a value through `work`; `place` is the program and
-    tile.
+    """Loops over the items of this block's program, carrying a value through `work`; `program_and_tile` is the program
+    and tile.
     """
     items, shares = call.operands["items"], call.operands["shares"]
-    program, tile = program_of(call) if place is None else place
+    program, tile = program_of(call) if program_and_tile is None else program_and_tile
     # Every warpgroup reads the list itself, from HBM, so that no barrier is needed to pass on items.
     begin, end = shares[program, 1], shares[program + 1, 1]
 
@@ -138,7 +138,7 @@ def every_item(
         # An item that starts in this program's share is its last: its partial result goes to the second slot.
         slot = (program * 2 + (at == start).astype(I32)) * call.spec.tiles + tile
         # Steps of an item are counted from `start`; `low` may be several steps after key 0.
-        first = lax.div(low, I32(UNIT)) + at - start
+        first = lax.div(low, I32(KEYS_PER_STEP)) + at - start
         carry = work(Item(row, sequence, low, keys, first, stop - at, whole, slot), carry)
         return row + 1, stop, carry
 

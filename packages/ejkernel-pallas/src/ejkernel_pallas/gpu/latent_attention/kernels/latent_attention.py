@@ -32,36 +32,36 @@ from jax import lax
 
 from ejkernel.arithmetic import LN2
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.arrays import over_columns
-from ejkernel_pallas.gpu.hopper.lazy_rescaling import moved_lazily, rescale_lazily
+from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
+from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily, update_max_lazily
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import I32, WARP_ROWS, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Item, every_item, program_of
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Item, for_each_item, program_of
 from ejkernel_pallas.gpu.latent_attention.kernels.producer import produce
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
-    CHUNKS,
-    GROUP,
-    HALF,
-    PIECES,
+    CHUNKS_PER_HALF,
+    HALF_COLUMNS,
+    KEYS_PER_STEP,
+    PIECES_PER_HALF,
     REGISTERS,
-    SLACK,
-    UNIT,
+    RESCALE_THRESHOLD,
+    SWIZZLE_ATOM_ROWS,
     WARPGROUPS,
 )
 
-EVERY_GROUP = (1 << BLOCK_KV // GROUP) - 1
+ALL_GROUPS_EXIST = (1 << BLOCK_KV // SWIZZLE_ATOM_ROWS) - 1
 """The bits of a block whose keys all exist."""
-Queries = dict[int, Any]
+QueryChunks = dict[int, Any]
 """Chunks of the queries in registers, by index."""
-IN_REGISTERS = (2 * CHUNKS - 1, 2 * CHUNKS)
+CHUNKS_IN_REGISTERS = (2 * CHUNKS_PER_HALF - 1, 2 * CHUNKS_PER_HALF)
 """Indices of these chunks, 16 registers each; more would spill. The last one of the right half never starts a
 product.
 """
 
 
-class Limits(NamedTuple):
+class KeyLimits(NamedTuple):
     """The keys of a block that a row attends to.
 
     Attributes:
@@ -75,7 +75,7 @@ class Limits(NamedTuple):
     partial: Any
 
 
-class Issued(NamedTuple):
+class ScoresInFlight(NamedTuple):
     """A product of the queries with a block of keys that is in flight.
 
     Attributes:
@@ -86,12 +86,12 @@ class Issued(NamedTuple):
     """
 
     scores: Any
-    limits: Limits
+    limits: KeyLimits
     masked: Any
     present: Any
 
 
-class State(NamedTuple):
+class ConsumerState(NamedTuple):
     """The state that a consumer warpgroup carries from step to step.
 
     Attributes:
@@ -114,29 +114,29 @@ def latent_kernel(call: Call) -> None:
     for number, step in enumerate((_first_step, _second_step)):
 
         @pl.when(warpgroup == number)
-        def _consume(number: int = number, step: Any = step) -> None:
+        def _run_consumer(number: int = number, step: Any = step) -> None:
             # The accumulator takes 128 registers per thread.
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            every_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
+            for_each_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
 
     @pl.when(warpgroup == WARPGROUPS)
-    def _produce() -> None:
+    def _run_producer() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        place = program_of(call)
+        program_and_tile = program_of(call)
 
         # One warp suffices; the others would use power for the same instructions.
         @plgpu.warp_map
-        def _warp(warp: Any) -> None:
-            pl.when(warp == 0)(lambda: produce(call, place))
+        def _run_warp(warp: Any) -> None:
+            pl.when(warp == 0)(lambda: produce(call, program_and_tile))
 
 
 def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
     """Computes a warpgroup's half of the output for a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
-    queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in IN_REGISTERS}
-    lowest = arrays.full_rows(WGMMA_M, call.spec.lowest)
-    state = State(arrays.full_tile((WGMMA_M, HALF)), lowest, arrays.full_rows(WGMMA_M, 0.0))
+    queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in CHUNKS_IN_REGISTERS}
+    lowest = arrays.fill_rows(WGMMA_M, call.spec.lowest)
+    state = ConsumerState(arrays.zero_tile((WGMMA_M, HALF_COLUMNS)), lowest, arrays.fill_rows(WGMMA_M, 0.0))
     if number == 0:
         state = state._replace(scores=_issue_piece(call, item, (0, item.first, 0), queries))
     body = functools.partial(step, call, item, queries)
@@ -152,26 +152,26 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     plgpu.barrier_wait(shared.sums_full.at[1 - number])
     total = state.row_sum + arrays.load_rows(shared.row_sum.at[1 - number])
     # `total` is not 0: a row without keys has weights of exp2(lowest - lowest) = 1, times values that are zeros.
-    output = state.output * over_columns(call.spec.value_scale / total, state.output.shape)
+    output = state.output * broadcast_to_columns(call.spec.value_scale / total, state.output.shape)
     _write(call, number, item, output, state.row_max * LN2 + jnp.log(total))
     return carry
 
 
-def _first_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
+def _first_step(call: Call, item: Item, queries: QueryChunks, step: Any, state: ConsumerState) -> ConsumerState:
     """Performs a step of the warpgroup that scores block 0 and accumulates the left half."""
     shared = call.shared
     issued = _issue(call, item, (0, step), queries, state.scores)
     ping_pong_pass(WARPGROUPS)
-    scores = _scores(call, issued, in_flight=0)
+    scores = _wait_for_scores(call, issued, in_flight=0)
     _free_queries(call, item, step)
-    row_max = _moved(call, state.row_max, scores)
-    powers = _powers(call, scores, row_max)
+    row_max = _update_row_max(call, state.row_max, scores)
+    exp2_of_scores = _exponentiate(call, scores, row_max)
     alpha = jnp.exp2(state.row_max - row_max)
     # Summed here, since the weights take registers until the product has started.
-    row_sum = state.row_sum * alpha + powers.sum(axis=1)
+    row_sum = state.row_sum * alpha + exp2_of_scores.sum(axis=1)
     # Before its own product, since warpgroup 1 waits for these weights.
-    weights = _publish(call, 0, powers, row_max)
-    output = _rescaled(call, state.output, alpha)
+    weights = _publish_weights(call, 0, exp2_of_scores, row_max)
+    output = _rescale(call, state.output, alpha)
     output = wgmma.accumulate(output, weights, shared.left.at[0])
     output = wgmma.wait(output, in_flight=0)
     # Only this warpgroup reads this half of block 0 as values.
@@ -180,22 +180,22 @@ def _first_step(call: Call, item: Item, queries: Queries, step: Any, state: Stat
     # The maximum after block 1, which P1 is relative to.
     after = arrays.load_rows(shared.row_max.at[1])
     alpha = jnp.exp2(row_max - after)
-    output = _rescaled(call, output, alpha)
+    output = _rescale(call, output, alpha)
     # P1 is in the memory of block 1's rotary columns.
     output = wgmma.accumulate(output, shared.rotary.at[1], shared.left.at[1])
     # The keys' memory was free before P1 was awaited, so the keys have usually arrived. With the product itself in a
     # branch for the last step, the compiler would wait for it at the branch's end; so only the wait for keys is in a
     # branch.
-    more = step + 1 < item.first + item.steps
-    scores = _issue_piece(call, item, (0, step + 1, 0), queries, there=more)
+    has_next_step = step + 1 < item.first + item.steps
+    scores = _issue_piece(call, item, (0, step + 1, 0), queries, block_exists=has_next_step)
     output = wgmma.wait(output, in_flight=1)
     # Warpgroup 1 read this half as keys before it published P1, so this product was the last to read it.
     plgpu.barrier_arrive(shared.shared_free.at[1])
     # The sum is rescaled too: sums of both warpgroups are relative to `after`, since they are added at the end.
-    return State(output, after, row_sum * alpha, scores)
+    return ConsumerState(output, after, row_sum * alpha, scores)
 
 
-def _second_step(call: Call, item: Item, queries: Queries, step: Any, state: State) -> State:
+def _second_step(call: Call, item: Item, queries: QueryChunks, step: Any, state: ConsumerState) -> ConsumerState:
     """Performs a step of the warpgroup that scores block 1 and accumulates the right half.
 
     The product with the other's weights is in flight while this one exponentiates its scores.
@@ -205,22 +205,22 @@ def _second_step(call: Call, item: Item, queries: Queries, step: Any, state: Sta
     issued = _issue(call, item, (1, step), queries)
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_rows(shared.row_max.at[0])
-    output = _rescaled(call, state.output, jnp.exp2(state.row_max - before))
+    output = _rescale(call, state.output, jnp.exp2(state.row_max - before))
     output = wgmma.accumulate(output, shared.rotary.at[0], shared.right.at[0])
-    scores = _scores(call, issued, in_flight=1)
+    scores = _wait_for_scores(call, issued, in_flight=1)
     _free_queries(call, item, step)
-    row_max = _moved(call, before, scores)
-    powers = _powers(call, scores, row_max)
-    row_sum = state.row_sum * jnp.exp2(state.row_max - row_max) + powers.sum(axis=1)
-    weights = _publish(call, 1, powers, row_max)
+    row_max = _update_row_max(call, before, scores)
+    exp2_of_scores = _exponentiate(call, scores, row_max)
+    row_sum = state.row_sum * jnp.exp2(state.row_max - row_max) + exp2_of_scores.sum(axis=1)
+    weights = _publish_weights(call, 1, exp2_of_scores, row_max)
     output = wgmma.wait(output, in_flight=0)
     # Warpgroup 0 read this half as keys before it published P0.
     plgpu.barrier_arrive(shared.shared_free.at[0])
     # The accumulator is not touched before this point, since the product was writing it.
-    output = _rescaled(call, output, jnp.exp2(before - row_max))
+    output = _rescale(call, output, jnp.exp2(before - row_max))
     output = wgmma.wait(wgmma.accumulate(output, weights, shared.right.at[1]), in_flight=0)
     plgpu.barrier_arrive(shared.exclusive_free.at[1])
-    return State(output, row_max, row_sum)
+    return ConsumerState(output, row_max, row_sum)
 
 
 def _free_queries(call: Call, item: Item, step: Any) -> None:
@@ -229,66 +229,77 @@ def _free_queries(call: Call, item: Item, step: Any) -> None:
     pl.when(last)(lambda: plgpu.barrier_arrive(call.shared.q_free))
 
 
-def _limits(call: Call, item: Item, block: int, step: Any) -> Limits:
-    key = step * UNIT + block * BLOCK_KV
+def _limits(call: Call, item: Item, block: int, step: Any) -> KeyLimits:
+    key = step * KEYS_PER_STEP + block * BLOCK_KV
     first, end = item.low - key, item.keys - key
     partial = end < BLOCK_KV
-    if call.spec.started:
+    if call.spec.has_key_starts:
         partial = partial | (first > 0)
-    return Limits(first, end, partial)
+    return KeyLimits(first, end, partial)
 
 
 def _issue_piece(
-    call: Call, item: Item, place: tuple[int, Any, int], queries: Queries, scores: Any = None, there: Any = True
+    call: Call,
+    item: Item,
+    position: tuple[int, Any, int],
+    queries: QueryChunks,
+    scores: Any = None,
+    block_exists: Any = True,
 ) -> Any:
     """Issues the product of the queries with a piece of a block of keys.
 
     Args:
         call: The launch.
         item: The item whose keys they are.
-        place: Block, step, and index of the piece in the order of copies.
+        position: Block, step, and index of the piece in the order of copies.
         queries: The chunks in registers.
         scores: The accumulator of the pieces before, if any.
-        there: Whether there is such a block. If not, the product reads whatever is in its memory.
+        block_exists: Whether there is such a block. If not, the product reads whatever is in its memory.
     """
-    shared, (block, step, piece) = call.shared, place
+    shared, (block, step, piece) = call.shared, position
     limits = _limits(call, item, block, step)
     # The half that is copied first is multiplied first.
-    second, part = divmod(piece, PIECES)
+    second, piece_in_half = divmod(piece, PIECES_PER_HALF)
     half = second if block == 0 else 1 - second
     keys = (shared.left, shared.right)[half].at[block]
-    full = (shared.exclusive_full, shared.shared_full)[second].at[block * PIECES + part]
-    pl.when(there)(lambda: plgpu.barrier_wait(full))
-    each = CHUNKS // PIECES
-    chunks = range(part * each, part * each + each)
-    pl.when(limits.partial & there)(lambda: _zero([keys.at[chunk] for chunk in chunks], limits))
-    numbers = {chunk: half * CHUNKS + chunk for chunk in chunks}
-    pairs = [(shared.query.at[n], keys.at[chunk]) for chunk, n in numbers.items() if n not in queries]
+    full = (shared.exclusive_full, shared.shared_full)[second].at[block * PIECES_PER_HALF + piece_in_half]
+    pl.when(block_exists)(lambda: plgpu.barrier_wait(full))
+    chunks_per_piece = CHUNKS_PER_HALF // PIECES_PER_HALF
+    chunks = range(piece_in_half * chunks_per_piece, piece_in_half * chunks_per_piece + chunks_per_piece)
+    pl.when(limits.partial & block_exists)(lambda: _zero_masked_rows([keys.at[chunk] for chunk in chunks], limits))
+    chunk_indices = {chunk: half * CHUNKS_PER_HALF + chunk for chunk in chunks}
+    pairs = [(shared.query.at[n], keys.at[chunk]) for chunk, n in chunk_indices.items() if n not in queries]
     # One group of products, as `wait` counts them.
-    made: jax.Array = wgmma.issue(*pairs[0], *pairs[1:]) if scores is None else wgmma.extend(scores, *pairs)
-    for chunk, n in numbers.items():
-        made = wgmma.extend_from_registers(made, queries[n], keys.at[chunk]) if n in queries else made
-    return made
+    scores_in_flight: jax.Array = wgmma.issue(*pairs[0], *pairs[1:]) if scores is None else wgmma.extend(scores, *pairs)
+    for chunk, n in chunk_indices.items():
+        scores_in_flight = (
+            wgmma.extend_from_registers(scores_in_flight, queries[n], keys.at[chunk])
+            if n in queries
+            else scores_in_flight
+        )
+    return scores_in_flight
 
 
-def _issue(call: Call, item: Item, place: tuple[int, Any], queries: Queries, scores: Any = None) -> Issued:
+def _issue(
+    call: Call, item: Item, position: tuple[int, Any], queries: QueryChunks, scores: Any = None
+) -> ScoresInFlight:
     """Issues the product of the queries with a block of keys, or the rest of it after the first piece."""
-    shared, (block, step) = call.shared, place
+    shared, (block, step) = call.shared, position
     limits = _limits(call, item, block, step)
-    made: Any = scores
-    for piece in range(0 if scores is None else 1, 2 * PIECES):
-        made = _issue_piece(call, item, (block, step, piece), queries, made)
+    scores_in_flight: Any = scores
+    for piece in range(0 if scores is None else 1, 2 * PIECES_PER_HALF):
+        scores_in_flight = _issue_piece(call, item, (block, step, piece), queries, scores_in_flight)
     rotary = shared.rotary.at[block]
     plgpu.barrier_wait(shared.rotary_full.at[block])
-    pl.when(limits.partial)(lambda: _zero([rotary], limits))
-    made = wgmma.extend_from_registers(made, queries[2 * CHUNKS], rotary)
+    pl.when(limits.partial)(lambda: _zero_masked_rows([rotary], limits))
+    scores_in_flight = wgmma.extend_from_registers(scores_in_flight, queries[2 * CHUNKS_PER_HALF], rotary)
     present, masked = shared.present[block], limits.partial
     if call.spec.columns:
-        masked = masked | (jnp.bitwise_and(present, EVERY_GROUP) != EVERY_GROUP)
-    return Issued(made, limits, masked, present)
+        masked = masked | (jnp.bitwise_and(present, ALL_GROUPS_EXIST) != ALL_GROUPS_EXIST)
+    return ScoresInFlight(scores_in_flight, limits, masked, present)
 
 
-def _scores(call: Call, issued: Issued, in_flight: int) -> Any:
+def _wait_for_scores(call: Call, issued: ScoresInFlight, in_flight: int) -> Any:
     """Returns the scores of a block, `masked` for missing keys, once at most `in_flight` later products are unfinished.
 
     They are raw products: the instruction that subtracts the maximum also multiplies by `factor`, to base 2.
@@ -297,33 +308,33 @@ def _scores(call: Call, issued: Issued, in_flight: int) -> Any:
     if call.spec.factor != call.spec.exponent:
         scores = scores * call.spec.exponent
     # Nearly all blocks have all their keys.
-    return lax.cond(issued.masked, lambda x: _masked(call, issued, x), lambda x: x, scores)
+    return lax.cond(issued.masked, lambda x: _mask_scores(call, issued, x), lambda x: x, scores)
 
 
-def _masked(call: Call, issued: Issued, scores: Any) -> Any:
+def _mask_scores(call: Call, issued: ScoresInFlight, scores: Any) -> Any:
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     attends = column < issued.limits.end
-    if call.spec.started:
+    if call.spec.has_key_starts:
         attends = attends & (column >= issued.limits.first)
     if call.spec.columns:
-        bits = jnp.right_shift(issued.present, lax.div(column, I32(GROUP)))
+        bits = jnp.right_shift(issued.present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
         attends = attends & (jnp.bitwise_and(bits, 1) > 0)
     return jnp.where(attends, scores, call.spec.masked)
 
 
-def _powers(call: Call, scores: Any, row_max: Any) -> Any:
+def _exponentiate(call: Call, scores: Any, row_max: Any) -> Any:
     """Returns weights in float32."""
-    return jnp.exp2(scores * call.spec.factor - over_columns(row_max, scores.shape))
+    return jnp.exp2(scores * call.spec.factor - broadcast_to_columns(row_max, scores.shape))
 
 
-def _zero(tiles: list[Any], limits: Limits) -> None:
+def _zero_masked_rows(tiles: list[Any], limits: KeyLimits) -> None:
     """Writes zeros to the masked rows of tiles: they may hold NaN, and a weight of zero times NaN is NaN."""
     for tile in tiles:
         zero_rows(tile, limits.first, limits.end)
     plgpu.commit_smem()
 
 
-def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
+def _publish_weights(call: Call, block: int, weights: Any, row_max: Any) -> Any:
     """Passes the weights of a block, and the maximum that they are relative to, to the other warpgroup."""
     shared = call.shared
     # Rounded once: warpgroup 0 multiplies the registers and warpgroup 1 this memory, with the same values.
@@ -337,39 +348,43 @@ def _publish(call: Call, block: int, weights: Any, row_max: Any) -> Any:
     return weights
 
 
-def _moved(call: Call, row_max: Any, scores: Any) -> Any:
+def _update_row_max(call: Call, row_max: Any, scores: Any) -> Any:
     """Returns the running maximum after a block."""
-    if call.spec.lazy:
-        return moved_lazily(row_max, scores, call.spec.factor, SLACK)
+    if call.spec.rescales_lazily:
+        return update_max_lazily(row_max, scores, call.spec.factor, RESCALE_THRESHOLD)
     return jnp.maximum(row_max, scores.max(axis=1) * call.spec.factor)
 
 
-def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
-    return rescale_lazily(output, alpha) if call.spec.lazy else output * over_columns(alpha, output.shape)
+def _rescale(call: Call, output: Any, alpha: Any) -> Any:
+    return (
+        rescale_lazily(output, alpha)
+        if call.spec.rescales_lazily
+        else output * broadcast_to_columns(alpha, output.shape)
+    )
 
 
 def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
     """Writes a warpgroup's half of the rows of an item, or of a partial result."""
-    result, sums, parts, part_sums = call.outputs
+    output_ref, lse_ref, partial_ref, partial_lse_ref = call.outputs
     _, tile = program_of(call)
-    number_of_tile, columns = item.row * call.spec.tiles + tile, pl.ds(number * HALF, HALF)
+    output_tile, columns = item.row * call.spec.tiles + tile, pl.ds(number * HALF_COLUMNS, HALF_COLUMNS)
 
     @pl.when(item.whole)
-    def _whole() -> None:
+    def _write_whole() -> None:
         # Directly from registers: shared memory has no room for an output, which is written once per item.
-        target = result.at[pl.ds(number_of_tile * WGMMA_M, WGMMA_M), columns]
+        target = output_ref.at[pl.ds(output_tile * WGMMA_M, WGMMA_M), columns]
         rounded = output.astype(call.spec.dtype)
-        if call.spec.stored > WGMMA_M - WARP_ROWS:
-            arrays.store_wide(target, rounded)
+        if call.spec.stored_rows > WGMMA_M - WARP_ROWS:
+            arrays.store_16_byte_rows(target, rounded)
         else:
-            arrays.store_first_rows(target, rounded, call.spec.stored)
+            arrays.store_first_rows(target, rounded, call.spec.stored_rows)
         # Both warpgroups have the same lse, so one writes it.
         if number == 0:
-            sums[number_of_tile] = lse
+            lse_ref[output_tile] = lse
 
     @pl.when(~item.whole)
-    def _part() -> None:
+    def _write_partial() -> None:
         # Divided by its own denominator: exp(lse) is its weight when partial results are merged.
-        arrays.store_first_rows(parts.at[item.slot, :, columns], output, call.spec.stored)
+        arrays.store_first_rows(partial_ref.at[item.slot, :, columns], output, call.spec.stored_rows)
         if number == 0:
-            part_sums[item.slot] = lse
+            partial_lse_ref[item.slot] = lse

@@ -7,13 +7,13 @@ from jax import lax
 
 from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, ScheduledCall
-from ejkernel_pallas.gpu.latent_attention.spec import GROUP
+from ejkernel_pallas.gpu.latent_attention.spec import SWIZZLE_ATOM_ROWS
 
-Places = list[tuple[Any, Any]]
+PageSlots = list[tuple[Any, Any]]
 """Page and slot of every copy of a block."""
 
 
-def block_places(call: ScheduledCall, item: Item, key: Any, size: int) -> tuple[Places, Any]:
+def find_page_slots(call: ScheduledCall, item: Item, key: Any, size: int) -> tuple[PageSlots, Any]:
     """Returns page and slot of every copy of a block of keys, and which groups of eight keys exist.
 
     A missing one gets the number of pages as its page: TMA writes zeros for addresses past an array's end.
@@ -29,14 +29,14 @@ def block_places(call: ScheduledCall, item: Item, key: Any, size: int) -> tuple[
         # All bits set: keys past the sequence's end are masked by its length.
         return [(item.sequence, key)], I32(-1)
     tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
-    places: Places = []
-    each = spec.copied // GROUP
-    for first in range(0, size, spec.copied):
+    page_slots: PageSlots = []
+    groups_per_copy = spec.slots_per_copy // SWIZZLE_ATOM_ROWS
+    for first in range(0, size, spec.slots_per_copy):
         column = lax.div(key + first, I32(spec.page_size))
-        # Past the table's end its last entry is read; `there` is false for it.
+        # Past the table's end its last entry is read; `page_exists` is false for it.
         page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
-        there = (key + first < item.keys) & (page >= 0) & (page < pages)
-        places.append((jnp.where(there, page, pages), lax.rem(key + first, I32(spec.page_size))))
+        page_exists = (key + first < item.keys) & (page >= 0) & (page < pages)
+        page_slots.append((jnp.where(page_exists, page, pages), lax.rem(key + first, I32(spec.page_size))))
         # One bit per eight keys: missing keys are masked, as zeros would still count in the softmax.
-        bits = bits | jnp.where(there, I32(((1 << each) - 1) << (first // GROUP)), I32(0))
-    return places, bits
+        bits = bits | jnp.where(page_exists, I32(((1 << groups_per_copy) - 1) << (first // SWIZZLE_ATOM_ROWS)), I32(0))
+    return page_slots, bits

@@ -24,15 +24,15 @@ from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.registers import constant, i32
 from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, make_extents
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT, LatentSpec
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, LatentSpec
 
-COLUMNS = 5
+ITEM_COLUMNS = 5
 """Columns of the table of items."""
-SHIFT = UNIT.bit_length() - 1
+LOG2_KEYS_PER_STEP = KEYS_PER_STEP.bit_length() - 1
 """log2 of the keys per step."""
 
 
-def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
+def plan_in_kernel(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     """Returns the items of a record, and the programs' shares, as `plan.make_plan` does."""
     # A power of two, which every layout of a warpgroup divides.
     size = max(THREADS, 1 << (spec.rows - 1).bit_length())
@@ -42,9 +42,9 @@ def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     memory = plgpu.SMEM((size,), I32)
     # Zeros precede the sums, so that reads before the first one need no bounds check.
     scratch = [memory, memory, memory, memory, memory, plgpu.SMEM((2 * size,), I32)]
-    outputs = [jax.ShapeDtypeStruct((spec.rows, COLUMNS), I32), jax.ShapeDtypeStruct((spec.programs + 1, 2), I32)]
+    outputs = [jax.ShapeDtypeStruct((spec.rows, ITEM_COLUMNS), I32), jax.ShapeDtypeStruct((spec.programs + 1, 2), I32)]
     items, shares = plgpu.kernel(
-        lambda *refs: _plan(record, spec, size, refs[: len(operands)], refs[len(operands) :]),
+        lambda *refs: _plan_kernel(record, spec, size, refs[: len(operands)], refs[len(operands) :]),
         out_type=outputs,
         scratch_types=scratch,
         grid=(spec.programs + 1,),
@@ -54,33 +54,35 @@ def planned(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     return LatentSchedule(items, shares)
 
 
-def _plan(record: PagedAttention, spec: LatentSpec, size: int, given: Any, rest: Any) -> None:
-    items, shares, *columns, sums = rest
+def _plan_kernel(record: PagedAttention, spec: LatentSpec, size: int, input_refs: Any, other_refs: Any) -> None:
+    items, shares, *columns, sums = other_refs
     # One element per thread and register: rows are read from offsets that may be odd.
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     row = plgpu.broadcasted_iota(I32, (size,), 0, layout=layout)
-    loaded = [_load(ref, size, layout) for ref in given]
+    loaded = [_load_vector(ref, size, layout) for ref in input_refs]
     if len(loaded) == 1:
         keys, low = limits(record, loaded[0], loaded[0] - 1, 0 * row)
-        owner = row
+        sequence = row
     else:
-        owner, keys, low = loaded
-    steps = lax.shift_right_logical(keys + (UNIT - 1), SHIFT) - lax.shift_right_logical(low, SHIFT)
+        sequence, keys, low = loaded
+    steps = lax.shift_right_logical(keys + (KEYS_PER_STEP - 1), LOG2_KEYS_PER_STEP) - lax.shift_right_logical(
+        low, LOG2_KEYS_PER_STEP
+    )
     # An item without keys has an output, too; rows past the last item have no steps.
     steps = jnp.where(row < spec.rows, jnp.maximum(steps, 1), 0)
     ends = _running_sums(steps, sums, size, layout)
     block = lax.axis_index("block")
-    begin, item = _beginning(spec, steps, ends, block)
+    begin, item = _first_step_of_program(spec, steps, ends, block)
     shares[block, 0] = item
     shares[block, 1] = begin
-    for place, column in zip(columns, (owner, keys, ends - steps, steps, low), strict=True):
-        place[...] = column
+    for column_ref, column in zip(columns, (sequence, keys, ends - steps, steps, low), strict=True):
+        column_ref[...] = column
     # Blocks write interleaved rows.
     for first in range(0, spec.rows, spec.programs + 1):
         lax.cond(first + block < spec.rows, lambda row: _write(items, columns, row), lambda row: None, first + block)
 
 
-def _load(ref: Any, size: int, layout: Any) -> Any:
+def _load_vector(ref: Any, size: int, layout: Any) -> Any:
     """Loads an int32 vector from device memory, padded with its last element."""
     count = ref.shape[0]
 
@@ -88,12 +90,14 @@ def _load(ref: Any, size: int, layout: Any) -> Any:
         arg_types=(plgpu.RefType(()),), return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=layout)
     )
     def load(_: Any, ref: Any) -> Any:
-        index, kind = ir.IndexType.get(), ir.VectorType.get((1,), i32())
+        index, vector_type = ir.IndexType.get(), ir.VectorType.get((1,), i32())
         thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
         registers = np.empty((size // THREADS,), dtype=object)
         for n in range(size // THREADS):
-            place = arith.minui(arith.addi(thread, constant(n * THREADS)), constant(count - 1))
-            registers[n] = vector.from_elements(kind, [memref.load(ref, [arith.index_cast(index, place)])])
+            element_index = arith.minui(arith.addi(thread, constant(n * THREADS)), constant(count - 1))
+            registers[n] = vector.from_elements(
+                vector_type, [memref.load(ref, [arith.index_cast(index, element_index)])]
+            )
         strided = mgpu.WGStridedFragLayout((size,), 1)
         return mgpu.FragmentedArray(_registers=registers, _layout=strided, _is_signed=True)
 
@@ -110,19 +114,23 @@ def _running_sums(steps: Any, sums: Any, size: int, layout: Any) -> Any:
     distance = 1
     while distance < size:
         sums[size:] = steps
-        steps = steps + arrays.load_as(sums.at[size - distance : 2 * size - distance], layout)
+        steps = steps + arrays.load_with_layout(sums.at[size - distance : 2 * size - distance], layout)
         distance *= 2
     return steps
 
 
-def _beginning(spec: LatentSpec, steps: Any, ends: Any, program: Any) -> tuple[Any, Any]:
+def _first_step_of_program(spec: LatentSpec, steps: Any, ends: Any, program: Any) -> tuple[Any, Any]:
     """Returns the first step of a program in the order of all steps, and its item."""
-    total, longest = jnp.sum(steps), jnp.max(steps)
-    share = lax.div(total + (spec.programs - 1), I32(spec.programs))
-    if spec.growth:
-        whole = lax.div(share + longest - 1, longest) * longest
-        equal = total == longest * spec.rows
-        share = jnp.where(equal & ((whole - share) * 100 <= share * spec.growth), whole, share)
-    begin = jnp.minimum(program * share, total)
+    total, max_steps = jnp.sum(steps), jnp.max(steps)
+    steps_per_program = lax.div(total + (spec.programs - 1), I32(spec.programs))
+    if spec.max_growth_percent:
+        whole = lax.div(steps_per_program + max_steps - 1, max_steps) * max_steps
+        all_equal = total == max_steps * spec.rows
+        steps_per_program = jnp.where(
+            all_equal & ((whole - steps_per_program) * 100 <= steps_per_program * spec.max_growth_percent),
+            whole,
+            steps_per_program,
+        )
+    begin = jnp.minimum(program * steps_per_program, total)
     item = jnp.sum(jnp.where(ends <= begin, 1, 0))
     return begin, jnp.minimum(item, spec.rows - 1)

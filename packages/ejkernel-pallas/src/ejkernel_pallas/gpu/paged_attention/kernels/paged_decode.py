@@ -18,16 +18,16 @@ from jax import lax
 
 from ejkernel.arithmetic import LN2
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.arrays import over_columns, store_tile
+from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns, store_tile
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, every_item, program_of
-from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, for_each_item, program_of
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
 from ejkernel_pallas.gpu.paged_attention.kernels.producer import produce
 
-LOWEST = -1e30
+MASKED_SCORE = -1e30
 """The maximum of no scores, and a masked score: finite, so that differences are not NaN."""
 
 
@@ -53,7 +53,7 @@ def paged_kernel(call: Call) -> None:
     def _consume() -> None:
         # The register limits of warpgroups stay equal: two warpgroups share 65536 registers, more than their threads
         # can use.
-        every_item(call, lambda item, count: _consume_item(call, item, count), I32(0))
+        for_each_item(call, lambda item, count: _consume_item(call, item, count), I32(0))
 
     pl.when(warpgroup == 1)(lambda: produce(call))
 
@@ -63,7 +63,9 @@ def _consume_item(call: Call, item: Item, count: Any) -> Any:
     shared, spec = call.shared, call.spec
     plgpu.barrier_wait(shared.q_full)
     begin = State(
-        arrays.full_tile((WGMMA_M, spec.value_dim)), arrays.full_rows(WGMMA_M, LOWEST), arrays.full_rows(WGMMA_M, 0.0)
+        arrays.zero_tile((WGMMA_M, spec.value_dim)),
+        arrays.fill_rows(WGMMA_M, MASKED_SCORE),
+        arrays.fill_rows(WGMMA_M, 0.0),
     )
     position = call.operands["items"][item.row, 5]
     state = lax.fori_loop(0, item.steps, lambda n, state: _step(call, item, position, (n, count + n), state), begin)
@@ -71,7 +73,7 @@ def _consume_item(call: Call, item: Item, count: Any) -> Any:
     plgpu.barrier_arrive(shared.q_free)
     # `row_sum` is not 0: for rows that attend to nothing, weights are exp2(LOWEST - LOWEST) = 1. `forward.py` drops
     # such rows by their lse.
-    output = state.output * over_columns(spec.value_scale / state.row_sum, state.output.shape)
+    output = state.output * broadcast_to_columns(spec.value_scale / state.row_sum, state.output.shape)
     _write(call, item, output, state.row_max * LN2 + jnp.log(state.row_sum))
     return count + item.steps
 
@@ -80,7 +82,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     """Adds a block of keys; `numbers` are the step of the item and the program's earlier blocks."""
     shared, spec = call.shared, call.spec
     slot = lax.rem(numbers[1], I32(spec.stages))
-    key = (item.first + numbers[0]) * UNIT
+    key = (item.first + numbers[0]) * KEYS_PER_STEP
     plgpu.barrier_wait(shared.k_full.at[slot])
     # The product is not issued a step ahead: decoding reads 64 KB per step, which takes longer than its products
     # (docs/lab/hopper_paged_attention.md).
@@ -91,7 +93,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     plgpu.barrier_arrive(shared.k_free.at[slot])
     scores = _masked(call, item, scores, (key, position, present))
     row_max = jnp.maximum(state.row_max, scores.max(axis=1))
-    weights = jnp.exp2(scores - over_columns(row_max, scores.shape))
+    weights = jnp.exp2(scores - broadcast_to_columns(row_max, scores.shape))
     # A row without any key so far has weights of 1: its first key makes alpha exp2(LOWEST - m) = 0.
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
@@ -99,7 +101,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     first, end = item.low - key, item.keys - key
     plgpu.barrier_wait(shared.v_full.at[slot])
     # Slots of keys that no row attends to may hold NaN, and a weight of zero times NaN is NaN.
-    pl.when((end < UNIT) | (first > 0))(lambda: _zero(shared.v.at[slot], first, end))
+    pl.when((end < KEYS_PER_STEP) | (first > 0))(lambda: _zero(shared.v.at[slot], first, end))
     # Keeps the conversion before the product, during which the registers of its operand must not be written.
     weights = lax.optimization_barrier(weights.astype(spec.dtype))
     output = _product(output, weights, shared.v.at[slot])
@@ -108,7 +110,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
 
 
 def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) -> Any:
-    """Returns scores in base 2, `LOWEST` where a row does not attend.
+    """Returns scores in base 2, `MASKED_SCORE` where a row does not attend.
 
     Args:
         call: The launch.
@@ -122,7 +124,7 @@ def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) 
     # follow below.
     attends = (column < item.keys - key) & (column >= item.low - key)
     if spec.columns:
-        bits = jnp.right_shift(present, lax.div(column, I32(GROUP)))
+        bits = jnp.right_shift(present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
         attends = attends & (jnp.bitwise_and(bits, 1) > 0)
     if spec.tokens > 1 and (spec.left is not None or spec.right is not None):
         row = plgpu.broadcasted_iota(I32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
@@ -133,7 +135,7 @@ def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) 
         if spec.left is not None:
             attends = attends & (distance >= -spec.left)
     # Selected, instead of adding -inf: products with invalid slots may be NaN, and keys are not zeroed.
-    return jnp.where(attends, scores * spec.exponent, LOWEST)
+    return jnp.where(attends, scores * spec.exponent, MASKED_SCORE)
 
 
 def _zero(tile: Any, first: Any, end: Any) -> None:
@@ -143,7 +145,7 @@ def _zero(tile: Any, first: Any, end: Any) -> None:
 
 
 def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
-    return rescale_lazily(output, alpha) if call.spec.lazy else output * over_columns(alpha, output.shape)
+    return rescale_lazily(output, alpha) if call.spec.lazy else output * broadcast_to_columns(alpha, output.shape)
 
 
 def _product(output: Any, weights: Any, values: Any) -> Any:

@@ -26,9 +26,14 @@ from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import whole
 from ejkernel_pallas.gpu.hopper.registers import as_int32
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.spec import GROUP, UNIT
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 from ejkernel_pallas.gpu.paged_attention.kernels.producer import cache_index
-from ejkernel_pallas.gpu.paged_attention.plan.prefill import FIELDS, LIVE, TILE, make_prefill
+from ejkernel_pallas.gpu.paged_attention.plan.prefill import (
+    KEY_RANGE_FIELDS,
+    NUM_LIVE_TILES_FIELD,
+    ROWS_PER_TILE,
+    make_prefill,
+)
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 from ejkernel_pallas.gpu.tiled_attention.config import HopperForward, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.forward import run_plan
@@ -39,7 +44,7 @@ STAGES = 2
 """Blocks of keys, and of values, in shared memory."""
 OPERANDS = ("q", "k", "v", "tables", "table")
 """Operands of the kernel, in the order in which `prefill` passes them."""
-COLUMNS_OF_EIGHT = 2
+THREAD_COLUMNS_PER_EIGHT = 2
 """Columns per thread of every eight columns of a tile of scores, and so the bits of eight keys in a word."""
 
 
@@ -56,26 +61,28 @@ class PagedKeys:
     @property
     def copies(self) -> int:
         """Returns the number of copies of a block: one per page, or per part of one."""
-        return UNIT // self.spec.copied
+        return KEYS_PER_STEP // self.spec.slots_per_copy
 
-    def live(self, operands: dict[str, Any]) -> Any:
+    def count_live_tiles(self, operands: dict[str, Any]) -> Any:
         """Returns the number of tiles with query tokens, over all heads."""
-        return operands["table"][0, 0, LIVE]
+        return operands["table"][0, 0, NUM_LIVE_TILES_FIELD]
 
     def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
         """Returns a tile of queries."""
-        return PagedTile(*(operands["table"][0, number, column] for column in range(FIELDS.start, FIELDS.stop)))
+        return PagedTile(
+            *(operands["table"][0, number, column] for column in range(KEY_RANGE_FIELDS.start, KEY_RANGE_FIELDS.stop))
+        )
 
     def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
         """Returns the page of every copy of a block.
 
         A missing one gets the number of pages: copies from past an array's end write zeros.
         """
-        spec, key = self.spec, block * UNIT
+        spec, key = self.spec, block * KEYS_PER_STEP
         if spec.columns == 0:
             return (tile.sequence,)
         pages: list[Any] = []
-        for first in range(0, UNIT, spec.copied):
+        for first in range(0, KEYS_PER_STEP, spec.slots_per_copy):
             column = lax.div(key + first, I32(spec.page_size))
             # Past the table's end its last entry is read; `there` is false for it.
             page = operands["tables"][tile.sequence, jnp.minimum(column, spec.columns - 1)]
@@ -88,7 +95,7 @@ class PagedKeys:
         if self.spec.columns == 0:
             # All bits set: keys past the last one are masked by their number.
             return I32(-1)
-        word, bits = I32(0), COLUMNS_OF_EIGHT * (self.spec.copied // GROUP)
+        word, bits = I32(0), THREAD_COLUMNS_PER_EIGHT * (self.spec.slots_per_copy // SWIZZLE_ATOM_ROWS)
         for number, page in enumerate(pages):
             ones = as_int32(((1 << bits) - 1) << (bits * number))
             word = word | jnp.where(page < self.spec.pages, I32(ones), I32(0))
@@ -98,12 +105,12 @@ class PagedKeys:
         self, operands: dict[str, Any], what: str, pages: tuple[Any, ...], block: Any, head: Any, target: Any, full: Any
     ) -> None:
         """Copies a block page by page."""
-        rows, component = self.spec.copied, ("k", "v").index(what)
+        rows, key_or_value = self.spec.slots_per_copy, ("k", "v").index(what)
         for number, page in enumerate(pages):
-            slot = block * UNIT + number * rows
+            slot = block * KEYS_PER_STEP + number * rows
             if self.spec.columns:
                 slot = lax.rem(slot, I32(self.spec.page_size))
-            index, column = cache_index(self.spec, page, head, component)
+            index, column = cache_index(self.spec, page, head, key_or_value)
             source = operands[what].at[index, pl.ds(slot, rows), pl.ds(column, target.shape[1])]
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)
 
@@ -156,7 +163,7 @@ def _flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
 def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns outputs [1, T, H, Dv] and lse [1, H, T], padded to groups of eight rows."""
     operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
-    tile = forward_tile(HopperForward(block_q=TILE, block_kv=UNIT, stages=STAGES), spec)
+    tile = forward_tile(HopperForward(block_q=ROWS_PER_TILE, block_kv=KEYS_PER_STEP, stages=STAGES), spec)
     # All heads are one bundle, so that tiles are in order over all of them and the live ones come first.
     plan = tile_scheduler.make_plan(
         operands["table"].shape[1],

@@ -11,9 +11,9 @@ from jax import lax
 
 from ejkernel.families.paged_attention.pages import COMBINED
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, every_item, program_of
-from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import Places, block_places
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, for_each_item, program_of
+from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import PageSlots, find_page_slots
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 
@@ -26,12 +26,12 @@ def produce(call: Call) -> None:
         _copy_queries(call, item, number)
 
         def step(n: Any, count: Any) -> Any:
-            _copy_block(call, item, (item.first + n) * UNIT, count)
+            _copy_block(call, item, (item.first + n) * KEYS_PER_STEP, count)
             return count + 1
 
         return lax.fori_loop(0, item.steps, step, count), number + 1
 
-    every_item(call, one, (I32(0), I32(0)))
+    for_each_item(call, one, (I32(0), I32(0)))
 
 
 def _copy_queries(call: Call, item: Item, number: Any) -> None:
@@ -49,24 +49,24 @@ def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
     spec, shared = call.spec, call.shared
     slot = lax.rem(count, I32(spec.stages))
     # Before the waits, so that the page table's latency overlaps with them.
-    places, present = block_places(call, item, key, UNIT)
+    page_slots, present = find_page_slots(call, item, key, KEYS_PER_STEP)
     # The first blocks find their stages free, without an arrival.
     pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
     # After the wait: until then the previous block is masked with its bits.
     shared.present[slot] = present
-    _copy(call, places, 0, shared.k.at[slot], shared.k_full.at[slot])
+    _copy(call, page_slots, 0, shared.k.at[slot], shared.k_full.at[slot])
     plgpu.barrier_arrive(shared.k_full.at[slot])  # after the bits
     pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
-    _copy(call, places, 1, shared.v.at[slot], shared.v_full.at[slot])
+    _copy(call, page_slots, 1, shared.v.at[slot], shared.v_full.at[slot])
 
 
-def _copy(call: Call, places: Places, component: int, target: Any, full: Any) -> None:
+def _copy(call: Call, page_slots: PageSlots, component: int, target: Any, full: Any) -> None:
     """Copies keys (0) or values (1) of a block, one copy per page or part of one; past an array's end copies write
     zeros.
     """
-    rows, source = call.spec.copied, call.operands[("keys", "values")[component]]
+    rows, source = call.spec.slots_per_copy, call.operands[("keys", "values")[component]]
     _, head = program_of(call)
-    for number, (page, slot) in enumerate(places):
+    for number, (page, slot) in enumerate(page_slots):
         index, column = cache_index(call.spec, page, head, component)
         columns = pl.ds(column, target.shape[1])
         plgpu.copy_gmem_to_smem(

@@ -1,8 +1,8 @@
 """Assigns key blocks to programs of the paged kernel: the latent kernel's schedule, for tiles of query tokens.
 
-An item is a tile of up to `tokens_of_tile` tokens of one sequence, so that in decoding it has one token, and in prefill
-it fills the 64 rows of an instruction. The blocks of 128 keys of all items are concatenated, and programs have equal
-shares of them; lengths are read on the device.
+An item is a tile of up to `tokens_per_tile` tokens of one sequence, so that in decoding it has one token, and in
+prefill it fills the 64 rows of an instruction. The blocks of 128 keys of all items are concatenated, and programs have
+equal shares of them; lengths are read on the device.
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import QueryTiles
 from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
-from ejkernel_pallas.gpu.latent_attention.spec import UNIT
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
 
 
 def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered: int = 0) -> LatentSchedule:
@@ -40,7 +40,7 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered
     keys = jnp.where((tiles.rows > 0) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
     # As in the latent kernel's plan: steps start at multiples of UNIT, and programs have equal shares of all of them.
-    steps = jnp.maximum(cdiv(keys, UNIT) - low // UNIT, 1)  # an item without keys has an output, too
+    steps = jnp.maximum(cdiv(keys, KEYS_PER_STEP) - low // KEYS_PER_STEP, 1)  # an item without keys has an output, too
     # Tiles past the last one have no tokens, and no program processes them.
     steps = jnp.where(jnp.arange(steps.shape[0]) < tiles.total, steps, 0)
     ends = jnp.cumsum(steps, dtype=I32)

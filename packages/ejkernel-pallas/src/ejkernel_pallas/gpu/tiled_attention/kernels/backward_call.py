@@ -12,7 +12,7 @@ from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import BackwardTile
 from ejkernel_pallas.gpu.tiled_attention.kernels import tile_masks
-from ejkernel_pallas.gpu.tiled_attention.kernels.padding import clean_rows
+from ejkernel_pallas.gpu.tiled_attention.kernels.padding import zero_padding_rows
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 Buffers = dict[str, Any]
@@ -49,16 +49,16 @@ class Call:
 
     def query_block(self, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
         """Returns the query block of a step: `place` itself, or with a pattern the entry of the keys' list."""
-        return self.listed("blocks", item, head, place) if self.spec.pattern else place
+        return self.list_entry("blocks", item, head, place) if self.spec.pattern else place
 
-    def listed(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
+    def list_entry(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
         """Returns an entry of a pattern's operand for the item's keys and a head."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
 
     def positions(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
         """Returns positions in the list of a head: its start, the start and end of its full blocks, and its end."""
-        return tuple(self.listed("table", item, head, n) for n in range(4))
+        return tuple(self.list_entry("table", item, head, n) for n in range(4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,25 +76,27 @@ class QueryRuns:
     run: tuple[Any, ...]
 
 
-def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any], state: Any, cuts: bool) -> Any:
+def for_each_query_block(
+    call: Call, query_runs: QueryRuns, body: Callable[..., Any], state: Any, separates_masked: bool
+) -> Any:
     """Loops over query blocks in reverse, in runs: partial, full, partial; each over all heads, or head by head.
 
     With a pattern, `body` gets indices in the list of the item's keys and a head.
     """
-    item, heads = runs_of.item, 1 if call.by_head else call.spec.group_size
+    item, heads = query_runs.item, 1 if call.by_head else call.spec.group_size
 
-    def run(head: Any, low: Any, high: Any, masking: bool, state: Any) -> Any:
+    def run(head: Any, low: Any, high: Any, masked: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
-            return body(masking, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+            return body(masked, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
         # From the last block to the first, in all thread blocks: one that starts a step after its predecessor never
         # waits to add to dq.
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
     def runs(n: Any, state: Any) -> Any:
-        head = runs_of.first + n
-        start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else runs_of.run
-        if not cuts:
+        head = query_runs.first + n
+        start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else query_runs.run
+        if not separates_masked:
             return run(head, start, stop, False, state)
         # Separate loops for full and partial blocks, since masks take registers and instructions in every step.
         state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
@@ -103,7 +105,7 @@ def for_each_query_block(call: Call, runs_of: QueryRuns, body: Callable[..., Any
     return lax.fori_loop(0, call.spec.group_size, runs, state) if call.by_head else runs(I32(0), state)
 
 
-def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
+def wait_for_tiles(call: Call, count: Any, masked: bool) -> None:
     """With segments, waits for a step's tiles, and zeroes rows that may be padding.
 
     Without segments, products wait for them.
@@ -115,15 +117,15 @@ def wait_for_tiles(call: Call, count: Any, masking: bool) -> None:
     slots = {name: lax.rem(count, I32(stages)) for name, stages in call.tile.stages.items()}
     for name, slot in slots.items():
         plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
-    if masking:
+    if masked:
         ids = buffers["q_ids"].at[slots["q"]]
-        clean(ids, *((buffers[name].at[slot], call.tile.line(name)) for name, slot in slots.items()))
+        zero_padding(ids, *((buffers[name].at[slot], call.tile.line(name)) for name, slot in slots.items()))
 
 
-def adder(call: Call, count: Any, piece: int) -> Any:
+def adder_warp(call: Call, count: Any, piece: int) -> Any:
     """Returns which warp adds a piece of a step's part of dq."""
     # Round-robin: a warp that waits for earlier key tiles does not delay the other pieces.
-    return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adders))
+    return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adder_warps))
 
 
 def dq_barrier(call: Call, count: Any, piece: int) -> Any:
@@ -131,7 +133,7 @@ def dq_barrier(call: Call, count: Any, piece: int) -> Any:
 
     Each warp has one per piece, since the warpgroups finish in any order.
     """
-    return call.buffers["dq_full"].at[piece * call.tile.adders + adder(call, count, piece)]
+    return call.buffers["dq_full"].at[piece * call.tile.adder_warps + adder_warp(call, count, piece)]
 
 
 def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
@@ -142,25 +144,25 @@ def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"
     parts[item.part, pl.ds(row, WGMMA_M)] = gradient
 
 
-def of_keys(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
+def key_slice(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
     """Returns 64 of a tile's keys in an operand in device memory."""
     operand = call.operands[name]
     return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * WGMMA_M, WGMMA_M)]
 
 
-def query_numbers(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
+def query_dropout_keys(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
     """Returns dropout's keys of a step's queries in device memory, if they do not fit shared memory."""
-    numbers, queries = call.operands["q_numbers"], call.tile.queries
+    numbers, queries = call.operands["q_dropout_keys"], call.tile.queries
     return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
 
 
-def clean(ids: Any, *parts: tuple[Any, int]) -> None:
+def zero_padding(ids: Any, *parts: tuple[Any, int]) -> None:
     """Zeroes padding rows, which may hold anything: a weight of zero times NaN is NaN.
 
     A warpgroup zeroes all that its products read; the other one may write the same zeros.
     """
     for part, line in parts:
-        clean_rows(part, ids, line)
+        zero_padding_rows(part, ids, line)
     plgpu.commit_smem()
 
 
@@ -187,5 +189,5 @@ def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: A
     """Returns bits of the pattern for 64 of the item's keys, from `part` times 64 on, and a query block."""
     if not call.spec.pattern:
         return ()
-    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", item, head, place)]
+    words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", item, head, place)]
     return tile_masks.load_words(words, part * WGMMA_M, call.tile.queries)

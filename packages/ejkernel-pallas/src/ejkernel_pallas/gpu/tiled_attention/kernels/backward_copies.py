@@ -17,7 +17,7 @@ from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
-    adder,
+    adder_warp,
     dq_barrier,
 )
 
@@ -25,21 +25,21 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
 def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     """Copies the block's keys and values, and then query blocks once their stages are free."""
     buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
-    for w in range(tile.owners):
-        rows = pl.ds(item.tile * tile.keys + (call.member * tile.owners + w) * WGMMA_M, WGMMA_M)
+    for w in range(tile.key_tiles_per_block):
+        rows = pl.ds(item.tile * tile.keys + (call.member * tile.key_tiles_per_block + w) * WGMMA_M, WGMMA_M)
         for part in range(tile.parts):
             source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
-            plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.owners + w], buffers["kv_full"])
+            plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.key_tiles_per_block + w], buffers["kv_full"])
         source = values.at[item.row(values), rows, item.head]
         plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["kv_full"])
-        for extra in tile.extras(call.spec, "k"):
+        for extra in tile.row_arrays(call.spec, "k"):
             source = call.operands[extra]
             plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["kv_full"])
     # A member of a cluster computes one half of dq's columns, for the keys of both: it needs those columns of the other
     # member's keys.
-    for part in range(tile.shared_parts):
+    for part in range(tile.shared_key_parts):
         rows = pl.ds(item.tile * tile.keys + (1 - call.member) * WGMMA_M, WGMMA_M)
-        columns = pl.ds((call.member * tile.shared_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
+        columns = pl.ds((call.member * tile.shared_key_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
         source = keys.at[item.row(keys), rows, item.head, columns]
         plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["kv_full"])
     for_each_block(functools.partial(_copy_block, call, item), I32(0), False)
@@ -48,7 +48,7 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
 def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, place: Any, count: Any) -> Any:
     index = call.query_block(item, head, place)
     # The two blocks of a cluster loop over the same query blocks: each copies one half for both, by multicast.
-    copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.AXIS if call.tile.wide else None)
+    copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.CLUSTER_AXIS if call.tile.wide else None)
     for name, stages in call.tile.stages.items():
         slot = lax.rem(count, I32(stages))
         full, free = call.buffers[f"{name}_full"].at[slot], call.buffers[f"{name}_free"].at[slot]
@@ -57,7 +57,7 @@ def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, p
         rows = pl.ds(index * call.tile.queries, call.tile.queries)
         source = call.operands[name]
         copy(source.at[item.row(source), rows, head], call.buffers[name].at[slot], full)
-        for extra in call.tile.extras(call.spec, name):
+        for extra in call.tile.row_arrays(call.spec, name):
             source = call.operands[extra]
             row = item.row(source)
             source = source.at[row, rows] if extra.endswith("ids") else source.at[row, head, rows]
@@ -65,29 +65,31 @@ def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, p
     return count + 1
 
 
-def add_parts(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, place: Any) -> None:
+def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any, place: Any) -> None:
     """Adds the pieces of dq that belong to warp `place` to device memory, after the earlier key tiles."""
     buffers, tile, first = call.buffers, call.tile, call.operands["first"]
     tiles = first.shape[-1]
 
-    def add(_: bool, head: Any, place_of_block: Any, count: Any) -> Any:
+    def add(_: bool, head: Any, block_position: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
-            mine = adder(call, count, piece) == place
-            pl.when(mine)(functools.partial(add_piece, piece, head, place_of_block, dq_barrier(call, count, piece)))
+            is_own_piece = adder_warp(call, count, piece) == place
+            pl.when(is_own_piece)(
+                functools.partial(add_piece, piece, head, block_position, dq_barrier(call, count, piece))
+            )
         return count + 1
 
     def copy(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
-        for maker in range(piece * tile.makers, (piece + 1) * tile.makers):
-            row, column = tile.dq_start(call.member, maker, strip)
+        for piece_warpgroup in range(piece * tile.warpgroups_per_piece, (piece + 1) * tile.warpgroups_per_piece):
+            row, column = tile.dq_start(call.member, piece_warpgroup, strip)
             rows, columns = pl.ds(index * tile.queries + row, WGMMA_M), pl.ds(column, tile.dq_columns)
             target = call.outputs[2].at[item.batch, rows, head, columns]
-            plgpu.copy_smem_to_gmem(buffers["dq"].at[maker], target, reduction_op=reduction)
+            plgpu.copy_smem_to_gmem(buffers["dq"].at[piece_warpgroup], target, reduction_op=reduction)
 
-    def add_piece(piece: int, head: Any, place_of_block: Any, full: Any) -> None:
-        index = call.query_block(item, head, place_of_block)
+    def add_piece(piece: int, head: Any, block_position: Any, full: Any) -> None:
+        index = call.query_block(item, head, block_position)
         # The number of blocks that add to these queries before this one.
         if call.spec.pattern:
-            before = call.listed("ranks", item, head, place_of_block)
+            before = call.list_entry("ranks", item, head, block_position)
         else:
             before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index

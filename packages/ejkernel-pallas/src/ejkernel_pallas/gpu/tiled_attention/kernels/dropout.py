@@ -17,13 +17,13 @@ from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, number, pair, scalar, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-TINY = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
+DROPPED_WEIGHT = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
 """Stands for zero as a dropped weight in the backward pass: small enough not to change sums of weights.
 
 Float16 has no smaller number. If all cotangents have one sign, dv is too large by this times the number of dropped
 weights: with 32768 keys and dropout 0.1 by a factor 0.0002, with 131072 keys and dropout 0.5 by 0.008.
 """
-ZERO = "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p mul.f32 $0, $0, 0f00000000; }"
+ZERO_IF_BELOW_PTX = "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p mul.f32 $0, $0, 0f00000000; }"
 """PTX: multiplies a number by zero if one word is below another."""
 
 
@@ -38,9 +38,14 @@ def numbers(record: TiledAttention, spec: HopperSpec, queries: int, keys: int) -
     """
     if not spec.has_dropout:
         return {}
-    made = dropout_numbers(record)
-    padding = [[(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(made, (queries, keys), strict=True)]
-    return {name: jnp.pad(x, n) for name, x, n in zip(("q_numbers", "k_numbers"), made, padding, strict=True)}
+    dropout_keys = dropout_numbers(record)
+    padding = [
+        [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(dropout_keys, (queries, keys), strict=True)
+    ]
+    return {
+        name: jnp.pad(x, n)
+        for name, x, n in zip(("q_dropout_keys", "k_dropout_keys"), dropout_keys, padding, strict=True)
+    }
 
 
 def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
@@ -61,17 +66,19 @@ def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights:
         return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
-        made: list[Any] = []
-        for register, products in zip(tile.registers.flat, _products(rows, columns), strict=True):
-            given = ([weight, n, _limit(spec)] for weight, n in zip(pair(register), products, strict=True))
-            values: list[Any] = [llvm.inline_asm(each[0].type, each, ZERO, "=f,0,r,n") for each in given]
-            made.append(vector.from_elements(register.type, values))
-        return with_registers(tile, made)
+        new_registers: list[Any] = []
+        for register, products in zip(tile.registers.flat, _key_products(rows, columns), strict=True):
+            operands = ([weight, n, _keep_threshold(spec)] for weight, n in zip(pair(register), products, strict=True))
+            values: list[Any] = [
+                llvm.inline_asm(each[0].type, each, ZERO_IF_BELOW_PTX, "=f,0,r,n") for each in operands
+            ]
+            new_registers.append(vector.from_elements(register.type, values))
+        return with_registers(tile, new_registers)
 
     return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
+def select_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
     """Returns tiles with one value where dropout keeps a weight, and another where it drops the weight.
 
     Comparisons are scalar: Mosaic's own, of pairs, have results in bytes, and twice as many instructions.
@@ -89,37 +96,37 @@ def where_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: 
         arg_types=(ROW_LAYOUT, COLUMN_LAYOUT, *(plgpu.Layout.WGMMA for _ in tiles)),
         return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA) for _ in choices),
     )
-    def select(_: Any, rows: Any, columns: Any, *tiles: Any) -> Any:
-        made: list[list[Any]] = [[] for _ in choices]
+    def select_registers(_: Any, rows: Any, columns: Any, *tiles: Any) -> Any:
+        new_registers: list[list[Any]] = [[] for _ in choices]
         places = zip(*(tile.registers.flat for tile in tiles), strict=True)
-        for registers, products in zip(places, _products(rows, columns), strict=True):
+        for registers, products in zip(places, _key_products(rows, columns), strict=True):
             # One comparison for all tiles: the gradient has the same mask as the weight.
-            kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _limit(spec)) for product in products]
-            for n, registers_made in enumerate(made):
-                both = zip(kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
+            is_kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _keep_threshold(spec)) for product in products]
+            for n, tile_registers in enumerate(new_registers):
+                both = zip(is_kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
                 values = [arith.select(condition, x, y) for condition, x, y in both]
-                registers_made.append(vector.from_elements(registers[0].type, values))
-        return tuple(with_registers(tiles[0], values) for values in made)
+                tile_registers.append(vector.from_elements(registers[0].type, values))
+        return tuple(with_registers(tiles[0], values) for values in new_registers)
 
-    return select(rows, columns, *tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return select_registers(rows, columns, *tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _products(rows: Any, columns: Any) -> Iterator[list[Any]]:
+def _key_products(rows: Any, columns: Any) -> Iterator[list[Any]]:
     """Yields the products of row and column keys for every register of a tile; dropout keeps those not below the
     limit.
     """
-    row_numbers = [scalar(x) for x in rows.registers.flat]
+    row_keys = [scalar(x) for x in rows.registers.flat]
     # Registers of a tile are row by row within a pair of columns, so a column's key is used for two of them.
     for met in map(pair, columns.registers.flat):
-        for row in row_numbers:
+        for row in row_keys:
             yield [arith.muli(row, column) for column in met]
 
 
-def _limit(spec: HopperSpec) -> Any:
+def _keep_threshold(spec: HopperSpec) -> Any:
     return constant(as_int32(spec.threshold))
 
 
-def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
+def select_by_sign(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
     """Returns a tile with the column's element of `columns` where `signs` is negative.
 
     Args:
@@ -132,13 +139,13 @@ def where_positive(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any
         arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, COLUMN_LAYOUT),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def select(_: Any, signs: Any, tile: Any, columns: Any) -> Any:
-        made: list[Any] = []
+    def select_registers(_: Any, signs: Any, tile: Any, columns: Any) -> Any:
+        new_registers: list[Any] = []
         for place, registers in enumerate(zip(signs.registers.flat, tile.registers.flat, strict=True)):
-            given = zip(*(pair(x) for x in (*registers, columns.registers.flat[place // 2])), strict=True)
+            operands = zip(*(pair(x) for x in (*registers, columns.registers.flat[place // 2])), strict=True)
             negative = arith.CmpFPredicate.OLT
-            values = [arith.select(arith.cmpf(negative, sign, number(0.0)), y, x) for sign, x, y in given]
-            made.append(vector.from_elements(registers[0].type, values))
-        return with_registers(tile, made)
+            values = [arith.select(arith.cmpf(negative, sign, number(0.0)), y, x) for sign, x, y in operands]
+            new_registers.append(vector.from_elements(registers[0].type, values))
+        return with_registers(tile, new_registers)
 
-    return select(signs, tile, columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return select_registers(signs, tile, columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -36,27 +36,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
-from ejkernel_pallas.gpu.hopper.arrays import over_rows
+from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_rows
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
-from ejkernel_pallas.gpu.hopper.powers_of_two import powers
+from ejkernel_pallas.gpu.hopper.powers_of_two import exp2_of_scores
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import WARPGROUPS, BackwardTile
 from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
     QueryRuns,
-    clean,
     dq_barrier,
     for_each_query_block,
+    key_slice,
     masked_scores,
-    of_keys,
     pattern_words,
-    query_numbers,
+    query_dropout_keys,
     wait_for_tiles,
     write_part,
+    zero_padding,
 )
-from ejkernel_pallas.gpu.tiled_attention.kernels.backward_copies import add_parts, fetch
-from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward_wide import consume_wide
+from ejkernel_pallas.gpu.tiled_attention.kernels.backward_copies import add_dq_pieces, fetch
+from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward_wide import run_wide_consumer
 
 
 def backward_kernel(call: Call) -> None:
@@ -72,18 +72,18 @@ def backward_kernel(call: Call) -> None:
     def _consume() -> None:
         # The producer warpgroup, which only copies, gives up registers for the consumers.
         plgpu.set_max_registers(tile.consumer_registers, action="increase")
-        (consume_wide if tile.wide else consume)(call, item, warpgroup, for_each_block)
+        (run_wide_consumer if tile.wide else run_consumer)(call, item, warpgroup, for_each_block)
 
     @pl.when(warpgroup == WARPGROUPS)
-    def _move() -> None:
+    def _run_producer() -> None:
         plgpu.set_max_registers(tile.producer_registers, action="decrease")
 
         # Copies to shared memory and additions to dq have separate warps, so that waiting to add does not delay copies.
         @plgpu.warp_map
         def _(warp: Any) -> None:
             pl.when(warp == 0)(functools.partial(fetch, call, item, for_each_block))
-            pl.when((warp > 0) & (warp <= tile.adders))(
-                functools.partial(add_parts, call, item, for_each_block, warp - 1)
+            pl.when((warp > 0) & (warp <= tile.adder_warps))(
+                functools.partial(add_dq_pieces, call, item, for_each_block, warp - 1)
             )
 
     if tile.wide:
@@ -110,7 +110,7 @@ def _number(call: Call, warpgroup: Any) -> Any:
     return number[0] - call.plan.blocks
 
 
-def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
+def run_consumer(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
     # The main loop of a consumer warpgroup: dk and dv of its 64 keys, and one half of the block's part of dq.
     spec, tile, buffers = call.spec, call.tile, call.buffers
     plgpu.barrier_arrive(buffers["ds_full"])  # so that the first step waits for no ds
@@ -119,72 +119,72 @@ def consume(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: A
     plgpu.barrier_wait(buffers["kv_full"])
     if spec.segments:
         key_rows = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
-        clean(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *key_rows)
+        zero_padding(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *key_rows)
 
     def step(mask: bool, head: Any, place: Any, state: Any) -> Any:
         count, dk, dv, ds = state
         index = call.query_block(item, head, place)
         # Addresses in shared memory are recomputed in every step: hoisted out of the loop, they would take registers.
-        w_local = lax.optimization_barrier(w)
+        warpgroup_index = lax.optimization_barrier(w)
         slot, last = (lax.rem(n, I32(tile.stages["q"])) for n in (count, jnp.maximum(count - 1, 0)))
         wait_for_tiles(call, count, mask)
-        key = item.tile * tile.keys + w_local * WGMMA_M
-        row_ids = arrays.load_rows(_key_ids(call, item, w_local)) if mask and spec.segments else None
-        words = pattern_words(call, item, head, place, w_local) if mask else ()
+        key = item.tile * tile.keys + warpgroup_index * WGMMA_M
+        row_ids = arrays.load_rows(_key_ids(call, item, warpgroup_index)) if mask and spec.segments else None
+        words = pattern_words(call, item, head, place, warpgroup_index) if mask else ()
         # Full blocks have a separate loop without comparisons.
         mask_scores = functools.partial(masked_scores, call, key, row_ids, slot, index, words) if mask else None
-        dropout_keys = functools.partial(_numbers, call, item, w_local, slot, head, index)
-        ds = _previous_ds(call, w_local, count) if tile.register_bound else ds
-        dk, *weights = _make_weights(call, w_local, slot, last, dk, ds, mask_scores, dropout_keys)
+        dropout_keys = functools.partial(_numbers, call, item, warpgroup_index, slot, head, index)
+        ds = _previous_ds(call, warpgroup_index, count) if tile.register_bound else ds
+        dk, *weights = _make_weights(call, warpgroup_index, slot, last, dk, ds, mask_scores, dropout_keys)
         if spec.has_dropout:
             ds = weights.pop()
         else:
-            ds = over_rows(arrays.load_columns(buffers["delta"].at[slot]), (WGMMA_M, tile.queries))
+            ds = broadcast_to_rows(arrays.load_columns(buffers["delta"].at[slot]), (WGMMA_M, tile.queries))
         # dk's product, the last one to read the previous step's queries, ended with `_make_weights`.
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
-        dv, dq, ds = _score_gradients(call, w_local, count, dv, ds, *weights)
+        dv, dq, ds = _score_gradients(call, warpgroup_index, count, dv, ds, *weights)
         # dv's product, the last one to read this step's do, ended with `_score_gradients`.
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages["do"]))])
         if tile.register_bound:
-            dq, ds = _late_dq(call, w_local, count, ds), None
+            dq, ds = _compute_dq_late(call, warpgroup_index, count, ds), None
         else:
-            _store_ds(call, w_local, count, ds)
+            _store_ds(call, warpgroup_index, count, ds)
         # Its commit covers ds as well: one fence for both.
-        _hand_over(call, w_local, count, dq)
+        _hand_over(call, warpgroup_index, count, dq)
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, ds
 
-    zeros = {size: arrays.full_tile((WGMMA_M, size)) for size in {spec.head_dim, spec.value_dim}}
+    zeros = {size: arrays.zero_tile((WGMMA_M, size)) for size in {spec.head_dim, spec.value_dim}}
     begin = I32(0), zeros[spec.head_dim], zeros[spec.value_dim], _initial_ds(call, w)
     count, dk, dv, ds = for_each_block(step, begin, tile.needs_masks(spec))
     # No product reads the values any more, so dv overwrites them while dk waits for its last term.
     _write_values(call, item, w, dv * spec.dropout_scale)
     last = lax.rem(count - 1, I32(tile.stages["q"]))
-    dk = _finish(call, w, count, last, dk, _previous_ds(call, w, count) if tile.register_bound else ds)
+    dk = _finish_dk(call, w, count, last, dk, _previous_ds(call, w, count) if tile.register_bound else ds)
     _write_keys(call, item, w, dk * (spec.scale * spec.dropout_scale))
 
 
 def _key_ids(call: Call, item: tile_scheduler.WorkTile, w: Any) -> Any:
     """Returns segment ids of a warpgroup's keys."""
-    return of_keys(call, "k_ids", item, w) if call.tile.register_bound else call.buffers["k_ids"].at[w]
+    return key_slice(call, "k_ids", item, w) if call.tile.register_bound else call.buffers["k_ids"].at[w]
 
 
 def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
     """Returns dropout's keys of a warpgroup's keys and of a step's queries."""
     if call.tile.register_bound:
-        return arrays.load_rows(of_keys(call, "k_numbers", item, w)), query_numbers(call, item, head, index)
-    rows, columns = call.buffers["k_numbers"].at[w], call.buffers["q_numbers"].at[slot]
+        return arrays.load_rows(key_slice(call, "k_dropout_keys", item, w)), query_dropout_keys(call, item, head, index)
+    rows, columns = call.buffers["k_dropout_keys"].at[w], call.buffers["q_dropout_keys"].at[slot]
     return arrays.load_rows(rows), arrays.load_columns(columns)
 
 
 def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) -> None:
     """Stores a tile's dv in the memory of the values, or writes dv of a part."""
 
-    def leave() -> None:
+    def store_dv() -> None:
         call.buffers["v"].at[w][...] = dv.astype(call.spec.dtype)
 
-    tile_scheduler.whole_or_part(
-        call.plan, item, leave, functools.partial(write_part, call, item, "v", w * WGMMA_M, dv)
+    tile_scheduler.run_whole_or_part(
+        call.plan, item, store_dv, functools.partial(write_part, call, item, "v", w * WGMMA_M, dv)
     )
 
 
@@ -194,7 +194,7 @@ def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> N
     plgpu.barrier_arrive(call.buffers["dq_done"])
     plgpu.barrier_wait(call.buffers["dq_done"])
     whole = functools.partial(_write_tile, call, item, w, dk)
-    tile_scheduler.whole_or_part(
+    tile_scheduler.run_whole_or_part(
         call.plan, item, whole, functools.partial(write_part, call, item, "k", w * WGMMA_M, dk)
     )
 
@@ -232,10 +232,10 @@ def _make_weights(
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape = (WGMMA_M, tile.queries)
-    caps = spec.soft_cap is not None
+    has_soft_cap = spec.soft_cap is not None
 
     def products(refs: Any) -> None:
-        dk_ref, scores_ref, *made_refs = refs
+        dk_ref, scores_ref, *weight_refs = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
         if tile.ping_pongs_scores:
@@ -249,32 +249,32 @@ def _make_weights(
             ping_pong_pass(WARPGROUPS)
         # Waits only for the scores: dk's product stays in flight.
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        capped = jnp.tanh(scores * spec.inner_scale) if caps else None
+        capped = jnp.tanh(scores * spec.inner_scale) if has_soft_cap else None
         scores = scores if capped is None else capped
         scores = scores if mask_scores is None else mask_scores(scores)
-        shift = over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
+        shift = broadcast_to_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
         # tanh and exp2 share the special-function unit, so half of the exponentials use the FMA units. Not with masks:
         # polynomials do not give 0 for a masked score.
-        if caps and mask_scores is None:
-            weights = powers(scores, spec.log2_scale, shift)
+        if has_soft_cap and mask_scores is None:
+            weights = exp2_of_scores(scores, spec.log2_scale, shift)
         else:
             weights = jnp.exp2(scores * spec.log2_scale - shift)
-        made = (
-            _dropped(call, slot, dropout_keys, mask_scores is not None, *_factors(weights, capped))
+        zeros = (
+            _drop_weights(call, slot, dropout_keys, mask_scores is not None, *_weights_and_slopes(weights, capped))
             if spec.has_dropout
-            else _factors(weights, capped)
+            else _weights_and_slopes(weights, capped)
         )
-        for ref, value in zip(made_refs, made, strict=True):
+        for ref, value in zip(weight_refs, zeros, strict=True):
             # Converted to 16 bits at once: dk's product is still using its registers.
             ref[...] = value.astype(ref.dtype)
 
-    initial, made = plgpu.WGMMAAccumulatorRef.init, arrays.full_tile(shape)
-    outputs = [made.astype(spec.dtype)] * (1 + caps) + [made] * spec.has_dropout
-    dk, _, *weights = pl.run_state(products)((initial(dk), initial(made), *outputs))
+    initial, zeros = plgpu.WGMMAAccumulatorRef.init, arrays.zero_tile(shape)
+    outputs = [zeros.astype(spec.dtype)] * (1 + has_soft_cap) + [zeros] * spec.has_dropout
+    dk, _, *weights = pl.run_state(products)((initial(dk), initial(zeros), *outputs))
     return dk, *weights
 
 
-def _factors(weights: Any, capped: Any) -> Iterator[Any]:
+def _weights_and_slopes(weights: Any, capped: Any) -> Iterator[Any]:
     """Yields the weights and, with a soft cap, the weights times its slope, computed when the weights are 16-bit to
     save registers.
     """
@@ -283,8 +283,8 @@ def _factors(weights: Any, capped: Any) -> Iterator[Any]:
         yield weights * (1 - capped * capped)
 
 
-def _dropped(
-    call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *given: Any
+def _drop_weights(
+    call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *weights_and_factors: Any
 ) -> list[Any]:
     """Returns the outputs of `_make_weights` with dropout: a step's weights, and those times the cap's slope if there
     is a cap.
@@ -297,15 +297,17 @@ def _dropped(
     delta / tiny is NaN, and the factor is at most p, which is 0 for a masked pair.
     """
     spec, buffers, (rows, columns) = call.spec, call.buffers, dropout_keys()
-    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *given
-    shape, tiny = factors.shape, dropout.TINY[spec.dtype.name]
+    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *weights_and_factors
+    shape, dropped_weight = factors.shape, dropout.DROPPED_WEIGHT[spec.dtype.name]
     if masked:
-        lost = factors * over_rows(delta, shape) * (1 / tiny)
-        tiny = jnp.minimum(factors, tiny)
+        dropped_gradients = factors * broadcast_to_rows(delta, shape) * (1 / dropped_weight)
+        dropped_weight = jnp.minimum(factors, dropped_weight)
     else:
-        lost = factors * over_rows(delta * (1 / tiny), shape)
-    begun = over_rows(delta, shape), lost
-    return dropout.where_kept(spec, rows, columns, *((x, 0.0) for x in weights), (factors, tiny), begun)
+        dropped_gradients = factors * broadcast_to_rows(delta * (1 / dropped_weight), shape)
+    initial_gradients = broadcast_to_rows(delta, shape), dropped_gradients
+    return dropout.select_kept(
+        spec, rows, columns, *((x, 0.0) for x in weights), (factors, dropped_weight), initial_gradients
+    )
 
 
 def _score_gradients(
@@ -313,44 +315,44 @@ def _score_gradients(
 ) -> tuple[Any, Any, Any]:
     """Returns dv with this step's term, the previous step's part of dq, and the gradients of this step's scores.
 
-    Gradients of weights start from `ds`, which is -delta. For a register-bound tile dq is None: `_late_dq` computes it
-    in the registers of the gradients of weights.
+    Gradients of weights start from `ds`, which is -delta. For a register-bound tile dq is None: `_compute_dq_late`
+    computes it in the registers of the gradients of weights.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape, slot = (WGMMA_M, tile.queries), lax.rem(count, I32(tile.stages["do"]))
     one = 1 + lax.shift_right_logical(w, I32(8))
-    weights = _in_new_registers(weights, one)
-    ds = _in_new_registers(ds, one) if spec.has_dropout else ds
+    weights = _copy_to_new_registers(weights, one)
+    ds = _copy_to_new_registers(ds, one) if spec.has_dropout else ds
 
     def products(refs: Any) -> None:
-        dv_ref, slopes_ref, *dq_refs, made_ref = refs
+        dv_ref, dweights_ref, *dq_refs, ds_ref = refs
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[slot])
         # Only issuing is exclusive; the products run on while the other warpgroup issues its own.
         ping_pong_wait(WARPGROUPS)
-        plgpu.wgmma(slopes_ref, buffers["v"].at[w], buffers["do"].at[slot].transpose((1, 0)))
+        plgpu.wgmma(dweights_ref, buffers["v"].at[w], buffers["do"].at[slot].transpose((1, 0)))
         plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
         for dq_ref in dq_refs:
             _issue_dq(call, w, count, dq_ref)
         ping_pong_pass(WARPGROUPS)
         # Products issued after that of the gradients of weights: dv's, and dq's with the keys of each warpgroup.
         later = 1 + WARPGROUPS * len(dq_refs)
-        factors = arrays.widened(weights if capped is None else capped)
-        made_ref[...] = (factors * plgpu.wgmma_accumulator_load(slopes_ref, wait_n=later)).astype(spec.dtype)
+        factors = arrays.widen_to_float32(weights if capped is None else capped)
+        ds_ref[...] = (factors * plgpu.wgmma_accumulator_load(dweights_ref, wait_n=later)).astype(spec.dtype)
 
     initial = plgpu.WGMMAAccumulatorRef.init
-    made = arrays.full_tile(shape).astype(spec.dtype)
-    early = [] if tile.register_bound else [initial(_no_dq(tile))]
-    dv, _, *dq, ds = pl.run_state(products)((initial(dv), initial(ds), *early, made))
-    return dv, dq[0] if dq else None, _in_new_registers(ds, one)
+    initial_ds = arrays.zero_tile(shape).astype(spec.dtype)
+    dq_accumulators = [] if tile.register_bound else [initial(_no_dq(tile))]
+    dv, _, *dq, ds = pl.run_state(products)((initial(dv), initial(ds), *dq_accumulators, initial_ds))
+    return dv, dq[0] if dq else None, _copy_to_new_registers(ds, one)
 
 
 def _initial_ds(call: Call, w: Any) -> Any:
     """Returns the gradients of scores before the first step: zeros, in shared memory for register-bound tiles."""
-    nothing = arrays.full_tile((WGMMA_M, call.tile.queries)).astype(call.spec.dtype)
+    zeros = arrays.zero_tile((WGMMA_M, call.tile.queries)).astype(call.spec.dtype)
     if not call.tile.register_bound:
-        return nothing
-    _previous_ds(call, w, I32(0))[...] = nothing
+        return zeros
+    _previous_ds(call, w, I32(0))[...] = zeros
     plgpu.commit_smem()
     return None
 
@@ -359,15 +361,15 @@ def _store_ds(call: Call, w: Any, count: Any, ds: Any) -> None:
     """Stores a step's gradients of a warpgroup's scores in shared memory."""
     for half in range(call.tile.queries // WGMMA_M):
         part = ds[:, half * WGMMA_M : (half + 1) * WGMMA_M]
-        call.buffers["ds"].at[_ds_place(call.tile, count, w, half)][...] = part
+        call.buffers["ds"].at[_ds_index(call.tile, count, w, half)][...] = part
 
 
 def _previous_ds(call: Call, w: Any, count: Any) -> Any:
     """Returns the previous step's gradients of a warpgroup's scores in shared memory."""
-    return call.buffers["ds"].at[_ds_place(call.tile, count + 1, w, 0)]
+    return call.buffers["ds"].at[_ds_index(call.tile, count + 1, w, 0)]
 
 
-def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
+def _compute_dq_late(call: Call, w: Any, count: Any, ds: Any) -> Any:
     """Returns the previous step's part of dq, computed separately while the other warpgroup's products run.
 
     First the step's gradients of scores are stored. They overwrite those of the step before the previous one, which the
@@ -380,7 +382,7 @@ def _late_dq(call: Call, w: Any, count: Any, ds: Any) -> Any:
     return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_no_dq(call.tile)))
 
 
-def _in_new_registers(tile: Any, one: Any) -> Any:
+def _copy_to_new_registers(tile: Any, one: Any) -> Any:
     """Returns a tile in new registers, written after earlier code: times a one that the compiler cannot fold.
 
     Conversions to 16 bits run during products, since that halves the registers; but they must not write registers that
@@ -389,7 +391,7 @@ def _in_new_registers(tile: Any, one: Any) -> Any:
     return lax.optimization_barrier(lax.optimization_barrier(tile) * one.astype(tile.dtype))
 
 
-def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
+def _finish_dk(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
     """Returns dk with the previous step's term, and hands over the previous step's part of dq."""
 
     def products(refs: Any) -> None:
@@ -406,7 +408,7 @@ def _finish(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> Any:
 
 
 def _no_dq(tile: BackwardTile) -> Any:
-    return arrays.full_tile((WGMMA_M, tile.dq_columns))
+    return arrays.zero_tile((WGMMA_M, tile.dq_columns))
 
 
 def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
@@ -418,7 +420,7 @@ def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
     for other in range(WARPGROUPS):
         # ds is stored keys by queries, and dq = ds K needs queries by keys: the descriptor transposes, without moving
         # data.
-        left = buffers["ds"].at[_ds_place(tile, count + 1, other, half)]
+        left = buffers["ds"].at[_ds_index(tile, count + 1, other, half)]
         plgpu.wgmma(dq_ref, left.transpose((1, 0)), buffers["k"].at[part * WARPGROUPS + other])
 
 
@@ -432,7 +434,7 @@ def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
     pl.when(count > 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count - 1, 0)))
 
 
-def _ds_place(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:
+def _ds_index(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:
     """Returns the index of a warpgroup's gradients of scores for 64 queries."""
     # Double-buffered: dq's product reads the previous step's while this step's is written.
     return (lax.rem(count, I32(2)) * WARPGROUPS + w) * (tile.queries // WGMMA_M) + half

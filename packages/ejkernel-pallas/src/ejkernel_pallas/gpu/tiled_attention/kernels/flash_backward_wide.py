@@ -22,25 +22,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
-from ejkernel_pallas.gpu.hopper.arrays import over_rows
+from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_rows
 from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
-    clean,
     dq_barrier,
+    key_slice,
     masked_scores,
-    of_keys,
     pattern_words,
-    query_numbers,
+    query_dropout_keys,
     wait_for_tiles,
     write_part,
+    zero_padding,
 )
 
-INITIAL = plgpu.WGMMAAccumulatorRef.init
+INIT_ACCUMULATOR = plgpu.WGMMAAccumulatorRef.init
 
 
-def consume_wide(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
+def run_wide_consumer(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
     """Runs the main loops of the two consumer warpgroups."""
     plgpu.barrier_wait(call.buffers["kv_full"])
     pl.when(w == 0)(functools.partial(_consume_values, call, item, for_each_block))
@@ -50,22 +50,22 @@ def consume_wide(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_blo
 def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
-    row_numbers = arrays.load_rows(of_keys(call, "k_numbers", item, call.member)) if spec.has_dropout else None
+    row_numbers = arrays.load_rows(key_slice(call, "k_dropout_keys", item, call.member)) if spec.has_dropout else None
     if spec.segments:
-        ids, others = (of_keys(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
+        ids, others = (key_slice(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
         row_ids = arrays.load_rows(ids)
         line = tile.line("k")
-        clean(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
-        clean(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_parts)))
+        zero_padding(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
+        zero_padding(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_key_parts)))
 
     def step(masking: bool, head: Any, place: Any, state: Any) -> Any:
-        (count, dv, rest), index = state, call.query_block(item, head, place)
-        slot, half = lax.rem(count, I32(tile.depth)), lax.rem(count, I32(2))
+        (count, dv, last_strip), index = state, call.query_block(item, head, place)
+        slot, half = lax.rem(count, I32(tile.query_stages)), lax.rem(count, I32(2))
         wait_for_tiles(call, count, masking)
         words = pattern_words(call, item, head, place, call.member) if masking else ()
         mask_scores = functools.partial(masked_scores, call, first, row_ids, slot, index, words) if masking else None
-        numbers = (row_numbers, query_numbers(call, item, head, index)) if spec.has_dropout else None
-        weights, factors = _make_weights(call, count, slot, rest, mask_scores, numbers)
+        numbers = (row_numbers, query_dropout_keys(call, item, head, index)) if spec.has_dropout else None
+        weights, factors = _compute_weights(call, count, slot, last_strip, mask_scores, numbers)
         # Both members have computed their parts of dq from the previous contents.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
         buffers["ds"].at[half][...] = factors.astype(spec.dtype)
@@ -79,28 +79,28 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
         weights = lax.optimization_barrier(weights.astype(spec.dtype))
 
         def products(refs: Any) -> None:
-            dv_ref, dq_ref, rest_ref = refs
+            dv_ref, dq_ref, last_strip_ref = refs
             # dq first, so that waiting for all but one product gives dq while dv's product runs.
             _issue_dq(call, count - 1, 0, dq_ref)
             if not spec.segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
             plgpu.wgmma(dv_ref, weights, buffers["do"].at[_zero()])
-            rest_ref[...] = _hand_over_first(call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
+            last_strip_ref[...] = _pass_first_strip(call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
 
-        dv, _, rest = pl.run_state(products)((INITIAL(dv), INITIAL(_no_dq()), rest))
+        dv, _, last_strip = pl.run_state(products)((INIT_ACCUMULATOR(dv), INIT_ACCUMULATOR(_zero_dq()), last_strip))
         plgpu.barrier_arrive(buffers["do_free"].at[0])
-        return count + 1, dv, rest
+        return count + 1, dv, last_strip
 
-    start = I32(0), arrays.full_tile((WGMMA_M, spec.value_dim)), _no_strip(call)
-    count, dv, rest = for_each_block(step, start, tile.needs_masks(spec))
+    start = I32(0), arrays.zero_tile((WGMMA_M, spec.value_dim)), _zero_strip(call)
+    count, dv, last_strip = for_each_block(step, start, tile.needs_masks(spec))
     # The pipeline drains: the last strip of the step before the last, then all of the last step.
-    _hand_over(call, count - 2, 0, 1, rest)
-    _make_last(call, count - 1, 0)
+    _pass_dq_to_adders(call, count - 2, 0, 1, last_strip)
+    _compute_last_dq(call, count - 1, 0)
     # This warpgroup does not read the keys any more; the other waits for that before it overwrites them with dk.
     plgpu.barrier_arrive(buffers["dq_done"])
     dv = dv * spec.dropout_scale
     part = functools.partial(write_part, call, item, "v", call.member * WGMMA_M, dv)
-    tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
+    tile_scheduler.run_whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
 
 
 def _write_values(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
@@ -117,7 +117,9 @@ def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
     return item.tile * call.tile.keys + member * WGMMA_M
 
 
-def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any, numbers: Any) -> tuple[Any, Any]:
+def _compute_weights(
+    call: Call, count: Any, slot: Any, last_strip: Any, mask_scores: Any, numbers: Any
+) -> tuple[Any, Any]:
     """Returns a step's weights, and the factors of the gradients of weights: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.queries)
 
@@ -128,19 +130,21 @@ def _make_weights(call: Call, count: Any, slot: Any, rest: Any, mask_scores: Any
             queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
             plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
         # During the scores' product: by now the adder has taken the first strip.
-        _hand_over(call, count - 2, 0, 1, rest)
+        _pass_dq_to_adders(call, count - 2, 0, 1, last_strip)
 
-    scores: Any = pl.run_state(product)(INITIAL(arrays.full_tile(shape)))
+    scores: Any = pl.run_state(product)(INIT_ACCUMULATOR(arrays.zero_tile(shape)))
     cap_slope = None
     if spec.soft_cap is not None:
         scores = jnp.tanh(scores * spec.inner_scale)
         cap_slope = 1 - scores * scores
     if mask_scores is not None:
         scores = mask_scores(scores)
-    weights = jnp.exp2(scores * spec.log2_scale - over_rows(arrays.load_columns(buffers["shift"].at[slot]), shape))
+    weights = jnp.exp2(
+        scores * spec.log2_scale - broadcast_to_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
+    )
     factors = weights if cap_slope is None else weights * cap_slope
     if numbers is not None:
-        weights, factors = dropout.where_kept(spec, *numbers, (weights, 0.0), (factors, -factors))
+        weights, factors = dropout.select_kept(spec, *numbers, (weights, 0.0), (factors, -factors))
     return weights, factors
 
 
@@ -149,8 +153,8 @@ def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
     tile, buffers = call.tile, call.buffers
     # Before the first step the product reads uninitialised memory, and is not handed over: this saves a branch around
     # the step.
-    pl.when(count >= 0)(functools.partial(clusters.await_both, buffers["pair"], count))
-    place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_parts + w
+    pl.when(count >= 0)(functools.partial(clusters.wait_for_both, buffers["pair"], count))
+    place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_key_parts + w
     # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other one
     # sent.
     for source, keys in ((place, part), (place + 2, I32(tile.parts + w))):
@@ -163,15 +167,15 @@ def _zero() -> Any:
     return lax.optimization_barrier(I32(0))
 
 
-def _no_dq() -> Any:
-    return arrays.full_tile((WGMMA_M, SWIZZLE_COLUMNS))
+def _zero_dq() -> Any:
+    return arrays.zero_tile((WGMMA_M, SWIZZLE_COLUMNS))
 
 
-def _no_strip(call: Call) -> Any:
-    return arrays.full_tile((WGMMA_M, call.tile.dq_columns))
+def _zero_strip(call: Call) -> Any:
+    return arrays.zero_tile((WGMMA_M, call.tile.dq_columns))
 
 
-def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
+def _pass_dq_to_adders(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
     """Passes a strip of a step's part of dq to an adder warp; before the first step nothing is added."""
     buffers = call.buffers
     # The first strip of step 0 finds the buffer free.
@@ -181,44 +185,44 @@ def _hand_over(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
     pl.when(count >= 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count, w)))
 
 
-def _hand_over_first(call: Call, count: Any, w: int, dq: Any) -> Any:
+def _pass_first_strip(call: Call, count: Any, w: int, dq: Any) -> Any:
     """Hands over the first strip of a step's part of dq, once gradients of scores have been read; returns the
     second.
     """
     pl.when(count >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(count, I32(2))]))
-    _hand_over(call, count, w, 0, dq[:, : call.tile.dq_columns])
+    _pass_dq_to_adders(call, count, w, 0, dq[:, : call.tile.dq_columns])
     # Copied to new registers: the accumulator's are read only after all products issued so far.
     return dq[:, call.tile.dq_columns :] * (1 + _zero()).astype(jnp.float32)
 
 
-def _make_last(call: Call, count: Any, w: int) -> None:
+def _compute_last_dq(call: Call, count: Any, w: int) -> None:
     """Computes the previous step's part of dq, and hands it over."""
-    dq: Any = pl.run_state(functools.partial(_issue_dq, call, count, w))(INITIAL(_no_dq()))
-    _hand_over(call, count, w, 1, _hand_over_first(call, count, w, dq))
+    dq: Any = pl.run_state(functools.partial(_issue_dq, call, count, w))(INIT_ACCUMULATOR(_zero_dq()))
+    _pass_dq_to_adders(call, count, w, 1, _pass_first_strip(call, count, w, dq))
 
 
 def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     if spec.segments:
-        clean(of_keys(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
+        zero_padding(key_slice(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
 
     def step(masking: bool, _head: Any, _index: Any, state: Any) -> Any:
-        count, dk, ds, rest = state
+        count, dk, ds, last_strip = state
         wait_for_tiles(call, count, masking)
-        dk, ds, rest = _score_gradients(call, count, dk, ds, rest)
-        return count + 1, dk, ds, rest
+        dk, ds, last_strip = _score_gradients(call, count, dk, ds, last_strip)
+        return count + 1, dk, ds, last_strip
 
-    nothing = arrays.full_tile((WGMMA_M, tile.queries)).astype(spec.dtype)
-    start = I32(0), arrays.full_tile((WGMMA_M, spec.head_dim)), nothing, _no_strip(call)
-    count, dk, ds, rest = for_each_block(step, start, spec.segments)
-    _hand_over(call, count - 2, 1, 1, rest)
-    _make_last(call, count - 1, 1)
-    last = buffers["q"].at[lax.rem(count - 1, I32(tile.depth))]
-    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INITIAL(dk))
+    zeros = arrays.zero_tile((WGMMA_M, tile.queries)).astype(spec.dtype)
+    start = I32(0), arrays.zero_tile((WGMMA_M, spec.head_dim)), zeros, _zero_strip(call)
+    count, dk, ds, last_strip = for_each_block(step, start, spec.segments)
+    _pass_dq_to_adders(call, count - 2, 1, 1, last_strip)
+    _compute_last_dq(call, count - 1, 1)
+    last = buffers["q"].at[lax.rem(count - 1, I32(tile.query_stages))]
+    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INIT_ACCUMULATOR(dk))
     plgpu.barrier_wait(buffers["dq_done"])
     dk = dk * (spec.scale * spec.dropout_scale)
     part = functools.partial(write_part, call, item, "k", call.member * WGMMA_M, dk)
-    tile_scheduler.whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
+    tile_scheduler.run_whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
 
 
 def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
@@ -233,45 +237,51 @@ def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, rest: Any) -> tuple[Any, Any, Any]:
+def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, last_strip: Any) -> tuple[Any, Any, Any]:
     """Returns dk with the previous step's term, the gradients of this step's scores, and the rest of the previous
     step's dq.
     """
     spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (WGMMA_M, call.tile.queries)
-    slot, last = (lax.rem(n, I32(tile.depth)) for n in (count, jnp.maximum(count - 1, 0)))
+    slot, last = (lax.rem(n, I32(tile.query_stages)) for n in (count, jnp.maximum(count - 1, 0)))
     place = lax.rem(count, I32(2))
     if not spec.segments:
         plgpu.barrier_wait(buffers["q_full"].at[slot])
-    delta = over_rows(arrays.load_columns(buffers["delta"].at[slot]), shape)
+    delta = broadcast_to_rows(arrays.load_columns(buffers["delta"].at[slot]), shape)
 
     def products(refs: Any) -> None:
-        dk_ref, slopes_ref, dq_ref, new_ref, rest_ref = refs
+        dk_ref, dweights_ref, dq_ref, ds_ref, last_strip_ref = refs
         # dk of the previous step: its operand ds is in registers, and the product runs while strips are handed over.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
-        _hand_over(call, count - 2, 1, 1, rest)
+        _pass_dq_to_adders(call, count - 2, 1, 1, last_strip)
         if not spec.segments:
             plgpu.barrier_wait(buffers["do_full"].at[0])
-        plgpu.wgmma(slopes_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
+        plgpu.wgmma(dweights_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
         _issue_dq(call, count - 1, 1, dq_ref)
         # Waits for all but dq's two products.
-        new = plgpu.wgmma_accumulator_load(slopes_ref, wait_n=tile.members)
+        new = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=tile.members)
         plgpu.barrier_wait(buffers["weights_full"])
         # Not earlier: `weights_full` makes warpgroup 0's writes visible.
-        factors = arrays.widened(arrays.load_tile(buffers["ds"].at[place]))
+        factors = arrays.widen_to_float32(arrays.load_tile(buffers["ds"].at[place]))
         if spec.has_dropout:
             delta = arrays.load_columns(buffers["delta"].at[slot])
             # A negative factor marks a dropped weight: its gradient has no term <do, v>, but has delta.
-            new, factors = dropout.where_positive(factors, new, delta), jnp.abs(factors)
-        new_ref[...] = (factors * new).astype(spec.dtype)
+            new, factors = dropout.select_by_sign(factors, new, delta), jnp.abs(factors)
+        ds_ref[...] = (factors * new).astype(spec.dtype)
         plgpu.commit_smem()  # all weights have been read
         plgpu.barrier_arrive(buffers["do_free"].at[0])
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
-        buffers["ds"].at[place][...] = new_ref[...]
+        buffers["ds"].at[place][...] = ds_ref[...]
         plgpu.commit_smem()
         # Committed, since a bulk copy reads shared memory through the async proxy.
         clusters.send(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
-        rest_ref[...] = _hand_over_first(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
+        last_strip_ref[...] = _pass_first_strip(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
 
-    initial = INITIAL(dk), INITIAL(delta), INITIAL(_no_dq()), arrays.full_tile(shape).astype(spec.dtype), rest
-    dk, _, _, new, rest = pl.run_state(products)(initial)
-    return dk, new, rest
+    initial = (
+        INIT_ACCUMULATOR(dk),
+        INIT_ACCUMULATOR(delta),
+        INIT_ACCUMULATOR(_zero_dq()),
+        arrays.zero_tile(shape).astype(spec.dtype),
+        last_strip,
+    )
+    dk, _, _, new, last_strip = pl.run_state(products)(initial)
+    return dk, new, last_strip

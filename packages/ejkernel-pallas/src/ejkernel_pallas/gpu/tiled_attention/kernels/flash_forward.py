@@ -23,7 +23,7 @@ from jax import lax
 
 from ejkernel.arithmetic import LN2, LOG2E
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
-from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
@@ -31,12 +31,12 @@ from ejkernel_pallas.gpu.tiled_attention.kernels import forward_producer, online
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, next_tile, queries_of
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_outputs import release_queries, write_output
-from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import MIXED
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED
 from ejkernel_pallas.gpu.tiled_attention.spec import (
     LOWEST,
 )
 
-Masking = Literal["lower", "both"] | None
+MaskedSides = Literal["lower", "both"] | None
 """The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
 bound only; None for a full block.
 """
@@ -63,13 +63,13 @@ class State(NamedTuple):
 def forward_kernel(call: Call) -> None:
     """Runs one thread block of the kernel: the main loop of every warpgroup over the block's work tiles."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
-    of_consumers, of_producer = tile.registers(call.spec)
+    consumer_registers, producer_registers = tile.registers(call.spec)
     first = lax.axis_index("block")
     # Carried from tile to tile: work tiles so far, key blocks so far, the tile's index and its key blocks.
     start = I32(0), I32(0), first, tile_scheduler.block_range(call.plan, call.operands["table"], first)
 
     # Read once: the number of sequences, and so of tiles, is known only on the device.
-    items = call.plan.items if call.pages is None else call.pages.live(call.operands)
+    items = call.plan.items if call.pages is None else call.pages.count_live_tiles(call.operands)
 
     def for_each_tile(body: Any) -> None:
         lax.while_loop(lambda carry: carry[2] < items, functools.partial(body, call), start)
@@ -78,7 +78,7 @@ def forward_kernel(call: Call) -> None:
     def _consume() -> None:
         # Registers move from the producer, which needs few, to the consumers: ptxas allots the same number to all
         # threads.
-        plgpu.set_max_registers(of_consumers, action="increase")
+        plgpu.set_max_registers(consumer_registers, action="increase")
         if call.spec.ping_pong:
             # The last warpgroup passes first, so that warpgroup 0 finds its barrier open and all others wait.
             pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(ping_pong_pass, tile.warpgroups))
@@ -88,7 +88,7 @@ def forward_kernel(call: Call) -> None:
 
     @pl.when(warpgroup == tile.warpgroups)
     def _produce() -> None:
-        plgpu.set_max_registers(of_producer, action="decrease")
+        plgpu.set_max_registers(producer_registers, action="decrease")
         for_each_tile(forward_producer.produce if call.pages is None else paged_producer.produce)
 
 
@@ -107,7 +107,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
         # Outputs are written through the buffer of their queries. The last tile's buffer is free once TMA has read it,
         # as it has by now, a whole prologue later: this does not stall.
         pl.when(nth_tile > 0)(lambda: release_queries(call, call.buffer(nth_tile - 1, warpgroup)))
-    step_of = functools.partial(_step, call, query_tile)
+    process_block = functools.partial(_step, call, query_tile)
     end = _key_end(call, query_tile, start, stop)
     if call.tile.needs_masks(spec):
         # The prologue has processed the first key block, with all masks.
@@ -115,11 +115,11 @@ def _query_tile(call: Call, carry: Any) -> Any:
         if call.tile.has_idle_warpgroups(spec):
             full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
         if spec.masks_lower:
-            state = lax.fori_loop(start + 1, full_start, functools.partial(step_of, "lower"), state)
-        state = lax.fori_loop(full_start, full_end, functools.partial(step_of, None), state)
-        state = lax.fori_loop(full_end, end, functools.partial(step_of, "both"), state)
+            state = lax.fori_loop(start + 1, full_start, functools.partial(process_block, "lower"), state)
+        state = lax.fori_loop(full_start, full_end, functools.partial(process_block, None), state)
+        state = lax.fori_loop(full_end, end, functools.partial(process_block, "both"), state)
     else:
-        state = lax.fori_loop(start + 1, stop, functools.partial(step_of, None), state)
+        state = lax.fori_loop(start + 1, stop, functools.partial(process_block, None), state)
     _epilogue(call, query_tile, _last_product(call, state))
     step = (
         state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_skip_key_block, call), state.count)
@@ -143,21 +143,21 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
     slot = call.slot(step)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
     scores = wgmma.wait(wgmma.issue(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
-    masking: Masking = "both" if call.tile.needs_masks(call.spec) else None
-    present = _present(call, masking, slot)
+    masking: MaskedSides = "both" if call.tile.needs_masks(call.spec) else None
+    present = _existing_key_bits(call, masking, slot)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
-    mask = _tile_mask(call, query_tile, start, masking).with_words(present)
+    mask = _tile_mask(call, query_tile, start, masking).add_words(present)
     scores = _masked(call, query_tile, mask, masking, scores)
     # LOWEST is finite: in a row without any key so far, -inf - -inf would be NaN.
-    row_max, row_sum = arrays.full_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.full_rows(WGMMA_M, 0.0)
+    row_max, row_sum = arrays.fill_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.fill_rows(WGMMA_M, 0.0)
     row_max, row_sum, weights, _ = online_softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
     weights = _apply_dropout(call, query_tile, step, weights)
     return State(
-        step + 1, arrays.full_tile((WGMMA_M, call.spec.value_dim)), row_max, row_sum, _as_operand(call, weights)
+        step + 1, arrays.zero_tile((WGMMA_M, call.spec.value_dim)), row_max, row_sum, _as_operand(call, weights)
     )
 
 
-def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state: State) -> State:
+def _step(call: Call, query_tile: QueryTile, masking: MaskedSides, index: Any, state: State) -> State:
     """Processes one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
     shared, warpgroups = call.shared, call.tile.warpgroups
     slot, last = call.slot(state.count), call.slot(state.count - 1)
@@ -166,7 +166,7 @@ def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state
     mask = _tile_mask(call, query_tile, index, masking)
 
     def multiply(refs: Any) -> None:
-        acc_ref, *row_refs = refs
+        acc_ref, *softmax_refs = refs
         plgpu.barrier_wait(shared.k_full.at[slot])
         if call.spec.ping_pong:
             ping_pong_wait(warpgroups)
@@ -178,17 +178,17 @@ def _step(call: Call, query_tile: QueryTile, masking: Masking, index: Any, state
             ping_pong_pass(warpgroups)
         # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
         scores = wgmma.wait(scores, in_flight=1)
-        present = _present(call, masking, slot)
+        present = _existing_key_bits(call, masking, slot)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores = _masked(call, query_tile, mask.with_words(present), masking, scores)
+        scores = _masked(call, query_tile, mask.add_words(present), masking, scores)
         row_max, row_sum, weights, alpha = online_softmax.exponentiate(
             call.spec, scores, state.row_max, state.row_sum, masking is None
         )
         new = row_max, row_sum, _apply_dropout(call, query_tile, state.count, weights), alpha
-        for ref, value in zip(row_refs, new, strict=True):
+        for ref, value in zip(softmax_refs, new, strict=True):
             ref[...] = value
 
-    zeros = arrays.full_tile((WGMMA_M, call.tile.keys))
+    zeros = arrays.zero_tile((WGMMA_M, call.tile.keys))
     refs = (plgpu.WGMMAAccumulatorRef.init(state.acc), state.row_max, state.row_sum, zeros, state.row_max)
     made: Any = pl.run_state(multiply)(refs)
     acc, row_max, row_sum, weights, alpha = made
@@ -221,21 +221,21 @@ class TileMask(NamedTuple):
     block: Any
     words: tuple[Any, ...] = ()
 
-    def with_words(self, words: tuple[Any, ...]) -> "TileMask":
+    def add_words(self, words: tuple[Any, ...]) -> "TileMask":
         """Returns the mask with further words."""
         return self._replace(words=(*self.words, *words))
 
 
-def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: Masking) -> TileMask:
+def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: MaskedSides) -> TileMask:
     """Returns the mask of the key block at an index of the item's list, if it needs one."""
     if masking is None or not call.spec.pattern:
         return TileMask(place)
-    words = call.operands["mask_words"].at[I32(0), call.listed("mask_ids", query_tile.item, place)]
+    words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", query_tile.item, place)]
     row = query_tile.row - query_tile.item.tile * call.tile.queries
     return TileMask(call.key_block(query_tile.item, place), tile_masks.load_words(words, row, call.tile.keys))
 
 
-def _present(call: Call, masking: Masking, slot: Any) -> tuple[Any, ...]:
+def _existing_key_bits(call: Call, masking: MaskedSides, slot: Any) -> tuple[Any, ...]:
     """Returns the word with the existing keys of a block, if the block needs masks and keys are in pages.
 
     Read before the stage is freed: the producer then writes the word of a later block.
@@ -245,7 +245,7 @@ def _present(call: Call, masking: Masking, slot: Any) -> tuple[Any, ...]:
     return (plgpu.layout_cast(jnp.full((WGMMA_M,), call.shared.present[slot], I32), ROW_LAYOUT),)
 
 
-def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking, scores: Any) -> Any:
+def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: MaskedSides, scores: Any) -> Any:
     """Returns scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
     spec, key = call.spec, mask.block * call.tile.keys
     if spec.soft_cap is not None and not (masking is None and spec.fuses_soft_cap):
@@ -253,20 +253,20 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: Masking,
     if masking is None:
         return scores
     if query_tile.paged is None:
-        first, last, mixed = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
+        first, last, unsorted = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
     else:
-        first, last, mixed = *tile_masks.paged_key_range(spec, WGMMA_M, query_tile.paged, key), None
+        first, last, unsorted = *tile_masks.paged_key_range(spec, WGMMA_M, query_tile.paged, key), None
     if spec.segments:
-        first, last, mixed = _segment_range(call, query_tile, key)
+        first, last, unsorted = _segment_range(call, query_tile, key)
     last = None if masking == "lower" else last
-    return tile_masks.within(scores, first, last, mixed, mask.words)
+    return tile_masks.within(scores, first, last, unsorted, mask.words)
 
 
-def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.Mixed]:
+def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.UnsortedIds]:
     """Returns the first and last column of every row with segment ids, and the ids that must be compared."""
     first, last = (arrays.load_rows(call.shared.ranges.at[query_tile.buffer, n]) for n in (0, 1))
-    # `MIXED` was added to rows whose segments are not one range of keys: there ids are compared.
-    mixed = last >= MIXED
+    # `UNSORTED` was added to rows whose segments are not one range of keys: there ids are compared.
+    unsorted = last >= UNSORTED
     # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
     batch, row = lax.optimization_barrier((query_tile.item.batch, query_tile.row))
     item, q_ids, k_ids = (
@@ -278,8 +278,8 @@ def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, An
         q_ids.at[item.row(q_ids), pl.ds(row, WGMMA_M)],
         k_ids.at[item.row(k_ids), pl.ds(key, call.tile.keys)],
     )
-    last = jnp.where(mixed, last - MIXED, last)
-    return first - key, last - key, tile_masks.Mixed(mixed.astype(jnp.int32), rows, columns)
+    last = jnp.where(unsorted, last - UNSORTED, last)
+    return first - key, last - key, tile_masks.UnsortedIds(unsorted.astype(jnp.int32), rows, columns)
 
 
 def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) -> Any:
@@ -287,7 +287,7 @@ def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) 
     if not call.spec.has_dropout:
         return weights
     rows, columns = (
-        arrays.load_rows(call.shared.q_numbers.at[query_tile.buffer]),
+        arrays.load_rows(call.shared.q_dropout_keys.at[query_tile.buffer]),
         arrays.load_columns(call.numbers(count)),
     )
     return zero_dropped(call.spec, rows, columns, weights)
@@ -328,10 +328,10 @@ def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
         top = jnp.maximum(row_max, sink)
         alpha = jnp.exp2(row_max - top)
         row_sum, row_max = row_sum * alpha + jnp.exp2(sink - top), top
-        acc = acc * over_columns(alpha, acc.shape)
+        acc = acc * broadcast_to_columns(alpha, acc.shape)
     # A row that attends to nothing gets output 0 and lse -inf.
     some = row_sum > 0
     inverse = spec.dropout_scale / jnp.where(some, row_sum, 1)
     lse = jnp.where(some, row_max * LN2 + jnp.log(jnp.where(some, row_sum, 1)), -jnp.inf)
-    output = acc * over_columns(inverse, acc.shape)
+    output = acc * broadcast_to_columns(inverse, acc.shape)
     write_output(call, query_tile, output, lse)

@@ -30,9 +30,9 @@ class Shared:
         number: Indices of the block's tiles, for even and for odd tile counts, [2].
         number_full: Mbarriers: an index has been written.
         number_free: Mbarriers: an index has been read.
-        q_numbers: Dropout's keys of queries, [buffers * warpgroups, 64], or None.
-        k_numbers: Dropout's keys of keys, [stages + 1, block], or None. They arrive with the keys, and are read when
-            those may already be overwritten: one slot more than stages.
+        q_dropout_keys: Dropout's keys of queries, [buffers * warpgroups, 64], or None.
+        k_dropout_keys: Dropout's keys of keys, [stages + 1, block], or None. They arrive with the keys, and are read
+            when those may already be overwritten: one slot more than stages.
         ranges: First and last key of every query with segment ids, [buffers * warpgroups, 2, 64], or None.
         v_raw: Mbarrier: values that include padding have arrived, or None.
         output: Outputs in the memory of the queries if head dimensions differ, [64-column tiles, 64, 64], or None.
@@ -52,8 +52,8 @@ class Shared:
     number: Any
     number_full: Any
     number_free: Any
-    q_numbers: Any = None
-    k_numbers: Any = None
+    q_dropout_keys: Any = None
+    k_dropout_keys: Any = None
     ranges: Any = None
     v_raw: Any = None
     output: Any = None
@@ -96,7 +96,7 @@ class KeyPages(Protocol):
         """Copies per block of keys or of values: arrivals at their mbarrier."""
         ...
 
-    def live(self, operands: dict[str, Any]) -> Any:
+    def count_live_tiles(self, operands: dict[str, Any]) -> Any:
         """Returns the number of work tiles with queries, the first ones of the list."""
         ...
 
@@ -152,16 +152,16 @@ class Call:
 
     def key_block(self, item: tile_scheduler.WorkTile, place: Any) -> Any:
         """Returns the key block of a step: the step itself, or with a pattern the entry of the item's list."""
-        return self.listed("blocks", item, place) if self.spec.pattern else place
+        return self.list_entry("blocks", item, place) if self.spec.pattern else place
 
-    def listed(self, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
+    def list_entry(self, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
         """Returns an entry of a pattern's operand at an index of the item's list."""
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
 
     def numbers(self, count: Any) -> Any:
         """Returns dropout's keys of a key block."""
-        return self.shared.k_numbers.at[lax.rem(count, I32(self.tile.stages + 1))]
+        return self.shared.k_dropout_keys.at[lax.rem(count, I32(self.tile.stages + 1))]
 
     def buffer(self, nth_tile: Any, warpgroup: Any) -> Any:
         """Returns the index of the buffer with a warpgroup's queries of the nth tile."""

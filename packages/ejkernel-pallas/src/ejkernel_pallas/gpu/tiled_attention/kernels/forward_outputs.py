@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.row_ranges import store_row_numbers, store_rows
+from ejkernel_pallas.gpu.hopper.row_ranges import store_row_values, store_rows
 from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, queries_of
 
@@ -21,7 +21,7 @@ def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
         return
     made = call, query_tile, output, lse
     whole, part = (functools.partial(write, *made) for write in (_write_tile, _write_part))
-    tile_scheduler.whole_or_part(call.plan, query_tile.item, whole, part)
+    tile_scheduler.run_whole_or_part(call.plan, query_tile.item, whole, part)
 
 
 def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
@@ -43,7 +43,7 @@ def _write_rows(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
     # `end` may be negative if a warpgroup has no rows of the sequence, and stores would read that as a large number.
     target, end = call.outputs[0].at[item.batch, :, item.head], jnp.maximum(end, 0)
     store_rows(target, output.astype(call.spec.dtype), row, I32(0), end, first)
-    store_row_numbers(call.outputs[1].at[item.batch, item.head], lse, row, first, end)
+    store_row_values(call.outputs[1].at[item.batch, item.head], lse, row, first, end)
 
 
 def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:

@@ -15,7 +15,7 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, next_tile
-from ejkernel_pallas.gpu.tiled_attention.kernels.padding import clean_rows
+from ejkernel_pallas.gpu.tiled_attention.kernels.padding import zero_padding_rows
 
 
 def produce(call: Call, carry: Any) -> Any:
@@ -52,7 +52,7 @@ def _copy_block(
     source = call.operands[what]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
     if what == "k" and call.spec.has_dropout:
-        numbers = call.operands["k_numbers"]
+        numbers = call.operands["k_dropout_keys"]
         plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), rows], call.numbers(count), there)
 
 
@@ -72,7 +72,7 @@ def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: 
         fetch(shared.v_raw)
         plgpu.barrier_wait(shared.v_raw)
         rows = pl.ds(index * call.tile.keys, call.tile.keys)
-        clean_rows(shared.v.at[slot], ids.at[item.row(ids), rows])
+        zero_padding_rows(shared.v.at[slot], ids.at[item.row(ids), rows])
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.v_full.at[slot])
 
@@ -85,8 +85,8 @@ def _fetch_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, war
     source = call.operands["q"]
     plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, item.head], shared.q.at[buffer], full)
     if call.spec.has_dropout:
-        numbers = call.operands["q_numbers"]
-        plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), item.head, rows], shared.q_numbers.at[buffer], full)
+        numbers = call.operands["q_dropout_keys"]
+        plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), item.head, rows], shared.q_dropout_keys.at[buffer], full)
     if call.spec.segments:
         ranges = call.operands["ranges"]
         plgpu.copy_gmem_to_smem(ranges.at[item.row(ranges), :, rows], shared.ranges.at[buffer], full)

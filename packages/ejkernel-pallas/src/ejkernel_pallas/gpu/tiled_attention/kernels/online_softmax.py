@@ -16,10 +16,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ejkernel_pallas.gpu.hopper.arrays import over_columns
+from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
-from ejkernel_pallas.gpu.hopper.registers import of_rows, pair, row_like, scalar
+from ejkernel_pallas.gpu.hopper.registers import fill_rows_like, of_rows, pair, scalar
 from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -56,7 +56,7 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full
     if spec.rescales_lazily:
         # A maximum that increased by less is kept: alpha is exactly 1, and the warp may skip the accumulator.
         new_max = jnp.where(new_max - row_max > RESCALE_THRESHOLD, new_max, row_max)
-    weights = jnp.exp2(scores * spec.log2_scale - over_columns(new_max, scores.shape))
+    weights = jnp.exp2(scores * spec.log2_scale - broadcast_to_columns(new_max, scores.shape))
     alpha = jnp.exp2(row_max - new_max)
     return new_max, row_sum * alpha + _thread_row_sum(weights), weights, alpha
 
@@ -66,7 +66,7 @@ def rescale(spec: HopperSpec, acc: Any, alpha: jax.Array) -> jax.Array:
     if spec.fixed_max:
         return acc
     if not spec.rescales_lazily:
-        return acc * over_columns(alpha, acc.shape)
+        return acc * broadcast_to_columns(alpha, acc.shape)
     return rescale_lazily(acc, alpha)
 
 
@@ -100,6 +100,6 @@ def _thread_row_sum(weights: jax.Array) -> jax.Array:
         for place, register in enumerate(tile.registers.flat):
             for weight in pair(register):
                 sums[place % 2] = arith.addf(sums[place % 2], weight)
-        return of_rows(row_like(tile, sums[0]), sums)
+        return of_rows(fill_rows_like(tile, sums[0]), sums)
 
     return add(weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

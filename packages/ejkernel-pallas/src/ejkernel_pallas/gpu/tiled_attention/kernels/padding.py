@@ -13,7 +13,7 @@ from ejkernel_pallas.gpu.hopper.row_ranges import LINE, write_zeros
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
 
-def clean_rows(tile: Any, ids: Any, line: int = LINE) -> None:
+def zero_padding_rows(tile: Any, ids: Any, line: int = LINE) -> None:
     """Writes zeros to the rows of a tile whose ids are negative.
 
     Args:
@@ -24,7 +24,7 @@ def clean_rows(tile: Any, ids: Any, line: int = LINE) -> None:
     rows, size = tile.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(line)), plgpu.RefType()))
-    def clean(_: Any, tile: Any, ids: Any) -> None:
+    def zero_padding(_: Any, tile: Any, ids: Any) -> None:
         base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(tile))
         first = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
         # One thread per row: few rows are padding, and the other threads are done after one load.
@@ -35,4 +35,4 @@ def clean_rows(tile: Any, ids: Any, line: int = LINE) -> None:
                 with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, number, constant(0))):
                     write_zeros(base, row, size * 2, line)
 
-    clean(tile, ids)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    zero_padding(tile, ids)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -45,15 +45,15 @@ def produce(call: Call, carry: Any) -> Any:
     after = next_tile(call, nth_tile)
 
     def pair(index: Any, carry: Any) -> Any:
-        count, *known = carry
-        following = [find(jnp.minimum(index + 2, last))] if known else []
-        keys(known[1] if known else find(index + 1), index + 1, count + 1)
-        values(known[0] if known else find(index), index, count)
-        return count + 1, *known[1:], *following
+        count, *prefetched_addresses = carry
+        next_addresses = [find(jnp.minimum(index + 2, last))] if prefetched_addresses else []
+        keys(prefetched_addresses[1] if prefetched_addresses else find(index + 1), index + 1, count + 1)
+        values(prefetched_addresses[0] if prefetched_addresses else find(index), index, count)
+        return count + 1, *prefetched_addresses[1:], *next_addresses
 
-    known = [first, find(jnp.minimum(start + 1, last))] if call.pages.copies <= MAX_PREFETCHED else []
-    count, *known = lax.fori_loop(start, last, pair, (step, *known))
-    values(known[0] if known else find(last), last, count)
+    prefetched_addresses = [first, find(jnp.minimum(start + 1, last))] if call.pages.copies <= MAX_PREFETCHED else []
+    count, *prefetched_addresses = lax.fori_loop(start, last, pair, (step, *prefetched_addresses))
+    values(prefetched_addresses[0] if prefetched_addresses else find(last), last, count)
     return nth_tile + 1, count + 1, *after
 
 
@@ -76,11 +76,11 @@ def _copy_values(
 ) -> None:
     """Copies a block of values, and zeroes slots that belong to no key of the tile and may hold NaN."""
     assert call.pages is not None
-    pages_of, shared, slot = call.pages, call.shared, call.slot(count)
+    key_pages, shared, slot = call.pages, call.shared, call.slot(count)
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
 
     def fetch(full: Any) -> None:
-        pages_of.copy(call.operands, "v", pages, block, _kv_head(call, item), shared.v.at[slot], full)
+        key_pages.copy(call.operands, "v", pages, block, _kv_head(call, item), shared.v.at[slot], full)
 
     full, key = shared.v_full.at[slot], block * call.tile.keys
     first, end = tile.low - key, tile.keys - key
@@ -94,7 +94,7 @@ def _copy_values(
         zero_rows(shared.v.at[slot], first, end)
         plgpu.commit_smem()
         # The same number of arrivals as with copies.
-        for _ in range(pages_of.copies):
+        for _ in range(key_pages.copies):
             plgpu.barrier_arrive(full)
 
 

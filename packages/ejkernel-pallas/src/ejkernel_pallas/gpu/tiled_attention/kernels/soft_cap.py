@@ -22,11 +22,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, scf, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.powers_of_two import instruction, polynomial
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, row_like, with_registers
+from ejkernel_pallas.gpu.hopper.powers_of_two import exp2_polynomial, instruction
+from ejkernel_pallas.gpu.hopper.registers import constant, fill_rows_like, i32, number, of_rows, pair, with_registers
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-NEAR = 0.4
+NEAR_ZERO_LIMIT = 0.4
 COEFFICIENTS = (0.99960171, -0.31317268)
 SOME = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
 """PTX: whether a number is at least another one, or NaN, in any thread of the warp."""
@@ -55,13 +55,13 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
         kind = tile.registers.flat[0].type
         given = [product for register in tile.registers.flat for product in pair(register)]
         # The vote makes the branch uniform in a warp.
-        branch: Any = scf.IfOp(_some_far(spec, given), [number(0.0).type] * (len(given) + 2), has_else=True)
-        for block, weight in ((branch.then_block, _far), (branch.else_block, _near)):
+        branch: Any = scf.IfOp(_any_far_from_zero(spec, given), [number(0.0).type] * (len(given) + 2), has_else=True)
+        for block, weight in ((branch.then_block, _weight_of_any), (branch.else_block, _weight_near_zero)):
             with ir.InsertionPoint(block):
                 scf.yield_(_with_sums(functools.partial(weight, spec), given))
-        *made, first, second = branch.results
+        *made, linear, second = branch.results
         weights = [vector.from_elements(kind, made[n : n + 2]) for n in range(0, len(made), 2)]
-        return with_registers(tile, weights), of_rows(row_like(tile, first), [first, second])
+        return with_registers(tile, weights), of_rows(fill_rows_like(tile, linear), [linear, second])
 
     return run(products)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -77,9 +77,9 @@ def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[A
     return [*made, *sums]
 
 
-def _some_far(spec: HopperSpec, products: list[Any]) -> Any:
+def _any_far_from_zero(spec: HopperSpec, products: list[Any]) -> Any:
     """Returns whether any product of the warp is not near zero."""
-    operands = [_largest([math.absf(product) for product in products]), number(NEAR / spec.inner_scale)]
+    operands = [_largest([math.absf(product) for product in products]), number(NEAR_ZERO_LIMIT / spec.inner_scale)]
     some: Any = llvm.inline_asm(i32(), operands, SOME, "=r,f,f", has_side_effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
 
@@ -92,18 +92,20 @@ def _largest(numbers: list[Any]) -> Any:
     return numbers[0]
 
 
-def _near(spec: HopperSpec, _: int, product: Any) -> Any:
+def _weight_near_zero(spec: HopperSpec, _: int, product: Any) -> Any:
     """Returns the weight of a product that is near zero."""
-    first, third = (
-        number(coefficient * spec.inner_scale**power * spec.log2_scale)
-        for coefficient, power in zip(COEFFICIENTS, (1, 3), strict=True)
+    linear, cubic = (
+        number(coefficient * spec.inner_scale**degree * spec.log2_scale)
+        for coefficient, degree in zip(COEFFICIENTS, (1, 3), strict=True)
     )
-    return instruction(arith.mulf(product, math.fma(third, arith.mulf(product, product), first)))
+    return instruction(arith.mulf(product, math.fma(cubic, arith.mulf(product, product), linear)))
 
 
-def _far(spec: HopperSpec, n: int, product: Any) -> Any:
+def _weight_of_any(spec: HopperSpec, n: int, product: Any) -> Any:
     """Returns the weight of any product, the thread's `n`th."""
     scaled = arith.mulf(product, number(spec.inner_scale))
     # tanh uses the special-function unit for every product, so every second exponential uses the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")
-    return instruction(arith.mulf(capped, number(spec.log2_scale))) if n % 2 else polynomial(capped, spec.log2_scale)
+    return (
+        instruction(arith.mulf(capped, number(spec.log2_scale))) if n % 2 else exp2_polynomial(capped, spec.log2_scale)
+    )

@@ -5,7 +5,7 @@ import jax
 from ejkernel.planning.softmax_merge import Partial, merge
 
 
-def merged(outputs: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def merge_split_tiles(outputs: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns tiles merged from their parts.
 
     Args:

@@ -15,12 +15,12 @@ from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, of_rows, pair, scalar, with_registers
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.spec import SPAN, WORD, HopperSpec
+from ejkernel_pallas.gpu.tiled_attention.spec import SPAN_COLUMNS, WORD_BITS, HopperSpec
 
 FAR = 2**30
 
 
-class Mixed(NamedTuple):
+class UnsortedIds(NamedTuple):
     """Segment ids that are not sorted, so that the keys of a query are not contiguous.
 
     Attributes:
@@ -79,7 +79,7 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
         row: The first of the 64 rows.
         width: Columns.
     """
-    spans = cdiv(width, SPAN)
+    spans = cdiv(width, SPAN_COLUMNS)
     template = plgpu.layout_cast(jnp.full((WGMMA_M,), 0, jnp.int32), ROW_LAYOUT)
     first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (WGMMA_M,), ())
 
@@ -90,7 +90,7 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
         )
         def words_of(_: Any, source: Any, like: Any, start: Any) -> Any:
             # Each thread loads its own words: the four of a row have different columns.
-            words_row = arith.addi(scalar(start.registers.flat[0]), _thread_row())
+            words_row = arith.addi(scalar(start.registers.flat[0]), _first_thread_row())
             thread = arith.andi(mgpu.utils.thread_idx(), constant(3))
             found: list[Any] = []
             for half in (0, 1):
@@ -107,22 +107,22 @@ def within(
     scores: jax.Array,
     low: jax.Array | None,
     high: jax.Array | None,
-    mixed: Mixed | None = None,
+    unsorted: UnsortedIds | None = None,
     pattern: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """Returns scores with -inf in columns before `low` and after `high`, both int32 per row.
 
-    If `mixed` is set, also where the ids of row and column differ; and where the words of a pattern have no bits.
+    If `unsorted` is set, also where the ids of row and column differ; and where the words of a pattern have no bits.
 
     The columns that a thread keeps of a row are bits of a word, from which the assembler makes seven predicates at a
     time; comparisons would be two or three per score, which is more than its exponential takes.
     """
-    if low is None and high is None and mixed is None and not pattern:
+    if low is None and high is None and unsorted is None and not pattern:
         return scores
     here = [limit is not None for limit in (low, high)]
     limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
-    refs = () if mixed is None else (mixed.row_ids, mixed.column_ids)
-    flag = () if mixed is None else (plgpu.layout_cast(mixed.flag, ROW_LAYOUT),)
+    refs = () if unsorted is None else (unsorted.row_ids, unsorted.column_ids)
+    flag = () if unsorted is None else (plgpu.layout_cast(unsorted.flag, ROW_LAYOUT),)
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -133,20 +133,20 @@ def within(
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *given: Any) -> Any:
-        ids, given_limits = given[: len(refs) + len(flag)], iter(given[len(refs) + len(flag) :])
+        ids, limit_vectors = given[: len(refs) + len(flag)], iter(given[len(refs) + len(flag) :])
         bounds = [
-            [scalar(register) for register in next(given_limits).registers.flat] if there else (None, None)
+            [scalar(register) for register in next(limit_vectors).registers.flat] if there else (None, None)
             for there in here
         ]
-        numbers = range(cdiv(scores.shape[1], SPAN))
+        numbers = range(cdiv(scores.shape[1], SPAN_COLUMNS))
         # Ranges, ids and patterns are first converted to words, so that a single bit masks a score.
         words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
-        if mixed is not None:
-            words = _same_words(words, ids, scores.shape[1])
-        for span, bits in enumerate(given_limits):
+        if unsorted is not None:
+            words = _clear_other_segments(words, ids, scores.shape[1])
+        for span, bits in enumerate(limit_vectors):
             for half, register in enumerate(bits.registers.flat):
                 words[half][span] = arith.andi(words[half][span], scalar(register))
-        return _kept(tile, words)
+        return _mask_by_words(tile, words)
 
     operands = *refs, *flag, *limits, *pattern
     return select(scores, *operands)
@@ -175,7 +175,7 @@ def between(
     if pattern:
         scores = within(scores, None, None, pattern=pattern)
     limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
-    tests = ["setp.le", "setp.ge"][: len(limits)]
+    comparisons = ["setp.le", "setp.ge"][: len(limits)]
     row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROW_LAYOUT),), () if ids is None else (ids[1],)
 
     @plgpu.inline_mgpu(
@@ -183,21 +183,27 @@ def between(
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *given: Any) -> Any:
-        column_ids, rows = given[: len(refs)], [[scalar(x) for x in row.registers.flat] for row in given[len(refs) :]]
-        return _between(tile, tests, rows, *column_ids)
+        column_ids, rows = (
+            given[: len(refs)],
+            [[scalar(x) for x in row.registers.flat] for row in given[len(refs) :]],
+        )
+        return _mask_columns(tile, comparisons, rows, *column_ids)
 
     return select(scores, *refs, *limits, *row_ids)
 
 
-def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
+def _mask_columns(tile: Any, comparisons: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
     """Returns a tile with -inf in the columns outside of each row's limits, and where column ids differ."""
     place = _thread_column()
     # Relative to the thread's first column, so that columns are constants of the instructions.
-    limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(tests)]]
-    tests = [f"{test}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};" for n, test in enumerate(tests)]
+    limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(comparisons)]]
+    comparisons = [
+        f"{comparison}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};"
+        for n, comparison in enumerate(comparisons)
+    ]
     if column_ids is not None:
-        tests.append(f"setp.eq.and.s32 p, ${len(limits) + 3}, ${len(limits) + 4}, p;")
-    code = f"{{ .reg .pred p; {' '.join(tests)} selp.f32 $0, $1, 0fFF800000, p; }}"
+        comparisons.append(f"setp.eq.and.s32 p, ${len(limits) + 3}, ${len(limits) + 4}, p;")
+    code = f"{{ .reg .pred p; {' '.join(comparisons)} selp.f32 $0, $1, 0fFF800000, p; }}"
     registers: list[Any] = []
     for number, register in enumerate(tile.registers.flat):
         eight, half = divmod(number, 2)
@@ -215,16 +221,16 @@ def _between(tile: Any, tests: list[str], rows: list[list[Any]], column_ids: Any
 def _range_word(number: int, low: Any, high: Any) -> Any:
     """Returns the bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
     before = constant(0) if low is None else _columns(number, arith.subi(low, constant(1)))
-    through = constant(WORD) if high is None else _columns(number, high)
-    count = arith.maxsi(arith.subi(through, before), constant(0))
+    bits_to_last = constant(WORD_BITS) if high is None else _columns(number, high)
+    count = arith.maxsi(arith.subi(bits_to_last, before), constant(0))
     # `bmsk` makes a run of ones from a start and a length, and clamps both: no branch for empty or full words.
     return llvm.inline_asm(i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
 
 
 def _columns(number: int, last: Any) -> Any:
     """Returns how many of a thread's columns in a word are at or before a column of the tile."""
-    last = arith.subi(last, arith.addi(_thread_column(), constant(number * SPAN)))
-    last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN - 1))
+    last = arith.subi(last, arith.addi(_thread_column(), constant(number * SPAN_COLUMNS)))
+    last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN_COLUMNS - 1))
     # Two columns of every eight: whole eights count two each, and the last one those at or before the column.
     pairs, rest = arith.shrsi(last, constant(3)), arith.andi(last, constant(7))
     return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, constant(1)), constant(2)))
@@ -235,7 +241,7 @@ def _thread_column() -> Any:
     return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
 
 
-def _thread_row() -> Any:
+def _first_thread_row() -> Any:
     """Returns the first of a thread's two rows of 64; the other one is eight rows later."""
     thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
     return arith.addi(
@@ -244,30 +250,30 @@ def _thread_row() -> Any:
     )
 
 
-def _same_words(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
+def _clear_other_segments(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
     """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
-    (rows, columns, flag), flat, count = ids, [*words[0], *words[1]], len(words[0])
+    (rows, columns, flag), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
     # A uniform branch: ids are loaded only if segments are unsorted.
-    branch: Any = scf.IfOp(is_set, [i32()] * len(flat), has_else=True)
+    branch: Any = scf.IfOp(is_set, [i32()] * len(all_registers), has_else=True)
     with ir.InsertionPoint(branch.then_block):
         same = _id_words(rows, columns, width)
-        scf.yield_([arith.andi(word, other) for word, other in zip(flat, same, strict=True)])
+        scf.yield_([arith.andi(word, other) for word, other in zip(all_registers, same, strict=True)])
     with ir.InsertionPoint(branch.else_block):
-        scf.yield_(flat)
+        scf.yield_(all_registers)
     made = list(branch.results)
     return [made[:count], made[count:]]
 
 
 def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
     """Returns bits of the columns with the ids of a thread's rows: the words of the first row, then of the second."""
-    row = _thread_row()
+    row = _first_thread_row()
     ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
-    words = [[constant(0)] * cdiv(width, SPAN) for _ in ids]
+    words = [[constant(0)] * cdiv(width, SPAN_COLUMNS) for _ in ids]
     for place in range(width // 4):
         eight, n = divmod(place, 2)
         column = _number(columns, arith.addi(_thread_column(), constant(eight * 8 + n)))
-        word, bit = divmod(place, WORD)
+        word, bit = divmod(place, WORD_BITS)
         for words_row, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
             words_row[word] = arith.ori(words_row[word], arith.select(same, constant(as_int32(1 << bit)), constant(0)))
@@ -278,7 +284,7 @@ def _number(ids: Any, place: Any) -> Any:
     return memref.load(ids, [arith.index_cast(ir.IndexType.get(), place)])
 
 
-def _kept(tile: Any, words: list[list[Any]]) -> Any:
+def _mask_by_words(tile: Any, words: list[list[Any]]) -> Any:
     """Returns a tile with -inf where the words have no bits. A thread has two rows and, of every eight columns, two."""
     lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -math.inf))
     registers: list[Any] = []
@@ -286,7 +292,7 @@ def _kept(tile: Any, words: list[list[Any]]) -> Any:
         eight, half = divmod(number, 2)
         kept: list[Any] = []
         for n, score in enumerate(pair(register)):
-            word, bit = divmod(2 * eight + n, WORD)
+            word, bit = divmod(2 * eight + n, WORD_BITS)
             # The assembler turns tests of constant bits of one word into predicates, seven at a time.
             found = arith.andi(words[half][word], constant(as_int32(1 << bit)))
             kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, constant(0)), score, lowest))

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import cdiv
-from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MAXIMUM, MINIMUM, SUM, Extent, extent, reduced
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import (
+    MAXIMUM,
+    MINIMUM,
+    SUM,
+    TileExtents,
+    find_tile_extents,
+    reduce_last_axis,
+)
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 Ids = tuple[jax.Array, jax.Array] | None
@@ -24,8 +31,8 @@ def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) ->
     A tile without work gets block 0, fully masked, so that the same code writes every output.
     """
     some, every = _pairs(spec, ids, q_block, kv_block)
-    (first, last), full = _spans(some, every)
-    return _table(_where(last == 0, 0, first), _where(last == 0, 1, last), full)
+    (first, last), full = _work_spans(some, every)
+    return _table(_numpy_or_jax_where(last == 0, 0, first), _numpy_or_jax_where(last == 0, 1, last), full)
 
 
 def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
@@ -35,7 +42,7 @@ def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) 
     contiguous. Bands and sorted ids have this property; for unsorted ids, ranges are widened.
     """
     some, every = (pairs.swapaxes(1, 2) for pairs in _pairs(spec, ids, q_block, kv_block))
-    return _in_step(*_spans(some, every), some.shape[-1])
+    return _make_monotonic(*_work_spans(some, every), some.shape[-1])
 
 
 def tiles(length: int, block: int) -> int:
@@ -43,13 +50,13 @@ def tiles(length: int, block: int) -> int:
     return cdiv(length, block)
 
 
-def padded_ids(values: jax.Array, block: int, padding: int) -> jax.Array:
+def pad_segment_ids(values: jax.Array, block: int, padding: int) -> jax.Array:
     """Pads segment ids [B, length] to whole tiles, with one negative id for everything that attends to nothing."""
     values = jnp.where(values < 0, padding, values.astype(jnp.int32))
     return jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), constant_values=padding)
 
 
-def without_padding(x: jax.Array, ids: jax.Array) -> jax.Array:
+def zero_padded_tokens(x: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns an array [B, length, heads, size] with zeros where ids [B, length] are negative.
 
     Padding may hold anything, and a weight of zero times NaN is NaN.
@@ -70,8 +77,8 @@ def _pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any
         every = every & (k_high <= q_low[:, None] + spec.right)
     if ids is None:
         return some, every
-    q, k = extent(ids[0], q_block), extent(ids[1], kv_block)
-    q, k = Extent(*(x[:, :, None] for x in q)), Extent(*(x[:, None] for x in k))
+    q, k = find_tile_extents(ids[0], q_block), find_tile_extents(ids[1], kv_block)
+    q, k = TileExtents(*(x[:, :, None] for x in q)), TileExtents(*(x[:, None] for x in k))
     same = jnp.maximum(q.low, k.low) <= jnp.minimum(q.high, k.high)
     all_same = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & ~(q.padded | k.padded)
     return some & same, every & all_same
@@ -83,7 +90,7 @@ def _indices(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     return low, np.minimum(low + block, length) - 1
 
 
-def _spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _work_spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Returns the span of tiles with work, as its first tile and the one after its last, and a run of full tiles in it.
 
     Each is int [B|1, tiles]. For an empty span, the first is the number of tiles and the last is 0. If full tiles have
@@ -91,35 +98,40 @@ def _spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """
     count = some.shape[-1]
     index = np.arange(count, dtype=np.int32)
-    given = [_where(pairs, n, other) for pairs in (some, every) for n, other in ((index, count), (index + 1, 0))]
-    ways = (MINIMUM, MAXIMUM, MINIMUM, MAXIMUM, SUM)
-    first, last, full_start, full_end, full = reduced([*given, every.astype(np.int32)], ways)
-    return (first, last), (full_start, _where((full > 0) & (full_end - full_start != full), full_start + 1, full_end))
+    arrays = [
+        _numpy_or_jax_where(pairs, n, other) for pairs in (some, every) for n, other in ((index, count), (index + 1, 0))
+    ]
+    reductions = (MINIMUM, MAXIMUM, MINIMUM, MAXIMUM, SUM)
+    first, last, full_start, full_end, full = reduce_last_axis([*arrays, every.astype(np.int32)], reductions)
+    return (first, last), (
+        full_start,
+        _numpy_or_jax_where((full > 0) & (full_end - full_start != full), full_start + 1, full_end),
+    )
 
 
 def _table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
     """Returns int32 [B|1, tiles, 4]: first, full_start, full_end, last. Without full tiles, their run is empty and
     first.
     """
-    full_start, full_end = (_where(full[1] == 0, first, x) for x in full)
+    full_start, full_end = (_numpy_or_jax_where(full[1] == 0, first, x) for x in full)
     stack = jnp.stack if isinstance(first, jax.Array) else np.stack
     return stack([first, full_start, full_end, last], axis=-1).astype(np.int32)
 
 
-def _in_step(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
+def _make_monotonic(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
     """Widens spans so that neither the first nor the last tile is before that of an earlier span.
 
     Tiles without work get the shortest such span.
     """
-    place = np.arange(span[0].shape[-1])
-    later = place >= place[:, None]
-    first, last = _where(span[1] == 0, count - 1, span[0])[:, None], span[1][:, None]
-    given = [_where(later, first, count - 1), _where(later.T, last, 0)]
-    first, last = reduced(given, (MINIMUM, MAXIMUM))
-    return _table(first, _where(last > first, last, first + 1), full)
+    tile_index = np.arange(span[0].shape[-1])
+    later = tile_index >= tile_index[:, None]
+    first, last = _numpy_or_jax_where(span[1] == 0, count - 1, span[0])[:, None], span[1][:, None]
+    arrays = [_numpy_or_jax_where(later, first, count - 1), _numpy_or_jax_where(later.T, last, 0)]
+    first, last = reduce_last_axis(arrays, (MINIMUM, MAXIMUM))
+    return _table(first, _numpy_or_jax_where(last > first, last, first + 1), full)
 
 
-def _where(condition: Any, x: Any, y: Any) -> Any:
+def _numpy_or_jax_where(condition: Any, x: Any, y: Any) -> Any:
     """Is `where` of JAX if one of the arguments is a JAX array, and of NumPy otherwise."""
-    traced = any(isinstance(given, jax.Array) for given in (condition, x, y))
-    return (jnp if traced else np).where(condition, x, y)
+    is_jax = any(isinstance(arrays, jax.Array) for arrays in (condition, x, y))
+    return (jnp if is_jax else np).where(condition, x, y)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MINIMUM, reduced
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MINIMUM, reduce_last_axis
 
 
-def first_adders(ranges: Any, count: int) -> Any:
+def find_first_adders(ranges: Any, count: int) -> Any:
     """Returns the first key tile that adds to the dq of each query block; those that do are contiguous.
 
     Args:
@@ -24,5 +24,5 @@ def first_adders(ranges: Any, count: int) -> Any:
     # Those that add are contiguous, so the first of them gives every key tile its index in the order.
     adds = (ranges[:, None, :, 0] <= query) & (query < ranges[:, None, :, 3])
     where = jnp.where if isinstance(ranges, jax.Array) else np.where
-    (first,) = reduced([where(adds, np.arange(keys, dtype=np.int32), keys)], (MINIMUM,))
+    (first,) = reduce_last_axis([where(adds, np.arange(keys, dtype=np.int32), keys)], (MINIMUM,))
     return first

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import extent
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import find_tile_extents
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-MIXED = 2**30
+UNSORTED = 2**30
 """Added to the last key of queries whose keys are not contiguous."""
 
 
@@ -18,39 +18,39 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
 
     Args:
         spec: The kernel's constants.
-        ids: Ids of queries [B, T] and keys [B, S], from `padded_ids`.
+        ids: Ids of queries [B, T] and keys [B, S], from `pad_segment_ids`.
         kv_block: Keys per tile.
 
     Returns:
-        The first and the last key of every query, int32 [B, 2, T]. If ids have to be compared, `MIXED` is added to the
-        last.
+        The first and the last key of every query, int32 [B, 2, T]. If ids have to be compared, `UNSORTED` is added to
+        the last.
     """
     queries, keys = ids
-    of_keys = extent(keys, kv_block)
+    of_keys = find_tile_extents(keys, kv_block)
     is_last = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
-    wanted = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
-    found = jax.vmap(_place, in_axes=(0, 0, None, 0))(keys, wanted, is_last, of_keys.end.max(axis=1))
-    mixed = of_keys.mixed[:, :, None]
+    ids_to_find = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
+    found = jax.vmap(_count_smaller_ids, in_axes=(0, 0, None, 0))(keys, ids_to_find, is_last, of_keys.end.max(axis=1))
+    unsorted = of_keys.unsorted[:, :, None]
     # Counts of keys before the range's first key and through its last one: the last index is its count minus one.
-    limit = jnp.where(mixed, jnp.where(is_last, spec.keys, 0), found) - jnp.where(is_last, 1, 0)
+    limit = jnp.where(unsorted, jnp.where(is_last, spec.keys, 0), found) - jnp.where(is_last, 1, 0)
     row = jnp.arange(queries.shape[1], dtype=jnp.int32)
     if spec.left is not None:
         limit = jnp.where(is_last, limit, jnp.maximum(limit, row - spec.left))
     if spec.right is not None:
         limit = jnp.where(is_last, jnp.minimum(limit, row + spec.right), limit)
-    return jnp.where(mixed & is_last, limit + MIXED, limit)
+    return jnp.where(unsorted & is_last, limit + UNSORTED, limit)
 
 
-def _place(ids: jax.Array, wanted: jax.Array, or_equal: jax.Array, end: jax.Array) -> jax.Array:
-    """Returns how many of the first `end` sorted ids are less than each of `wanted`, or equal to it.
+def _count_smaller_ids(ids: jax.Array, ids_to_find: jax.Array, includes_equal: jax.Array, end: jax.Array) -> jax.Array:
+    """Returns how many of the first `end` sorted ids are less than each of `ids_to_find`, or equal to it.
 
     The binary search is unrolled into a few kernels.
     """
-    low, high = jnp.zeros_like(wanted), jnp.broadcast_to(end, wanted.shape)
+    low, high = jnp.zeros_like(ids_to_find), jnp.broadcast_to(end, ids_to_find.shape)
     for _ in range(ids.shape[0].bit_length()):
         middle = (low + high) // 2
         # A search that has ended continues without effect, as `low < high` no longer holds.
         found = ids.at[middle].get(mode="clip")
-        before = (low < high) & ((found < wanted) | (or_equal & (found == wanted)))
+        before = (low < high) & ((found < ids_to_find) | (includes_equal & (found == ids_to_find)))
         low, high = jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
     return low

@@ -22,7 +22,7 @@ import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
-from ejkernel_pallas.gpu.tiled_attention.spec import SPAN
+from ejkernel_pallas.gpu.tiled_attention.spec import SPAN_COLUMNS
 
 QUAD = 4
 """Threads that share a row."""
@@ -40,10 +40,10 @@ def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, 
         `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
         these, and `mask_words` as above.
     """
-    found = _with_work(block_map(record, q_block, kv_block))
-    lists = block_lists(found)
-    return _arrays(
-        table=_table(lists), blocks=lists.blocks, mask_ids=lists.mask_ids, mask_words=_words(_tile_masks(found))
+    tile_map = _add_empty_blocks(block_map(record, q_block, kv_block))
+    lists = block_lists(tile_map)
+    return _as_int32(
+        table=_table(lists), blocks=lists.blocks, mask_ids=lists.mask_ids, mask_words=_pack_words(_tile_masks(tile_map))
     )
 
 
@@ -62,73 +62,75 @@ def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[di
     Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys at the start that
     all queries attend to: if they were the first to add, all others would wait for the longest list.
     """
-    found = _with_work(block_map(record, q_block, kv_block).by_keys())
-    lists = block_lists(_reversed(found))
-    some, blocks = found.some, found.some.shape[-1] - 1 - lists.blocks
-    xp = _module(some)
+    tile_map = _add_empty_blocks(block_map(record, q_block, kv_block).by_keys())
+    lists = block_lists(_reversed(tile_map))
+    some, blocks = tile_map.some, tile_map.some.shape[-1] - 1 - lists.blocks
+    xp = _array_module(some)
     later = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
     later = xp.broadcast_to(later, (*blocks.shape[:-1], some.shape[-1]))
     table = _table(lists)
-    arrays = _arrays(
+    arrays = _as_int32(
         table=table,
         blocks=blocks,
         mask_ids=lists.mask_ids,
         ranks=xp.take_along_axis(later, blocks, axis=-1),
-        mask_words=_words(_tile_masks(found).swapaxes(1, 2)),
+        mask_words=_pack_words(_tile_masks(tile_map).swapaxes(1, 2)),
         first=xp.where(some.any(axis=2), 0, some.shape[2]),
     )
     return arrays, table
 
 
-def _module(x: Any) -> Any:
+def _array_module(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 
 def _table(lists: BlockLists) -> Any:
     """Returns int32 [B|1, H|1, tiles, 4]: full blocks are the first of a list."""
-    xp = _module(lists.count)
+    xp = _array_module(lists.count)
     none = xp.zeros_like(lists.count)
     return xp.stack([none, none, lists.full, lists.count], axis=-1)
 
 
-def _reversed(found: BlockMap) -> BlockMap:
+def _reversed(tile_map: BlockMap) -> BlockMap:
     """Reverses the map's last axis: loops traverse the lists from their end, so the first block comes first."""
     return dataclasses.replace(
-        found,
-        some=found.some[..., ::-1],
-        every=found.every[..., ::-1],
-        mask_ids=found.mask_ids[..., ::-1],
-        reachable=found.reachable[..., ::-1],
+        tile_map,
+        some=tile_map.some[..., ::-1],
+        every=tile_map.every[..., ::-1],
+        mask_ids=tile_map.mask_ids[..., ::-1],
+        reachable=tile_map.reachable[..., ::-1],
     )
 
 
-def _arrays(**given: Any) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(x, jnp.int32) for name, x in given.items()}
+def _as_int32(**arrays: Any) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
 
 
-def _with_work(found: BlockMap) -> BlockMap:
+def _add_empty_blocks(tile_map: BlockMap) -> BlockMap:
     """Returns the map with a block for every tile: the first one, fully masked, if there is no other."""
-    first = np.arange(found.some.shape[-1]) == 0
-    forced = ~found.some.any(axis=-1, keepdims=True) & first
-    xp = _module(forced)
+    first = np.arange(tile_map.some.shape[-1]) == 0
+    is_added = ~tile_map.some.any(axis=-1, keepdims=True) & first
+    xp = _array_module(is_added)
     return dataclasses.replace(
-        found,
-        some=found.some | forced,
-        every=found.every & ~forced,
-        mask_ids=xp.where(forced, EMPTY, found.mask_ids),
-        reachable=found.reachable | first,
+        tile_map,
+        some=tile_map.some | is_added,
+        every=tile_map.every & ~is_added,
+        mask_ids=xp.where(is_added, EMPTY, tile_map.mask_ids),
+        reachable=tile_map.reachable | first,
     )
 
 
-def _tile_masks(found: BlockMap) -> np.ndarray:
-    assert found.tile_masks is not None  # the record has a pattern
-    return found.tile_masks
+def _tile_masks(tile_map: BlockMap) -> np.ndarray:
+    assert tile_map.tile_masks is not None  # the record has a pattern
+    return tile_map.tile_masks
 
 
-def _words(masks: np.ndarray) -> np.ndarray:
+def _pack_words(masks: np.ndarray) -> np.ndarray:
     """Returns tile masks [n, rows, columns] as words."""
     count, rows, columns = masks.shape
-    masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN)))
-    bits = masks.reshape(count, rows, -1, SPAN // 8, QUAD, 2).transpose(0, 1, 2, 4, 3, 5)
-    packed = np.packbits(bits.reshape(count, rows, -1, QUAD, SPAN // QUAD).astype(bool), axis=-1, bitorder="little")
+    masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN_COLUMNS)))
+    bits = masks.reshape(count, rows, -1, SPAN_COLUMNS // 8, QUAD, 2).transpose(0, 1, 2, 4, 3, 5)
+    packed = np.packbits(
+        bits.reshape(count, rows, -1, QUAD, SPAN_COLUMNS // QUAD).astype(bool), axis=-1, bitorder="little"
+    )
     return np.ascontiguousarray(packed).view("<i4").reshape(1, count, -1)
