@@ -72,8 +72,8 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
 
     def add(_: bool, head: Any, block_position: Any, count: Any) -> Any:
         for piece in range(tile.pieces):
-            is_own_piece = adder_warp(call, count, piece) == place
-            pl.when(is_own_piece)(
+            is_assigned = adder_warp(call, count, piece) == place
+            pl.when(is_assigned)(
                 functools.partial(add_piece, piece, head, block_position, dq_barrier(call, count, piece))
             )
         return count + 1

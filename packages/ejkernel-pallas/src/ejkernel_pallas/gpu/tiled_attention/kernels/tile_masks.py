@@ -142,7 +142,7 @@ def within(
         # Ranges, ids and patterns are first converted to words, so that a single bit masks a score.
         words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
         if unsorted is not None:
-            words = _clear_other_segments(words, ids, scores.shape[1])
+            words = _keep_same_segment(words, ids, scores.shape[1])
         for span, bits in enumerate(limit_vectors):
             for half, register in enumerate(bits.registers.flat):
                 words[half][span] = arith.andi(words[half][span], scalar(register))
@@ -250,7 +250,7 @@ def _first_thread_row() -> Any:
     )
 
 
-def _clear_other_segments(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
+def _keep_same_segment(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
     """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
     (rows, columns, flag), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
