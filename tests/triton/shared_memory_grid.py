@@ -55,6 +55,19 @@ def latent(rows, heads, sizes, dtypes, page=64, **fields):
     )
 
 
+def every_term(heads, bias=(8, 32, 32), dtype=jnp.float32):
+    """Fields of all terms of serving at once; `bias` is the shape of the biases of pairs, None for no biases."""
+    return {
+        "alibi_slopes": SHAPE((heads,), jnp.float32),
+        "qq_bias": None if bias is None else SHAPE(bias, dtype),
+        "softmax_aux": SHAPE((heads,), jnp.float32),
+        "shared_prefix": SHAPE((), jnp.int32),
+        "chunk_size": 64,
+        "sliding_window": (100, 0),
+        "logits_soft_cap": 30.0,
+    }
+
+
 def _lengths(rows, sequences):
     return {
         "block_tables": SHAPE((sequences, 8), jnp.int32),
@@ -71,3 +84,5 @@ def every_paged_call():
         for rows, heads, size, dtypes in itertools.product(ROWS, HEADS, sizes, DTYPES):
             name = f"{make.__name__} rows={rows} heads={heads} sizes={size} {[jnp.dtype(x).name for x in dtypes]}"
             yield name, make(rows, heads, size, dtypes)
+            if rows is not None:
+                yield f"{name}, every term", make(rows, heads, size, dtypes, **every_term(heads))

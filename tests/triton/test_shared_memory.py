@@ -6,10 +6,11 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 from recurrence_grid import delta_launches, delta_record
-from shared_memory_grid import DEVICES, SHAPE, every_paged_call, latent, paged
+from shared_memory_grid import DEVICES, SHAPE, every_paged_call, every_term, latent, paged
 from triton_chips import H200
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
@@ -24,7 +25,7 @@ from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
 from ejkernel_triton.paged_attention.config import fitted, group_of, shared_memory
-from ejkernel_triton.paged_attention.plan import prefix_config
+from ejkernel_triton.paged_attention.plan import prefix_config, split_prefix
 from ejkernel_triton.selected_attention import config as selected_config
 from ejkernel_triton.selected_attention.config import shared_memory as of_selected
 from ejkernel_triton.tiled_attention import config as tiled_config
@@ -58,12 +59,18 @@ def test_a_tile_has_no_more_rows_than_scores_have(heads):
         assert rows <= paged_config.SCORE_ROWS
 
 
-def test_the_tiles_of_a_shared_prefix_fit():
-    record = paged(None, 4, (256, 256), (jnp.float32, jnp.float32))
-    for device in DEVICES.values():
+@pytest.mark.parametrize("target", DEVICES)
+def test_the_tiles_of_a_shared_prefix_fit(target):
+    device, chip = DEVICES[target], gpu_of(DEVICES[target])
+    decoding = paged(None, 4, (256, 256), (jnp.float32, jnp.float32), **every_term(4, None))
+    calls = {name: record for name, record in every_paged_call() if record.shared_prefix is not None}
+    for name, record in {"decoding": decoding, **calls}.items():
+        if paged_config.too_large(record, device):
+            continue
         with target_device(device):
-            chosen = prefix_config(record, paged_config.heuristic(record, device, "forward"))
-        assert shared_memory(record, chosen, gpu_of(device)) <= gpu_of(device).shared_memory
+            prefix = jax.eval_shape(lambda record: split_prefix(record)[0].record, record)
+            chosen = prefix_config(prefix)
+        assert shared_memory(prefix, chosen, chip) <= chip.shared_memory, name
 
 
 def test_a_configuration_that_fits_stays_as_it_is():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from recurrence_grid import GATES, delta_launches, delta_record
-from shared_memory_grid import DEVICES, latent, paged
+from shared_memory_grid import DEVICES, every_term, latent, paged
 from triton_chips import on_chips
 
 from ejkernel.ops import chips
@@ -35,6 +35,15 @@ PAGED = {
     "latent decoding": latent(None, 16, (512, 64), (BF16, BF16)),
     "latent decoding, many heads": latent(None, 128, (512, 64), (BF16, BF16)),
     "latent decoding, float32": latent(None, 16, (256, 64), (F32, F32)),
+    # Biases of pairs pass through shared memory: 196,608 bytes instead of 131,072.
+    "trees": paged(4, 8, (128, 128), (BF16, I8), **every_term(8)),
+    "packed trees": paged(4, 8, (128, 128), (BF16, BF16), page=64, **every_term(8, (8192,))),
+    "trees of long prefills": paged(400, 8, (128, 128), (BF16, BF16), page=64, **every_term(8)),
+    "trees in bfloat16": paged(400, 8, (128, 128), (BF16, BF16), page=64, **every_term(8, (400, 400), BF16)),
+    "trees, float32": paged(64, 8, (256, 256), (F32, F32), **every_term(8)),
+    "latent trees": latent(4, 16, (512, 64), (BF16, I8), **every_term(16)),
+    "latent trees, many heads": latent(4, 128, (512, 64), (BF16, BF16), **every_term(128)),
+    "decoding with a prefix": paged(None, 8, (128, 128), (BF16, BF16), **every_term(8, None)),
 }
 
 
@@ -44,9 +53,13 @@ def test_paged_attention_takes_what_its_bound_says(name, target):
     chosen = paged_config.heuristic(record, device, "forward")
     with target_device(device), launch.collected() as calls:
         jax.eval_shape(lambda record: forward(record, chosen), record)
-    (call,) = (call for call in calls if call.kernel.__name__ == "paged_attention_kernel")
-    took, bound = ahead.shared_memory(call, target), shared_memory(record, chosen, chip)
+    attending = [call for call in calls if call.kernel.__name__ == "paged_attention_kernel"]
+    # The keys of a prefix are another call, with tile sizes of its own.
+    (own,) = (call for call in attending if not call.constants["spec"].ROW_POSITIONS)
+    assert len(attending) == 1 + (record.shared_prefix is not None)
+    took, bound = ahead.shared_memory(own, target), shared_memory(record, chosen, chip)
     assert took <= bound <= chip.shared_memory
+    assert all(ahead.shared_memory(call, target) <= chip.shared_memory for call in attending)
 
 
 @pytest.mark.parametrize(

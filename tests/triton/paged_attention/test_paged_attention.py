@@ -11,7 +11,7 @@ from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention.work import Work, deal
 from ejkernel.ops.device import target_device
-from ejkernel_triton import launch
+from ejkernel_triton import launch, paged_attention
 from ejkernel_triton.paged_attention import config as paged_config
 from ejkernel_triton.paged_attention.forward import forward
 
@@ -22,17 +22,44 @@ TERMS = ("unified_attention", "ragged_decode_attention")
 OTHERS = ("ragged_page_attention_v3", "multi_latent_ragged_page_attention")
 PARTS = (
     "(not ragged and not unified and not wide)",
-    "((unified or ragged_decode) and (bias or window or sinks))",
+    "((unified or ragged_decode) and (bias or window or sinks or trees))",
     "(ragged_page_attention_v3 and (int8 or float8 or decode))",
     "multi_latent",
 )
-# What the kernels do not have: positions in chunks, and a prefix whose pages a call also reads from tables.
-REFUSED = "(chunks or prefix)"
 
 
 def test_conformance():
     operations = (*LAYOUTS, *TERMS, *OTHERS)
-    assert_conforms(operations, f"{VALUES} and not {REFUSED} and ({' or '.join(PARTS)})")
+    assert_conforms(operations, f"{VALUES} and ({' or '.join(PARTS)})")
+
+
+def test_every_pair_of_features_is_the_loop():
+    """Chunks, trees per sequence, and a prefix in calls that write tokens or have a query row per sequence were
+    refused.
+    """
+    run_interpreted("paged_attention/serving_features_process.py")
+
+
+def test_float8_e4m3fn_is_refused_where_triton_cannot_read_it():
+    """An A100 accepted such a cache, and Triton's compiler raised an error."""
+    shape = jax.ShapeDtypeStruct
+    pages = shape((8, 64, 2, 128), jnp.float8_e4m3fn)
+    record = PagedAttention(
+        query=shape((8, 8, 128), jnp.bfloat16),
+        key_pages=pages,
+        value_pages=pages,
+        block_tables=shape((8, 4), jnp.int32),
+        kv_lens=shape((8,), jnp.int32),
+        query_start=None,
+        softmax_scale=0.1,
+        kv_layout="pshd",
+        kv_heads=None,
+    )
+    with target_device(CHIPS["sm_80"]):
+        (reason,) = paged_attention._reasons(record)
+    assert reason.startswith("caches of float8_e4m3fn, which Triton reads from compute capability 8.9 on")
+    with target_device(H200):
+        assert not list(paged_attention._reasons(record))
 
 
 def test_conformance_of_dense_latent_caches():

@@ -38,6 +38,7 @@ def batch(seed):
         num_seqs=None if seed % 2 else jnp.int32(rng.integers(0, sequences + 1)),
         sliding_window=(9, 0) if seed % 3 == 0 else None,
         causal=seed % 5 != 1,
+        chunk_size=13 if seed % 4 == 1 else None,
     )
 
 

@@ -113,10 +113,11 @@ def combined(paged: Paged) -> np.ndarray:
 
 def arguments(op: str, paged: Paged) -> list[np.ndarray]:
     """Positional arguments without the optional ones."""
-    return [_cast(x, paged.dtype) for x in _MAKERS[op](paged)]
+    return [cast(x, paged.dtype) for x in _MAKERS[op](paged)]
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def cast(x: Any, dtype: Any) -> Any:
+    """An array, of this dtype if it has floating numbers."""
     return jnp.asarray(x, dtype) if np.issubdtype(np.asarray(x).dtype, np.floating) else jnp.asarray(x)
 
 
@@ -216,7 +217,7 @@ def keywords(op: str, paged: Paged, options: dict[str, Any]) -> tuple[list[Any],
         given["page_size"] = paged.slots
     if op == "ragged_page_attention_v3":
         given.setdefault("softmax_scale", None)
-    extra = {name: _cast(options[name], jnp.float32) for name in ARRAYS if name in options}
+    extra = {name: cast(options[name], jnp.float32) for name in ARRAYS if name in options}
     slots = {"unified_attention": ("alibi", "qq_bias", "sinks"), "chunked_prefill_paged_decode": ("alibi", "sinks")}
     positional = () if op in ("page_attention", "decode_attention", "prefill_page_attention") else ("sinks",)
     positional = slots.get(op, positional)

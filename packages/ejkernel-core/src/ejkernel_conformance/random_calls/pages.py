@@ -86,12 +86,59 @@ def _batch(rng: Rng, *, decoding: bool, sequences: int | None = None, value_size
     return Batch(lens, q_lens, slots, entries, h, g, d, v, dtype(rng))
 
 
+def _terms(rng: Rng) -> dict[str, Any]:
+    """Draws chunks and the scales that stored keys and values were divided by."""
+    return {
+        "chunk_size": int(rng.integers(1, 100)) if some(rng, 0.2) else None,
+        "k_scale": float(rng.uniform(0.3, 2)) if some(rng, 0.2) else None,
+        "v_scale": float(rng.uniform(0.3, 2)) if some(rng, 0.2) else None,
+    }
+
+
 def _options(rng: Rng, **more: Any) -> dict[str, Any]:
     made = {
+        **_terms(rng),
         "sliding_window": int(rng.integers(1, 100)) if some(rng, 0.4) else None,
         "logits_soft_cap": float(rng.uniform(0.5, 30)) if some(rng, 0.3) else None,
     }
     return given(**made, **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Which arrays of a call's terms are drawn.
+
+    Attributes:
+        slopes: Whether there are `alibi_slopes`.
+        prefix: Tokens of the shared prefix; None without it.
+        pairs: Axes of `qq_bias`: 1 for packed tables, 2 for one, 3 for one per sequence; 0 without it.
+    """
+
+    slopes: bool
+    prefix: int | None
+    pairs: int
+
+    def arrays(self, rng: Rng, batch: Batch, order: np.ndarray) -> Arrays:
+        """Returns the arrays, by name."""
+        made: Arrays = {"alibi_slopes": normal(rng, (batch.h,), np.float32, 0.1)} if self.slopes else {}
+        if self.prefix is not None:
+            made["shared_prefix"] = np.int32(self.prefix)
+        if self.pairs:
+            most = int(batch.q_lens.max())
+            shapes = ((int((batch.q_lens**2).sum()),), (most, most), (len(order), most, most))
+            bias = normal(rng, shapes[self.pairs - 1])
+            made["qq_bias"] = np.where(rng.random(bias.shape) < 0.2, -np.inf, bias).astype(np.float32)
+        return made
+
+
+def _drawn_terms(rng: Rng, batch: Batch, *, pairs: tuple[int, ...] = (), prefix: bool = True) -> Terms:
+    # Also the first sequence of an order, which has the prefix's pages, has so many tokens.
+    most = int(np.where(batch.q_lens > 0, batch.lens - batch.q_lens, batch.lens).min())
+    return Terms(
+        slopes=some(rng, 0.2),
+        prefix=int(rng.integers(0, most + 1)) if prefix and some(rng, 0.3) else None,
+        pairs=pick(rng, pairs) if pairs and some(rng, 0.3) else 0,
+    )
 
 
 def _lse(rng: Rng) -> dict[str, Any]:
@@ -121,14 +168,14 @@ def _queries(rng: Rng, batch: Batch) -> np.ndarray:
 def page(rng: Rng, op: str = "page_attention") -> Drawn:
     """Draws a call of `page_attention` or `decode_attention`, with one query per sequence."""
     z, sinks = _batch(rng, decoding=True), some(rng, 0.3)
-    plain = op == "page_attention"
+    plain, terms = op == "page_attention", _drawn_terms(rng, z)
 
     def values(rng: Rng) -> Arrays:
         order = rng.permutation(len(z.lens))
         tables, unread = z.tables(rng, order)
         keys, held = _caches(rng, z, unread)
         query = normal(rng, (len(order), z.h, z.d), z.kind)
-        lens, more = z.lens[order].astype(np.int32), _sinks(rng, sinks, z)
+        lens, more = z.lens[order].astype(np.int32), _sinks(rng, sinks, z) | terms.arrays(rng, z, order)
         if plain:
             caches = {"key_cache": keys, "value_cache": held, "kv_lens": lens, "block_tables": tables}
         else:
@@ -150,22 +197,23 @@ def decode(rng: Rng) -> Drawn:
 def prefill(rng: Rng) -> Drawn:
     """Draws a call of `prefill_page_attention` with one sequence."""
     z, sinks = _batch(rng, decoding=False, sequences=1), some(rng, 0.3)
-    rows = int(z.q_lens[0])
+    rows, terms = int(z.q_lens[0]), _drawn_terms(rng, z, pairs=(2,), prefix=False)
 
     def values(rng: Rng) -> Arrays:
         tables, unread = z.tables(rng, np.arange(1))
         keys, held = (x.transpose(2, 0, 1, 3) for x in _caches(rng, z, unread))
         lens = {"kv_lens": z.lens.astype(np.int32), "page_indices": tables[0]}
         query = normal(rng, (rows, z.h, z.d), z.kind)
-        return {"query": query, "key_cache": keys, "value_cache": held, **lens, **_sinks(rng, sinks, z)}
+        more = _sinks(rng, sinks, z) | terms.arrays(rng, z, np.arange(1))
+        return {"query": query, "key_cache": keys, "value_cache": held, **lens, **more}
 
     return Drawn(values, _options(rng, kv_layout="hpsd", **_lse(rng)))
 
 
 def unified(rng: Rng, writes: bool = False) -> Drawn:
     """Draws a call of `unified_attention` or `chunked_prefill_paged_decode`, which writes new keys and values first."""
-    z, sinks, slopes = _batch(rng, decoding=False), some(rng, 0.3), some(rng, 0.2)
-    pairs = not writes and some(rng, 0.2)
+    z, sinks = _batch(rng, decoding=False), some(rng, 0.3)
+    terms = _drawn_terms(rng, z, pairs=(1, 2, 3))
 
     def values(rng: Rng) -> Arrays:
         order = rng.permutation(len(z.lens))
@@ -178,8 +226,7 @@ def unified(rng: Rng, writes: bool = False) -> Drawn:
             "block_tables": tables,
             "query_start_loc": _starts(z, order),
         }
-        arrays |= {"alibi_slopes": normal(rng, (z.h,), np.float32, 0.1)} if slopes else {}
-        arrays |= {"qq_bias": normal(rng, (z.rows, z.rows))} if pairs else {}
+        arrays |= terms.arrays(rng, z, order)
         if writes:
             new = {"keys": normal(rng, (z.rows, z.g, z.d), z.kind), "values": normal(rng, (z.rows, z.g, z.v), z.kind)}
             arrays |= {name: poison(x, np.arange(z.rows) == z.rows - 1) for name, x in new.items()}
@@ -196,6 +243,7 @@ def chunked(rng: Rng) -> Drawn:
 def version2(rng: Rng) -> Drawn:
     """Draws a call of `ragged_page_attention_v2`, whose cache alternates keys and values."""
     z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
+    terms = _drawn_terms(rng, z, pairs=(1, 2, 3))
 
     def values(rng: Rng) -> Arrays:
         order = rng.permutation(len(z.lens))
@@ -203,7 +251,13 @@ def version2(rng: Rng) -> Drawn:
         pages = np.stack(_caches(rng, z, unread), axis=3).reshape(z.pages, z.slots, -1, z.d)
         lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables}
         lens |= {"query_start_loc": _starts(z, order), "num_seqs": np.int32(len(order))}
-        return {"queries": _queries(rng, z), "kv_pages": pages, **lens, **_sinks(rng, sinks, z)}
+        return {
+            "queries": _queries(rng, z),
+            "kv_pages": pages,
+            **lens,
+            **_sinks(rng, sinks, z),
+            **terms.arrays(rng, z, order),
+        }
 
     return Drawn(values, _options(rng, **_lse(rng)))
 
@@ -211,6 +265,7 @@ def version2(rng: Rng) -> Drawn:
 def version3(rng: Rng) -> Drawn:
     """Draws a call of `ragged_page_attention_v3`, which writes new keys and values into a packed cache."""
     z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
+    terms = _drawn_terms(rng, z, pairs=(1, 2, 3))
     pack = 4 // z.kind.itemsize
     shape = (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
 
@@ -222,7 +277,8 @@ def version3(rng: Rng) -> Drawn:
         new = {name: poison(x, np.arange(z.rows) == z.rows - 1) for name, x in new.items()}
         lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables.reshape(-1)}
         lens |= {"query_start_loc": _starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
-        return {"queries": _queries(rng, z), **new, "kv_cache": cache, **lens, **_sinks(rng, sinks, z)}
+        more = _sinks(rng, sinks, z) | terms.arrays(rng, z, order)
+        return {"queries": _queries(rng, z), **new, "kv_cache": cache, **lens, **more}
 
     return Drawn(values, _options(rng, softmax_scale=z.d**-0.5, kv_layout="interleaved", **_lse(rng)))
 
@@ -230,6 +286,7 @@ def version3(rng: Rng) -> Drawn:
 def latent(rng: Rng) -> Drawn:
     """Draws a call of `multi_latent_ragged_page_attention` or its second version."""
     z = _batch(rng, decoding=False)
+    sinks, terms = some(rng, 0.2), _drawn_terms(rng, z, pairs=(1, 2, 3))
     r, rope = pick(rng, (64, 128, 512)), pick(rng, (16, 64))
     pack = 4 // z.kind.itemsize
     lanes = -(-r // 128) * 128 + -(-rope // 128) * 128
@@ -244,7 +301,8 @@ def latent(rng: Rng) -> Drawn:
         made = {name: poison(x, np.arange(rows) == rows - 1) for name, x in made.items()}
         lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables.reshape(-1)}
         lens |= {"query_start_loc": _starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
-        return {**made, "kv_cache": cache.reshape(z.pages, z.slots // pack, pack, lanes), **lens}
+        more = _sinks(rng, sinks, z) | terms.arrays(rng, z, order)
+        return {**made, "kv_cache": cache.reshape(z.pages, z.slots // pack, pack, lanes), **lens, **more}
 
     return Drawn(values, _options(rng, softmax_scale=(r + rope) ** -0.5, **_lse(rng)))
 
@@ -252,7 +310,7 @@ def latent(rng: Rng) -> Drawn:
 def ragged_decode(rng: Rng) -> Drawn:
     """Draws a call of `ragged_decode_attention`, with one query per row over a range of keys."""
     z, sinks, s = _batch(rng, decoding=True), some(rng, 0.3), int(rng.integers(1, 300))
-    count = len(z.lens)
+    count, terms = len(z.lens), _drawn_terms(rng, z, prefix=False)
 
     def values(rng: Rng) -> Arrays:
         ends = rng.integers(0, s + 1, count).astype(np.int32)
@@ -262,6 +320,7 @@ def ragged_decode(rng: Rng) -> Drawn:
         shapes = {"key": (count, s, z.g, z.d), "value": (count, s, z.g, z.v)}
         arrays = {name: poison(normal(rng, shape, z.kind), unread) for name, shape in shapes.items()}
         arrays |= {"query": normal(rng, (count, z.h, z.d), z.kind), "sequence_start": starts, "sequence_end": ends}
+        arrays |= terms.arrays(rng, z, np.arange(count))
         return {**arrays, **({"softmax_aux": normal(rng, (z.h, 2))} if sinks else {})}
 
     options = _options(rng, **_lse(rng))

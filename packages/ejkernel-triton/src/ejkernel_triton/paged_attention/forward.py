@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import PagedAttention, qq_starts
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import Rotary, rotary_of
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.plan import plan_work, prefix_config, spec_of_work, split_prefix
+from ejkernel_triton.paged_attention.plan import Prefix, plan_work, prefix_config, spec_of_work, split_prefix
 from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, strides_of
 from ejkernel_triton.sizes import padded_for_dot
 
@@ -29,20 +29,22 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the updated pages, if any; no residuals.
     """
+    prefix = None
     if record.shared_prefix is not None:
-        prefix, suffix = split_prefix(record)
-        parts = (attend_pages(prefix, prefix_config(prefix, config), None), attend_pages(suffix, config, None))
-        return merge_prefix(*parts), None
-    rotary = rotary_of(record)
-    spec = spec_of_work(record, config, rotary)
+        prefix, record = split_prefix(record)
+    spec = spec_of_work(record, config, rotary_of(record))
     plan = plan_work(record, spec, config)
     record, pages = write_cache(record, plan[0], config.block_q)
-    output, lse = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, plan, config))
-    return (output, lse, *pages), None
+    attended = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, plan, config))
+    if prefix is not None:
+        # After the write, which is in place only if nothing reads the pages as they were.
+        keys = dataclasses.replace(prefix.record, key_pages=record.key_pages, value_pages=record.value_pages)
+        attended = merge_prefix(_attend_prefix(dataclasses.replace(prefix, record=keys)), attended)
+    return (*attended, *pages), None
 
 
 def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
-    """Returns output and lse of a record without new tokens.
+    """Returns output and lse of a record without new tokens and without a shared prefix.
 
     Args:
         record: The record.
@@ -51,6 +53,15 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
     """
     spec = spec_of_work(record, config, rotary)
     return _zero_outside_sequences(record, *_attend(record, rotary, spec, plan_work(record, spec, config), config))
+
+
+def _attend_prefix(prefix: Prefix) -> tuple[jax.Array, jax.Array]:
+    """Returns output and lse of all query rows over the keys of the shared prefix."""
+    record, config = prefix.record, prefix_config(prefix.record)
+    rotary = rotary_of(record)
+    spec = spec_of_work(record, config, rotary, row_positions=prefix.positions is not None)
+    plan = plan_work(record, spec, config)
+    return _zero_outside_sequences(record, *_attend(record, rotary, spec, plan, config, prefix.positions))
 
 
 def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -70,8 +81,18 @@ def _attend(
     spec: PagedSpec,
     plan: tuple[jax.Array, jax.Array],
     config: PagedForward,
+    positions: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns output and lse of the rows that are in the work list."""
+    """Returns output and lse of the rows that are in the work list.
+
+    Args:
+        record: The record.
+        rotary: Rotary columns of a latent record.
+        spec: The constants of its kernels.
+        plan: Its work list and the programs' shares.
+        config: Warps and stages.
+        positions: [T, 2] int32, position and context of each query row, where the spec has ROW_POSITIONS.
+    """
     from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
     from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
 
@@ -83,6 +104,7 @@ def _attend(
     values = record.key_pages if record.value_pages is None else record.value_pages
     values = values if rotary is None else rotary.rows
     work, shares = plan
+    pairs, places = (None if x is None else x[None] for x in (_pair_tables(record), positions))
     # Split-KV: two slots per program, for any lengths; see `paged_attention_kernel`.
     slots, part = 2 * spec.PROGRAMS * spec.SPLITS, spec.BV + (spec.BR if spec.TAIL else 0)
     shapes: tuple[Shape | int, ...] = (
@@ -94,7 +116,19 @@ def _attend(
     )
     output, lse, parts, maxima, sums = launch(
         paged_attention_kernel,
-        (row.query, row.key_pages, values[None], tables, work[None], shares[None], sinks, slopes, row.qq_bias),
+        (
+            row.query,
+            row.key_pages,
+            values[None],
+            tables,
+            work[None],
+            shares[None],
+            sinks,
+            slopes,
+            row.qq_bias,
+            pairs,
+            places,
+        ),
         shapes,
         batch=1,
         grid=spec.PROGRAMS * spec.SPLITS,
@@ -115,6 +149,18 @@ def _attend(
         constants={"spec": spec, "PARTS": max(2, min(16, MERGED_NUMBERS // spec.BV))},
     )
     return output[0], lse[0]
+
+
+def _pair_tables(record: PagedAttention) -> jax.Array | None:
+    """Returns start and rows of each sequence's table in a packed `qq_bias`, [N, 2] int32; None for others."""
+    if record.qq_bias is None or record.qq_bias.ndim != 1:
+        return None
+    rows_of = paged_cache.query_ranges(record)[1]
+    starts = qq_starts(record, rows_of)
+    assert starts is not None
+    # A table that ends past the array, as lengths contradict it, counts as empty.
+    fits = starts + rows_of * rows_of <= record.qq_bias.size
+    return jnp.stack((starts, jnp.where(fits, rows_of, 0)), axis=1)
 
 
 def merge_prefix(

@@ -13,16 +13,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import Rotary
 from ejkernel.families.paged_attention.work import Deal, Work, deal, find_work
-from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.paged_attention.config import SCORE_ROWS, PagedForward, fitted, group_of
+from ejkernel_triton.paged_attention.config import PagedForward, heuristic
 from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
-from ejkernel_triton.sizes import padded, padded_for_dot
+from ejkernel_triton.sizes import padded_for_dot
 
 FIELDS = 9
 """Fields of an entry of the work list; `tile` names them."""
@@ -31,12 +30,15 @@ MAX_PLANNED = 8192
 """The largest number of entries or sequences that one program can plan; XLA plans more."""
 
 
-def spec_of_work(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> PagedSpec:
+def spec_of_work(
+    record: PagedAttention, config: PagedForward, rotary: Rotary | None, row_positions: bool = False
+) -> PagedSpec:
     """Returns the constants of a record's kernels, with room for the longest work list."""
     sequences = record.kv_lens.shape[0]
     # An upper bound on the entries: each sequence may have one partial tile.
     tiles = record.query.shape[0] // config.block_q + sequences
-    return make_spec(record, config, sequences if record.query_start is None else tiles, rotary)
+    entries = sequences if record.query_start is None else tiles
+    return make_spec(record, config, entries, rotary, row_positions)
 
 
 def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
@@ -44,6 +46,8 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
     `work_list_kernel`.
     """
     if max(spec.ENTRIES, spec.SEQUENCES) > MAX_PLANNED:
+        if spec.ROW_POSITIONS:
+            record = dataclasses.replace(record, causal=False, sliding_window=None, chunk_size=None)
         work = find_work(record, config.block_q)
         schedule = deal(work, config.block_kv, spec.HK, config.num_programs)
         return _entries(work, schedule), _shares(schedule)
@@ -79,31 +83,78 @@ def _shares(schedule: Deal) -> jax.Array:
     return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
 
 
-def split_prefix(record: PagedAttention) -> tuple[PagedAttention, PagedAttention]:
-    """Returns the record of the prefix and that of the keys after it."""
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """The keys of a shared prefix, as those of one sequence to which all query rows of the batch belong.
+
+    Attributes:
+        record: The record.
+        positions: [T, 2] int32, position and context of each query row in its own sequence; None if no term reads
+            them.
+    """
+
+    record: PagedAttention
+    positions: jax.Array | None
+
+
+def split_prefix(record: PagedAttention) -> tuple[Prefix, PagedAttention]:
+    """Returns the prefix of a record and the record of the keys after it, which also has the new tokens."""
     assert record.shared_prefix is not None
-    assert record.block_tables is not None
-    assert record.query_start is not None
+    assert record.kv_starts is None
     sequences = record.kv_lens.shape[0]
-    live = sequences if record.num_seqs is None else paged_cache.live_sequences(record)
+    terms = (record.sliding_window, record.chunk_size, record.alibi_slopes)
+    # A query row per sequence: a sequence without tokens has one too, which must not attend to the prefix.
+    positions = None if record.query_start is not None and terms == (None, None, None) else _row_positions(record)
+    suffix = dataclasses.replace(
+        record, kv_starts=jnp.broadcast_to(record.shared_prefix, sequences), shared_prefix=None
+    )
     prefix = dataclasses.replace(
         record,
-        block_tables=record.block_tables[:1],
+        block_tables=None if record.block_tables is None else record.block_tables[:1],
         kv_lens=record.shared_prefix[None],
-        query_start=jnp.stack((record.query_start[0], record.query_start[live])),
+        kv_starts=None if positions is None else _first_key(record, positions),
+        query_start=_query_range(record),
         num_seqs=None,
+        new_keys=None,
+        new_values=None,
         softmax_aux=None,  # a sink joins the denominator once
         qq_bias=None,  # pairs of queries are after the prefix
-        causal=False,
+        causal=positions is not None,
         shared_prefix=None,
     )
-    suffix = dataclasses.replace(record, kv_starts=jnp.full(sequences, record.shared_prefix), shared_prefix=None)
-    return prefix, suffix
+    return Prefix(prefix, positions), suffix
 
 
-def prefix_config(record: PagedAttention, config: PagedForward) -> PagedForward:
-    """Returns the configuration with as many query rows per tile as a tile of scores, and shared memory, allow."""
-    chip = gpu_of(current_device())
-    most = max(1, SCORE_ROWS // group_of(record, chip))
-    rows = max(config.block_q, min(padded(record.query.shape[0]), 1 << (most.bit_length() - 1)))
-    return fitted(record, dataclasses.replace(config, block_q=rows), chip)
+def _query_range(record: PagedAttention) -> jax.Array:
+    """Returns the first query row of the batch and one more than the last, [2]."""
+    if record.query_start is None:
+        return jnp.array([0, record.query.shape[0]], jnp.int32)
+    live = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
+    return jnp.stack((record.query_start[0], record.query_start[live]))
+
+
+def _row_positions(record: PagedAttention) -> jax.Array:
+    """Returns position and context of each query row, [T, 2] int32; rows of no sequence are at -1."""
+    lens = record.kv_lens.astype(jnp.int32)
+    if record.query_start is None:
+        return jnp.stack((lens - 1, lens - 1), axis=1)
+    sequence, position = paged_cache.token_places(record)
+    context = (lens - paged_cache.query_ranges(record)[1])[jnp.maximum(sequence, 0)]
+    return jnp.stack((jnp.where(sequence < 0, -1, position), context), axis=1)
+
+
+def _first_key(record: PagedAttention, positions: jax.Array) -> jax.Array | None:
+    """Returns the first key of the prefix that window and chunks leave to any query row, [1]; None for 0."""
+    (left, _), size = band(record), record.chunk_size
+    if left is None and size is None:
+        return None
+    position = positions[:, 0]
+    # Rows without a token attend to nothing.
+    first = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position))
+    starts = [0 if left is None else first - left, 0 if size is None else first // size * size]
+    return jnp.clip(jnp.maximum(*starts), 0, record.shared_prefix)[None]
+
+
+def prefix_config(record: PagedAttention) -> PagedForward:
+    """Returns tile sizes for a prefix: many query rows share its keys, as in a prefill, whatever those of the batch."""
+    return heuristic(record, current_device(), "forward")

@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention.latent_pages import Rotary
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, group_of
+from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, group_of, partial_stages
 from ejkernel_triton.sizes import (
     padded_for_dot,
 )
@@ -64,8 +64,14 @@ class PagedSpec:
         FAST_TANH: Whether the device's approximate tanh is used, since its precision suffices.
         LEFT: `p - LEFT <= k`; None is open.
         RIGHT: `k <= p + RIGHT`; None is open.
+        CHUNK: Positions per chunk, or None.
+        ROW_POSITIONS: Whether positions of query rows are loaded, since a tile has rows of several sequences.
         ALIBI: Whether there are ALiBi slopes.
-        QQ: Size of `qq_bias`; 0 without it.
+        PARTIAL_STAGES: Pipeline stages of the loop over partial tiles.
+        QQ: Entries of `qq_bias`; 0 without it.
+        QQ_ROWS: Rows of a table of `qq_bias`; 0 if tables are packed, so that each has its own number.
+        QQ_PER_SEQUENCE: Whether each sequence has such a table.
+        QQ_PACKED: Whether tables are packed; `qq_tables` has the start and the rows of each sequence's.
         SINKS: Whether there are sinks.
         PLAIN: Whether scores are scaled products, with nothing else applied.
         VALUE_SCALE: Factor on the output.
@@ -115,8 +121,14 @@ class PagedSpec:
     FAST_TANH: bool
     LEFT: int | None
     RIGHT: int | None
+    CHUNK: int | None
+    ROW_POSITIONS: bool
     ALIBI: bool
+    PARTIAL_STAGES: int
     QQ: int
+    QQ_ROWS: int
+    QQ_PER_SEQUENCE: bool
+    QQ_PACKED: bool
     SINKS: bool
     PLAIN: bool
     VALUE_SCALE: float
@@ -171,7 +183,13 @@ class WriteSpec:
     ELEMENTS: int
 
 
-def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary: Rotary | None = None) -> PagedSpec:
+def make_spec(
+    record: PagedAttention,
+    config: PagedForward,
+    entries: int,
+    rotary: Rotary | None = None,
+    row_positions: bool = False,
+) -> PagedSpec:
     """Returns the constants of a record's kernels on the device in use.
 
     Args:
@@ -179,6 +197,7 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         config: Tile sizes and programs.
         entries: Entries of the work list.
         rotary: Rotary columns of a latent record.
+        row_positions: Whether positions of query rows are loaded.
     """
     rows, heads, size = record.query.shape
     kv_heads, value_size = paged_cache.kv_heads(record), paged_cache.value_size(record)
@@ -219,8 +238,9 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         M=padded_for_dot(config.block_q * group),
         BLOCK_KV=config.block_kv,
         WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
-        # Tiles of few rows are memory-bound even with masks.
-        FULL_TILES=config.block_q * group >= (16 if interpreting() else PREFILL_SCORE_ROWS),
+        # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
+        FULL_TILES=record.qq_bias is not None
+        or config.block_q * group >= (16 if interpreting() else PREFILL_SCORE_ROWS),
         ENTRIES=entries,
         CAPACITY=paged_cache.capacity(record),
         PACKED=record.query_start is not None,
@@ -233,7 +253,10 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         LEFT=left,
         RIGHT=right,
         ALIBI=record.alibi_slopes is not None,
-        QQ=0 if record.qq_bias is None else record.qq_bias.shape[0],
+        **_pair_tables(record.qq_bias),
+        CHUNK=record.chunk_size,
+        PARTIAL_STAGES=partial_stages(record, config.num_stages),
+        ROW_POSITIONS=row_positions,
         SINKS=record.softmax_aux is not None,
         PLAIN=plain,
         VALUE_SCALE=record.value_scale,
@@ -244,6 +267,17 @@ def make_spec(record: PagedAttention, config: PagedForward, entries: int, rotary
         PRECISION="tf32x3" if nvidia else "ieee",
         WIDEN=interpreting(),
     )
+
+
+def _pair_tables(bias: jax.Array | None) -> dict[str, Any]:
+    """Returns the constants of `qq_bias`."""
+    rank = 0 if bias is None else bias.ndim
+    return {
+        "QQ": 0 if bias is None else bias.size,
+        "QQ_ROWS": bias.shape[-1] if bias is not None and rank > 1 else 0,
+        "QQ_PER_SEQUENCE": rank == 3,
+        "QQ_PACKED": rank == 1,
+    }
 
 
 def promoted(query: Any, stored: Any) -> Any:

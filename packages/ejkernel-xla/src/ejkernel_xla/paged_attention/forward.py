@@ -146,7 +146,8 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
         slopes = record.alibi_slopes.astype(scores.dtype).reshape(heads, 1, 1, group)
         scores = scores + slopes * column[:, None, :, None, None].astype(scores.dtype)
     row = (at.position - at.context)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
-    terms = pair_bias(record, at.sequence[:, None, None], row, column[:, :, None])
+    rows_of = paged_cache.query_ranges(record)[1]
+    terms = pair_bias(record, rows_of, at.sequence[:, None, None], row, column[:, :, None])
     if terms is not None:
         scores = scores + terms.astype(scores.dtype)[:, None, :, :, None]
     if record.logits_soft_cap is not None:

@@ -16,7 +16,7 @@ from ejkernel.families.paged_attention.record import (
     band,
     in_chunk,
     pair_bias,
-    qq_terms,
+    qq_starts,
 )
 from ejkernel.families.paged_attention.reference import reference
 from ejkernel.planning.requests import PADDING, UNUSED, claimed
@@ -31,7 +31,7 @@ __all__ = [
     "in_chunk",
     "localise",
     "pair_bias",
-    "qq_terms",
+    "qq_starts",
     "reference",
     "requests",
 ]
@@ -68,11 +68,9 @@ def axes(record: PagedAttention) -> dict[str, Any]:
         "kv_starts": "r",
         "num_seqs": "counts" if record.num_seqs is not None and record.num_seqs.ndim else "",
         "shared_prefix": "",
-        "table_prefix": "",
         "softmax_aux": "h",
         "alibi_slopes": "h",
-        "qq_bias": "i j",
-        "sequence_qq_bias": "r i j",
+        "qq_bias": ("", "pairs", "i j", "r i j")[0 if record.qq_bias is None else record.qq_bias.ndim],
         "new_keys": "t g d",
         "new_values": "t g v",
         "output": (f"{rows} h v", f"{rows} h", *written),
@@ -110,7 +108,7 @@ FAMILY = Family(
     head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
     axes=axes,
     # A shard that has not the first sequence lacks the pages of a prefix that all share.
-    shardable=lambda record: "rhg" if record.query_start is None and record.table_prefix is None else "hg",
+    shardable=lambda record: "rhg" if record.query_start is None and record.shared_prefix is None else "hg",
     aligned=(("h", "g"),),
     localise=localise,
     reference=reference,

@@ -166,9 +166,8 @@ def find(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tu
     sequence, position = jnp.broadcast_arrays(sequence, position)
     present = (sequence >= 0) & (position >= 0)
     sequence, position = jnp.where(present, sequence, 0), jnp.where(present, position, 0)
-    prefix = record.table_prefix if record.shared_prefix is None else record.shared_prefix
-    if prefix is not None:
-        sequence = jnp.where(position < prefix, 0, sequence)
+    if record.shared_prefix is not None:
+        sequence = jnp.where(position < record.shared_prefix, 0, sequence)
     if record.block_tables is None:
         page, slot, present = sequence, position, present & (position < size)
     else:

@@ -32,8 +32,9 @@ class PagedAttention:
             sliced, since that would be a launch of its own in front of a kernel; None for all.
         softmax_aux: [H] float32, one sink logit a head.
         alibi_slopes: [H] float32.
-        qq_bias: [Q, Q] floating; pairs outside have none.
-        sequence_qq_bias: [N, Q, Q] floating, the same with a table per sequence; not together with `qq_bias`.
+        qq_bias: Floating, for pairs of new tokens; pairs outside of a table have none. [Q, Q] is one table for all
+            sequences, [N, Q, Q] one for each, and [L] has the q_n * q_n entries of each sequence's own one after the
+            other, in row-major order.
         new_keys: [T, Hk, D] tokens of the query rows, to be written first.
         new_values: [T, Hk, Dv], as above; None where the cache is latent, and `new_keys` [T, 1, D] has them.
         causal: Key position at most query position.
@@ -44,10 +45,7 @@ class PagedAttention:
         value_scale: Factor on the output.
         latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
         shared_prefix: int scalar, tokens that all sequences begin with: they lie in the pages of sequence 0, whatever
-            the other tables say, and after them all queries. Kernels that honour it read these pages once.
-        table_prefix: What `shared_prefix` is in records that write new tokens, are latent, or have a query row per
-            sequence: it moves here, because kernels that read a prefix once need packed queries and a cache that is
-            only read.
+            the other tables say, and after them all queries. A kernel may read these pages once for the batch.
     """
 
     query: jax.Array
@@ -73,25 +71,11 @@ class PagedAttention:
     value_scale: float = static(default=1.0)
     latent: tuple[int, int] | None = static(default=None)
     shared_prefix: jax.Array | None = None
-    sequence_qq_bias: jax.Array | None = None
     chunk_size: int | None = static(default=None)
-    table_prefix: jax.Array | None = None
 
     def __post_init__(self) -> None:
         _without_empty_tables(self)
-        reads_once = self.query_start is not None and self.new_keys is None and self.latent is None
-        if self.shared_prefix is not None and not reads_once:
-            object.__setattr__(self, "table_prefix", self.shared_prefix)
-            object.__setattr__(self, "shared_prefix", None)
-        for name in (
-            "block_tables",
-            "kv_lens",
-            "query_start",
-            "kv_starts",
-            "num_seqs",
-            "shared_prefix",
-            "table_prefix",
-        ):
+        for name in ("block_tables", "kv_lens", "query_start", "kv_starts", "num_seqs", "shared_prefix"):
             values = getattr(self, name)
             if hasattr(values, "dtype") and not fits_int32(
                 values.dtype
@@ -125,30 +109,40 @@ def band(record: PagedAttention) -> Window:
     return left, right
 
 
-def qq_terms(bias: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
-    """Returns entries of a [Q, Q] bias; 0 outside of it. The indices broadcast against each other."""
-    size = bias.shape[0]
-    outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
-    return bias.at[jnp.where(outside, size, row), column].get(mode="fill", fill_value=0)
-
-
-def pair_bias(record: PagedAttention, sequence: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array | None:
+def pair_bias(
+    record: PagedAttention, rows_of: jax.Array, sequence: jax.Array, row: jax.Array, column: jax.Array
+) -> jax.Array | None:
     """Returns what a record adds for pairs of new tokens; None for nothing. The indices broadcast against each other.
 
     Args:
         record: The record.
+        rows_of: [N] int, query rows of each sequence.
         sequence: The sequence of each pair, >= 0.
         row: The query's index among its sequence's queries.
         column: The key's index among them; a negative one is of a token before them.
     """
-    if record.qq_bias is not None:
-        return qq_terms(record.qq_bias, row, column)
-    biases = record.sequence_qq_bias
-    if biases is None:
+    bias = record.qq_bias
+    if bias is None:
         return None
-    size = biases.shape[-1]
+    size = rows_of[sequence] if bias.ndim == 1 else jnp.int32(bias.shape[-1])
     outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
-    return biases.at[sequence, jnp.where(outside, size, row), column].get(mode="fill", fill_value=0)
+    start = qq_starts(record, rows_of)
+    index = (jnp.int32(0) if start is None else start[sequence]) + row * size + column
+    return bias.reshape(-1).at[jnp.where(outside, bias.size, index)].get(mode="fill", fill_value=0)
+
+
+def qq_starts(record: PagedAttention, rows_of: jax.Array) -> jax.Array | None:
+    """Returns where each sequence's table of `qq_bias` starts, [N] int32; None if all share one.
+
+    Args:
+        record: The record.
+        rows_of: [N] int, query rows of each sequence.
+    """
+    bias = record.qq_bias
+    if bias is None or bias.ndim == 2:
+        return None
+    sizes = rows_of * rows_of if bias.ndim == 1 else jnp.full_like(rows_of, bias.shape[-1] ** 2)
+    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
 
 
 def in_chunk(record: PagedAttention, position: jax.Array, key: jax.Array) -> jax.Array | None:

@@ -11,7 +11,7 @@ head h and KV head `h // (H // Hk)`:
     p_ik = exp(s_ik) / (exp(softmax_aux_h) + sum_k exp(s_ik))        the sink joins the denominator only
     o_i  = value_scale * sum_k p_ik * v_k
 
-`qq_bias` is the table of sequence n where each has its own. `allowed(i, k)`: the cache has the key,
+`qq_bias` is the table of sequence n if each has its own. `allowed(i, k)`: the cache has the key,
 `kv_starts[n] <= k < kv_lens[n]`, `k <= p_i` if causal, `p_i - left <= k <= p_i + right` for the window, and
 `k // chunk_size == p_i // chunk_size` for chunks. A row with nothing to attend gives output 0 and lse -inf (the sink's
 logit if there is one); a row that belongs to no sequence gives 0 and -inf.
@@ -85,7 +85,8 @@ def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, positi
     column = jnp.arange(scores.shape[-1], dtype=jnp.int32) - context[:, None]
     if record.alibi_slopes is not None:
         scores = scores + record.alibi_slopes.astype(dtype)[:, None] * column[:, None].astype(dtype)
-    terms = pair_bias(record, jnp.maximum(sequence, 0)[:, None], (position - context)[:, None], column)
+    rows_of = paged_cache.query_ranges(record)[1]
+    terms = pair_bias(record, rows_of, jnp.maximum(sequence, 0)[:, None], (position - context)[:, None], column)
     if terms is not None:
         scores = scores + terms[:, None].astype(dtype)
     if record.logits_soft_cap is not None:

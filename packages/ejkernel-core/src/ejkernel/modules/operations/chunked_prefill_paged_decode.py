@@ -47,7 +47,7 @@ def chunked_prefill_paged_decode(
     logits_soft_cap: float | None = None,
     seq_threshold_3d: int | None = None,
     num_par_softmax_segments: int | None = None,
-    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | Float[Array, " pairs"] | None = None,
     shared_prefix: int | Integer[Array, ""] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
@@ -89,7 +89,8 @@ def chunked_prefill_paged_decode(
             `cfg`.
         num_par_softmax_segments: Independent partial softmaxes per sequence (tuning); as above.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
-            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request. [L] has
+            these packed: the q * q entries of each sequence with q rows, one sequence after the other.
         shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
             shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
             among them.

@@ -46,7 +46,7 @@ def multi_latent_ragged_page_attention_v2(
     v_scale: float | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     alibi_slopes: Float[Array, " h"] | None = None,
-    qq_bias: Float[Array, "i i"] | Float[Array, "n i i"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "n i i"] | Float[Array, " pairs"] | None = None,
     shared_prefix: int | Integer[Array, ""] | None = None,
     chunk_size: int | None = None,
     return_lse: bool = False,
@@ -82,7 +82,8 @@ def multi_latent_ragged_page_attention_v2(
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
-            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request. [L] has
+            these packed: the q * q entries of each sequence with q rows, one sequence after the other.
         shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
             shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
             among them.

@@ -65,7 +65,7 @@ def ragged_page_attention_v2(
     mask_value: float | None = None,
     vmem_limit_bytes: int | None = None,
     alibi_slopes: Float[Array, " h"] | None = None,
-    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | Float[Array, " pairs"] | None = None,
     shared_prefix: int | Integer[Array, ""] | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
@@ -105,7 +105,8 @@ def ragged_page_attention_v2(
         vmem_limit_bytes: Memory of a TPU core that a kernel may use (tuning).
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
-            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request. [L] has
+            these packed: the q * q entries of each sequence with q rows, one sequence after the other.
         shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
             shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
             among them.

@@ -37,7 +37,7 @@ def unified_attention(
     block_tables: Integer[Array, "r k"],
     query_start_loc: Integer[Array, " n"],
     alibi_slopes: Float[Array, " h"] | None = None,
-    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | None = None,
+    qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | Float[Array, " pairs"] | None = None,
     softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
     shared_prefix: int | Integer[Array, ""] | None = None,
     *,
@@ -77,7 +77,8 @@ def unified_attention(
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no queries.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         qq_bias: [Q, Q] floating, added for query row i and the key of query row j of the same sequence; none beyond Q.
-            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request.
+            -inf masks. [N, Q, Q] has a table for each sequence, such as the tree of each request. [L] has
+            these packed: the q * q entries of each sequence with q rows, one sequence after the other.
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
         shared_prefix: How many tokens all sequences begin with, such as those of a system prompt; int, or int array of
             shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is

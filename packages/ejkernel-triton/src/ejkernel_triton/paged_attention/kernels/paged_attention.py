@@ -22,21 +22,21 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, at_batch, dot, finite
 from ejkernel_triton.paged_attention.kernels.tile import (
-    CONTEXT,
     FIELDS,
     HIGH,
     LOW,
-    POSITION,
     ROW,
     ROWS,
     SEQUENCE,
     START,
     TILES,
     key_operand,
+    load_positions,
     load_queries,
     load_rows,
     load_share,
     pages_of,
+    row_positions,
     scores_of,
     slopes_of,
     store_partial,
@@ -65,11 +65,12 @@ def attend_tile(
     tile,
     slopes,
     qq_bias,
+    qq_rows,
     PARTIAL: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """Performs one step of the online softmax over a tile of keys and values. PARTIAL tiles mask by window and
-    causal order.
+    """Performs one step of the online softmax over a tile of keys and values. PARTIAL tiles mask by window, chunk and
+    causal order, and may have keys of new tokens.
     """
     M: tl.constexpr = spec.M
     m = tl.arange(0, M)
@@ -87,15 +88,21 @@ def attend_tile(
     if spec.ROTARY > 0:
         r_tile = load_rows(v_head, page, tile, k, valid, r, r < spec.ROTARY, True, spec)
         products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
-    scores = scores_of(products, k, position, context, m, slopes, qq_bias, spec)
+    PAIRS: tl.constexpr = spec.QQ > 0 if PARTIAL else False
+    scores = scores_of(products, k, position, context, m, slopes, qq_bias, qq_rows, PAIRS, spec)
     # `m < M` is always true; it broadcasts the row of keys to a tile.
     allowed = valid[None, :] & (m < spec.M)[:, None]
     if PARTIAL:
-        # Row m is query row m // G, at position + m // G.
+        # Row m is query row m // G.
         if spec.RIGHT is not None:
-            allowed = allowed & (k[None, :] <= (position + m // spec.G + spec.RIGHT)[:, None])
+            allowed = allowed & (k[None, :] <= (row_positions(position, m, spec) + spec.RIGHT)[:, None])
         if spec.LEFT is not None:
-            allowed = allowed & (k[None, :] >= (position + m // spec.G - spec.LEFT)[:, None])
+            allowed = allowed & (k[None, :] >= (row_positions(position, m, spec) - spec.LEFT)[:, None])
+        if spec.CHUNK is not None:
+            # Division rounds to 0: a row before its sequence's first token would be in the first chunk.
+            row = row_positions(position, m, spec)
+            chunk = tl.where(row < 0, -spec.CHUNK, row // spec.CHUNK * spec.CHUNK)
+            allowed = allowed & (k[None, :] >= chunk[:, None]) & (k[None, :] < (chunk + spec.CHUNK)[:, None])
     scores = tl.where(allowed, scores, float("-inf"))
     # Online softmax. `finite` is for rows without any key so far: -inf - -inf would be NaN.
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -125,11 +132,13 @@ def attend(
     values,
     tables,
     work,
+    positions,
     head,
     first,
     count,
     slopes,
     qq_bias,
+    qq_tables,
     spec: tl.constexpr,
 ):
     """Computes the online softmax of an item over `count` of its key tiles, from tile `first` on.
@@ -141,8 +150,16 @@ def attend(
     M: tl.constexpr = spec.M
     BV: tl.constexpr = spec.BV
     BR: tl.constexpr = spec.BR
-    sequence, position, context = tl.load(work + SEQUENCE), tl.load(work + POSITION), tl.load(work + CONTEXT)
-    low, high = tl.load(work + LOW), tl.load(work + HIGH)
+    sequence, low, high = tl.load(work + SEQUENCE), tl.load(work + LOW), tl.load(work + HIGH)
+    m = tl.arange(0, M)
+    row, rows = tl.load(work + ROW), tl.load(work + ROWS)
+    position, context = load_positions(work, positions, row, rows, m, spec)
+    qq_rows = spec.QQ_ROWS
+    if spec.QQ_PER_SEQUENCE:
+        qq_bias = qq_bias + tl.cast(sequence, tl.int64) * (spec.QQ_ROWS * spec.QQ_ROWS)
+    if spec.QQ_PACKED:
+        qq_bias = qq_bias + tl.load(qq_tables + sequence * 2)
+        qq_rows = tl.load(qq_tables + sequence * 2 + 1)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
@@ -154,11 +171,23 @@ def attend(
         # Full tiles first, in a loop without masks; then the partial tiles at both ends of the range. The online
         # softmax gives the same result in any order of tiles.
         full_low, full_high = low, high
+        # Every row attends to a full tile: the last row bounds it on the left, the first on the right.
+        if spec.ROW_POSITIONS:
+            first_row = tl.min(tl.where(m < rows * spec.G, position, 2147483647), 0)
+            last_row = tl.max(position, 0)
+        else:
+            first_row, last_row = position, position + spec.BLOCK_Q - 1
         if spec.LEFT is not None:
-            # Every row attends to a full tile: the last row bounds it on the left, the first on the right.
-            full_low = tl.maximum(low, position + spec.BLOCK_Q - 1 - spec.LEFT)
+            full_low = tl.maximum(low, last_row - spec.LEFT)
         if spec.RIGHT is not None:
-            full_high = tl.minimum(high, position + spec.RIGHT + 1)
+            full_high = tl.minimum(high, first_row + spec.RIGHT + 1)
+        if spec.CHUNK is not None:
+            full_low = tl.maximum(full_low, last_row // spec.CHUNK * spec.CHUNK)
+            chunk_end = tl.where(first_row < 0, 0, (first_row // spec.CHUNK + 1) * spec.CHUNK)
+            full_high = tl.minimum(full_high, chunk_end)
+        if spec.QQ > 0:
+            # Full tiles have no keys of new tokens, so they load no biases of pairs.
+            full_high = tl.minimum(full_high, context)
         full_start = tl.minimum(
             tl.maximum((full_low + spec.BLOCK_KV - 1) // spec.BLOCK_KV, first_tile), first_tile + count
         )
@@ -166,17 +195,18 @@ def attend(
         for tile in tl.range(full_start, full_end):
             acc, tail, row_max, row_sum = attend_tile(
                 acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
-                low, high, head, tile, slopes, qq_bias,
+                low, high, head, tile, slopes, qq_bias, qq_rows,
                 False, spec,
             )  # fmt: skip
     # The partial tiles of both ends are in one loop, which skips the full ones: a second loop would double the code.
-    for step in tl.range(first_tile, first_tile + count - (full_end - full_start)):
+    partial_end = first_tile + count - (full_end - full_start)
+    for step in tl.range(first_tile, partial_end, num_stages=spec.PARTIAL_STAGES):
         tile = step
         if spec.FULL_TILES:
             tile = tl.where(step < full_start, step, step + (full_end - full_start))
         acc, tail, row_max, row_sum = attend_tile(
             acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
-            low, high, head, tile, slopes, qq_bias,
+            low, high, head, tile, slopes, qq_bias, qq_rows,
             True, spec,
         )  # fmt: skip
     return acc, tail, row_max, row_sum
@@ -193,6 +223,8 @@ def paged_attention_kernel(
     sinks,
     slopes,
     qq_bias,
+    qq_tables,
+    positions,
     output,
     lse,
     parts,
@@ -220,7 +252,11 @@ def paged_attention_kernel(
     if spec.ALIBI:
         slopes = at_batch(slopes, batch, per.SLOPES, spec.H)
     if spec.QQ > 0:
-        qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ * spec.QQ)
+        qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ)
+    if spec.QQ_PACKED:
+        qq_tables = at_batch(qq_tables, batch, per.QQ_TABLES, spec.SEQUENCES * 2)
+    if spec.ROW_POSITIONS:
+        positions = at_batch(positions, batch, per.POSITIONS, spec.ROWS * 2)
     output, lse = output + batch * spec.ROWS * spec.H * spec.DV, lse + batch * spec.ROWS * spec.H
     slots = batch * spec.PROGRAMS * spec.SPLITS * 2 * spec.M
     PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
@@ -248,11 +284,13 @@ def paged_attention_kernel(
             values,
             tables,
             entry_at,
+            positions,
             head,
             first,
             count,
             slopes_of(slopes, q_head, spec),
             qq_bias,
+            qq_tables,
             spec,
         )
         if count == tiles:

@@ -130,8 +130,34 @@ def load_rows(
 
 
 @triton.jit
-def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.constexpr):
-    """Returns scores [M, BLOCK_KV] in base 2, from products of queries and keys."""
+def load_positions(work, positions, row, rows, m, spec: tl.constexpr):
+    """Returns positions and contexts of an entry's query rows m.
+
+    Both are scalars, of the entry's first row, if its rows are consecutive tokens of one sequence; `row_positions`
+    continues them. If they are of several sequences, both are [M].
+    """
+    if spec.ROW_POSITIONS:
+        mask = m < rows * spec.G
+        at = positions + tl.cast(row + m // spec.G, tl.int64) * 2
+        return tl.load(at, mask=mask, other=-1), tl.load(at + 1, mask=mask, other=0)
+    else:
+        return tl.load(work + POSITION), tl.load(work + CONTEXT)
+
+
+@triton.jit
+def row_positions(position, m, spec: tl.constexpr):
+    """Returns the position of query rows m, from what `load_positions` returns."""
+    if spec.ROW_POSITIONS:
+        return position
+    else:
+        return position + m // spec.G
+
+
+@triton.jit
+def scores_of(products, k, position, context, m, slopes, qq_bias, qq_rows, PAIRS: tl.constexpr, spec: tl.constexpr):
+    """Returns scores [M, BLOCK_KV] in base 2, from products of queries and keys. PAIRS says whether some of the keys
+    may be new tokens, which have biases.
+    """
     scores = products * spec.FACTOR
     if spec.PLAIN:
         return scores
@@ -139,19 +165,21 @@ def scores_of(products, k, position, context, m, slopes, qq_bias, spec: tl.const
         if spec.ALIBI:
             # The distance is counted from the first new token, as in the family's formula; another origin would change
             # lse and the weight of a sink.
-            scores += slopes[:, None] * (k - context).to(tl.float32)[None, :]
-        if spec.QQ > 0:
+            if spec.ROW_POSITIONS:
+                scores += slopes[:, None] * (k[None, :] - context[:, None]).to(tl.float32)
+            else:
+                scores += slopes[:, None] * (k - context).to(tl.float32)[None, :]
+        if PAIRS:
             row = position + m // spec.G - context
             column = k - context
             # The bias applies to pairs of new tokens only, such as the mask of a draft tree.
-            in_range = ((row >= 0) & (row < spec.QQ))[:, None] & ((column >= 0) & (column < spec.QQ))[None, :]
-            scores += tl.load(qq_bias + row[:, None] * spec.QQ + column[None, :], mask=in_range, other=0.0).to(
-                tl.float32
-            )
+            in_range = ((row >= 0) & (row < qq_rows))[:, None] & ((column >= 0) & (column < qq_rows))[None, :]
+            index = row[:, None] * qq_rows + column[None, :]
+            scores += tl.load(qq_bias + index, mask=in_range, other=0.0).to(tl.float32)
         if spec.CAP is not None:
             capped = spec.CAP * tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
             # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
-            scores = tl.where(scores == float("-inf"), scores, capped) if spec.QQ > 0 else capped
+            scores = tl.where(scores == float("-inf"), scores, capped) if PAIRS else capped
         return scores * LOG2E
 
 

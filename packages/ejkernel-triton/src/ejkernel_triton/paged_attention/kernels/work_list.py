@@ -39,10 +39,16 @@ def larger(a, b):
 def reach(low, position, rows, context_end, spec: tl.constexpr):
     """Returns the first key and the end of the keys of tiles of query rows, as `paged_work` defines them."""
     high = tl.minimum(context_end, spec.CAPACITY)
-    if spec.LEFT is not None:
-        low = tl.maximum(low, position - spec.LEFT)
-    if spec.RIGHT is not None:
-        high = tl.minimum(high, position + rows + spec.RIGHT)
+    # With positions per row, the entry's own position has no meaning.
+    if not spec.ROW_POSITIONS:
+        if spec.LEFT is not None:
+            low = tl.maximum(low, position - spec.LEFT)
+        if spec.RIGHT is not None:
+            high = tl.minimum(high, position + rows + spec.RIGHT)
+        if spec.CHUNK is not None:
+            last = position + rows - 1
+            low = tl.maximum(low, position // spec.CHUNK * spec.CHUNK)
+            high = tl.minimum(high, tl.where(last < 0, 0, (last // spec.CHUNK + 1) * spec.CHUNK))
     low = tl.maximum(low, 0)
     return low, tl.where(rows > 0, tl.maximum(high, low), low)
 

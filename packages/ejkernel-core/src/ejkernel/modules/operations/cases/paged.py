@@ -106,7 +106,17 @@ def _trees(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     return {**_chunked(rest, sizes), **_shared(rest, sizes), "qq_bias": bias, "logits_soft_cap": 1.5}
 
 
-_TREES = ("sequence_qq_bias", *_CHUNKED, "softmax_aux", "logits_soft_cap")
+def _packed_trees(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
+    """Returns a tree for each sequence of the size of its new tokens, over a shared prefix, with a window."""
+    pairs = sum(rows * rows for rows in sizes.q_lens or ())
+    terms, hidden = jax.random.split(key)
+    bias = normal(terms, jnp.float32, qq_bias=(pairs,))["qq_bias"]
+    bias = jnp.where(jax.random.bernoulli(hidden, 0.3, bias.shape), -jnp.inf, bias)
+    return {"qq_bias": bias, "shared_prefix": jnp.int32(21), "sliding_window": 30, **LSE}
+
+
+_TREES = ("qq_bias", "shared_prefix", *_CHUNKED, "softmax_aux", "logits_soft_cap")
+_PACKED = ("qq_bias", "shared_prefix", "sliding_window")
 
 
 def _eight_bits(make: Callable[[jax.Array, PagedSizes], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -152,7 +162,7 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
             "float8, scales and shared prefix",
             common,
             lambda k: {**_shared(k, common), **_FLOAT8},
-            ("table_prefix", "value_scale", "softmax_aux"),
+            ("shared_prefix", "value_scale", "softmax_aux"),
             (),
         ),
     )
@@ -183,6 +193,7 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
         ("sinks, lse, bfloat16", _half(MIXED), lambda k: _sinks_lse(k, MIXED), ("softmax_aux",), ()),
         ("shared prefix, sinks", common, lambda k: _shared(k, common), ("shared_prefix", "softmax_aux"), ()),
         ("a tree per sequence, and everything", common, lambda k: _trees(k, common), _TREES, ("awkward",)),
+        ("packed trees, shared prefix, window", common, lambda k: _packed_trees(k, common), _PACKED, ()),
         ("model", model, nothing, (), ("bench",)),
         ("small model", SMALL_MIXED, nothing, (), ("bench_cpu",)),
     )

@@ -66,7 +66,7 @@ SMALL_MODEL = PagedSizes(lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h
 LSE = {"return_lse": True}
 SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
 QUARTERS = {"k_scale": 0.25, "v_scale": 0.25}
-_TREES = ("sequence_qq_bias", "softmax_aux", "alibi_slopes", "chunk_size")
+_TREES = ("qq_bias", "softmax_aux", "alibi_slopes", "chunk_size")
 CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
 
 

@@ -196,6 +196,28 @@ def shared_prefix(
     yield Condition(name="shared_prefix", reads=(prefix, *arrays, *counts), holds=holds, wants=wants)
 
 
+def packed_tables(entries: int, starts: tuple[str, Any], live: tuple[str, Any] | None) -> Iterable[Condition]:
+    """Yields that a packed `qq_bias` has the table of every live sequence.
+
+    Args:
+        entries: Its entries.
+        starts: First query row of each sequence, [N + 1], with the argument's name.
+        live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
+    """
+    name, bounds = starts
+    counts = () if live is None else (live[1],)
+    if not integers(bounds, *counts) or len(bounds.shape) != 1 or 0 in (x.size for x in counts):
+        return
+
+    def holds(xp: Any, first: Any, *others: Any) -> Any:
+        rows = xp.maximum(first[1:] - first[:-1], 0)
+        rows = xp.where(_rest(xp, first.shape[0] - 1, others), 0, rows)
+        return xp.sum(rows * rows) <= entries
+
+    wants = f"at most {entries}, the entries of qq_bias, as the sum of the squared query rows of each sequence"
+    yield Condition(name=name, reads=(bounds, *counts), holds=holds, wants=wants)
+
+
 def slots(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -> Iterable[Condition]:
     """Sequences with tokens have different slots; an index that is no slot may be repeated."""
     if not integers(indices, bounds) or not getattr(states, "shape", ()) or bounds.shape != (indices.shape[0] + 1,):

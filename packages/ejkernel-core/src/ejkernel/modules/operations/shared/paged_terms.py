@@ -9,7 +9,7 @@ the arguments that it has.
 | `softmax_scale` | factor on the scores |
 | `k_scale`, `v_scale` | what stored keys and values were divided by: factors on the scores and on the output |
 | `alibi_slopes` | [H] slopes m of the term `m * (k - c)` |
-| `qq_bias` | [Q, Q], or [N, Q, Q] with a table per sequence, for pairs of new tokens |
+| `qq_bias` | for pairs of new tokens: [Q, Q], or a table per sequence as [N, Q, Q] or packed, [sum of q_n ** 2] |
 | `logits_soft_cap` | cap of the scores with their biases |
 | `sliding_window`, `chunk_size` | which keys a query attends to, by position |
 | `softmax_aux` | sink logits in the denominator |
@@ -23,7 +23,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules.operations.shared.conditions import Packed, packed, shared_prefix
+from ejkernel.modules.operations.shared.conditions import Packed, packed, packed_tables, shared_prefix
 from ejkernel.modules.operations.shared.paged_arguments import (
     accept_mask_value,
     as_cap,
@@ -90,16 +90,21 @@ def check_terms(args: Any, sizes: dict[str, int]) -> None:
         check_shape("shared_prefix", prefix, "", {})
         check_dtype("shared_prefix", prefix, jnp.integer, "an integer dtype")
     if bias is not None:
-        largest = {"Q": max((0, *getattr(bias, "shape", ())[-2:]))}
-        per_sequence = len(getattr(bias, "shape", ())) == 3 and "N" in sizes
-        axes = "N Q Q" if per_sequence else "Q Q"
-        check_shape("qq_bias", bias, axes, {**largest, "N": sizes["N"]} if per_sequence else largest)
-        check_dtype("qq_bias", bias, jnp.floating, "a floating dtype")
+        _check_bias(bias, sizes)
+
+
+def _check_bias(bias: Any, sizes: dict[str, int]) -> None:
+    shape = getattr(bias, "shape", ())
+    largest = {"Q": max((0, *shape[-2:]))}
+    axes = {1: "L", 3: "N Q Q"}.get(len(shape), "Q Q") if "N" in sizes else "Q Q"
+    check_shape("qq_bias", bias, axes, {**largest, "N": sizes["N"]} if axes == "N Q Q" else largest)
+    check_dtype("qq_bias", bias, jnp.floating, "a floating dtype")
 
 
 def bias_axes(args: Any) -> dict[str, str]:
-    """Returns the axis letters of `qq_bias` where each sequence has its own."""
-    return {"qq_bias": "r i j"} if len(getattr(_get(args, "qq_bias"), "shape", ())) == 3 else {}
+    """Returns the axis letters of `qq_bias` if each sequence has its own."""
+    letters = {1: "pairs", 3: "r i j"}.get(len(getattr(_get(args, "qq_bias"), "shape", ())))
+    return {} if letters is None else {"qq_bias": letters}
 
 
 def packed_conditions(args: Any, batch: Packed) -> Iterable[Condition]:
@@ -114,6 +119,8 @@ def packed_conditions(args: Any, batch: Packed) -> Iterable[Condition]:
     if _get(args, "shared_prefix") is not None:
         capacity = math.prod(tables) // sequences * batch.page_size
         yield from shared_prefix(args.shared_prefix, batch.lengths, capacity, batch.starts, batch.live)
+    if len(getattr(_get(args, "qq_bias"), "shape", ())) == 1:
+        yield from packed_tables(args.qq_bias.shape[0], batch.starts, batch.live)
 
 
 def record_terms(args: Any, query: Any, size: int) -> dict[str, Any]:
@@ -124,7 +131,7 @@ def record_terms(args: Any, query: Any, size: int) -> dict[str, Any]:
         query: The query of the record, [T, H, D].
         size: The size whose `-0.5`th power scales the scores by default.
     """
-    scale, bias = args.softmax_scale, _get(args, "qq_bias")
+    scale = args.softmax_scale
     scale = size**-0.5 if scale is None else scale
     for name in ("q_scale", "k_scale"):
         scale = scale * (_get(args, name) or 1.0)
@@ -133,8 +140,7 @@ def record_terms(args: Any, query: Any, size: int) -> dict[str, Any]:
         "softmax_scale": scale,
         "softmax_aux": sink_logits(_get(args, "softmax_aux"), query.shape[-2], query.dtype),
         "alibi_slopes": per_head(_get(args, "alibi_slopes"), query),
-        "qq_bias": None if bias is None or bias.ndim == 3 else bias,
-        "sequence_qq_bias": bias if bias is not None and bias.ndim == 3 else None,
+        "qq_bias": _get(args, "qq_bias"),
         "shared_prefix": None if prefix is None else jnp.asarray(prefix, jnp.int32),
         "chunk_size": _get(args, "chunk_size"),
         "sliding_window": args.sliding_window,
