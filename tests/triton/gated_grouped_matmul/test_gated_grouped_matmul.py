@@ -6,12 +6,15 @@ import pytest
 from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
+from ejkernel.modules import gated_grouped_matmul
+from ejkernel.ops import explain
 from ejkernel.ops.device import target_device
 from ejkernel_triton import launch
 from ejkernel_triton.gated_grouped_matmul import config
 from ejkernel_triton.gated_grouped_matmul.forward import forward
 
-TESTS = "test_value and not eager"
+TESTS = "(test_value and not eager) or test_gradient"
+GPT_OSS = {"interleaved": True, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 
 def test_conformance():
@@ -26,16 +29,32 @@ def test_conformance():
         ("sm_90", 65536, jnp.float32),
     ],
 )
-def test_the_kernel_fits_the_chip_and_spills_nothing(chip, rows, dtype):
+@pytest.mark.parametrize("terms", [{}, GPT_OSS, {"transpose_rhs": True}, {"gated": False, "activation": "relu2"}])
+def test_the_kernel_fits_the_chip_and_spills_nothing(chip, rows, dtype, terms):
     shape, device = jax.ShapeDtypeStruct, CHIPS[chip]
     record = GatedGroupedMatmul(
         lhs=shape((8192, 2048), dtype),
-        rhs=shape((128, 2048, 1536), dtype),
+        rhs=shape((128, 1536, 2048) if "transpose_rhs" in terms else (128, 2048, 1536), dtype),
+        rhs_bias=shape((128, 1, 1536), dtype) if "limit" in terms else None,
         group_sizes=shape((128,), jnp.int32),
         indices=shape((rows,), jnp.int32),
         left_over="zero",
+        **terms,
     )
     with target_device(device), launch.collected() as calls:
         tiles = config.heuristic(record, device, "forward")
         jax.eval_shape(lambda record: forward(record, tiles)[0], record)
     assert_fits_and_spills_nothing(calls, chip)
+
+
+@pytest.mark.parametrize("terms", [{}, GPT_OSS])
+def test_both_passes_are_served_on_a_gpu(terms):
+    """Nothing but a missing jax-triton keeps Triton from the call and from its gradients."""
+    shape = jax.ShapeDtypeStruct
+    rhs, sizes = shape((32, 2880, 5760), jnp.bfloat16), shape((32,), jnp.int32)
+    bias = {"rhs_bias": shape((32, 5760), jnp.bfloat16)} if terms else {}
+    with target_device("h200"):
+        decision = explain(gated_grouped_matmul, shape((16384, 2880), jnp.bfloat16), rhs, sizes, **bias, **terms)
+    for choice in (decision.forward, decision.backward):
+        (triton,) = (verdict for verdict in choice.verdicts if verdict.implementation.name == "triton")
+        assert all(reason.startswith("module jax_triton") for reason in triton.reasons)

@@ -6,7 +6,14 @@ from typing import Any
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.gated_grouped_matmul import config
 from ejkernel_triton.grouped_matmul import LARGEST
+from ejkernel_triton.grouped_matmul.config import GroupedBackward
 from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+OPTIONAL = (
+    *("indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated", "alpha", "beta", "limit"),
+    "precision",
+)
+"""Optional fields that the kernels honour."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -21,9 +28,12 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "gated_grouped_matmul",
             forward="gated_grouped_matmul.forward:forward",
-            requires=triton_requires(handles=("indices", "activation", "precision"), extra=_reasons),
+            backward="gated_grouped_matmul.backward:backward",
+            gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
+            requires=triton_requires(handles=OPTIONAL, extra=_reasons),
             config=ConfigSpace(
                 forward=config.GatedTiles,
+                backward=GroupedBackward,
                 public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,

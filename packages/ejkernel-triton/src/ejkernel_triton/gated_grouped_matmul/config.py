@@ -4,11 +4,13 @@ import dataclasses
 from typing import Any
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.families.grouped_matmul import dtype_of_sums
 from ejkernel.families.grouped_matmul.kinds import average_rows
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.grouped_matmul.config import TileChoice
+from ejkernel_triton.grouped_matmul import config as grouped_config
+from ejkernel_triton.grouped_matmul.config import GroupedForward, TileChoice
 from ejkernel_triton.launch import Shape, interpreting
 
 
@@ -52,13 +54,18 @@ WIDE_TILES = (TileChoice(64, 32, 32, 4, 3), TileChoice(32, 32, 32, 4, 3))
 """Tiles for float32 operands."""
 
 
-def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> GatedTiles:
+def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> GatedTiles | GroupedForward:
     """Returns the default tiles for a record on a device."""
     return candidates(record, device, direction)[0]
 
 
-def candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GatedTiles, ...]:
-    """Returns tiles worth measuring for a record on a device, the best first."""
+def candidates(
+    record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction
+) -> tuple[GatedTiles | GroupedForward, ...]:
+    """Returns tiles worth measuring for a record on a device, the best first; backward, those of the product."""
+    if direction == "backward":
+        product = product_record(record, rows_shape(record), dtype_of_sums(record.lhs.dtype))
+        return grouped_config.candidates(product, device, direction)
     if interpreting():
         return (_configured(TileChoice(32, 32, 32, 4, 1), gpu_of(device)),)
     chip, few = gpu_of(device), average_rows(product_record(record, rows_shape(record), record.lhs.dtype))

@@ -3,10 +3,11 @@
 import jax
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.families.grouped_matmul import columns
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, rows_shape
 from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
-from ejkernel_triton.grouped_matmul.spec import dot_precision, widens
+from ejkernel_triton.grouped_matmul.spec import as_row, dot_precision, widens
 from ejkernel_triton.launch import Shape, launch
 
 
@@ -23,15 +24,22 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
     from ejkernel_triton.gated_grouped_matmul.kernels.gated_grouped_gemm import gated_grouped_gemm_kernel
 
     product = product_record(record, rows_shape(record), record.lhs.dtype)
-    (rows, contracted), (matrices, _, columns) = product.lhs.shape, record.rhs.shape
+    (rows, contracted), matrix_columns = product.lhs.shape, columns(product)
+    matrices = record.rhs.shape[0]
     spec = GatedSpec(
         TOKENS=record.lhs.shape[0],
         CONTRACTED=contracted,
         ROWS=rows,
-        COLUMNS=columns // 2,
+        COLUMNS=matrix_columns // 2 if record.gated else matrix_columns,
         MATRICES=matrices,
+        RHS_STRIDES=(1, contracted) if record.transpose_rhs else (matrix_columns, 1),
+        LAYOUT="no gate" if not record.gated else "interleaved" if record.interleaved else "halves",
         GATHERS=record.indices is not None,
+        BIAS=record.rhs_bias is not None,
         ACTIVATION=record.activation,
+        ALPHA=record.alpha,
+        BETA=record.beta,
+        LIMIT=record.limit,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -44,7 +52,7 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
     tiles = find_row_tiles(product, config.block_m)
     (output,) = launch(
         gated_grouped_gemm_kernel,
-        (record.lhs[None], record.rhs[None], None if record.indices is None else record.indices[None], tiles[None]),
+        (record.lhs[None], record.rhs[None], as_row(record.rhs_bias), as_row(record.indices), tiles[None]),
         (Shape((1, rows, spec.COLUMNS), record.lhs.dtype),),
         batch=1,
         grid=spec.PROGRAMS,

@@ -11,10 +11,16 @@ class GatedSpec:
         TOKENS: T.
         CONTRACTED: C.
         ROWS: M.
-        COLUMNS: F; a matrix has twice as many.
+        COLUMNS: F; a matrix has twice as many, of gate and values, but without a gate.
         MATRICES: E.
+        RHS_STRIDES: Strides of a matrix along contracted elements and along columns, in elements.
+        LAYOUT: Columns of a matrix: the gate's and the values' in `"halves"` or `"interleaved"`, or `"no gate"`.
         GATHERS: Whether rows name tokens; otherwise row m is token m.
-        ACTIVATION: The gate's activation function.
+        BIAS: Whether there is a bias.
+        ACTIVATION: The gate's activation function: `"silu"`, `"gelu"` or `"relu2"`.
+        ALPHA: Factor in the sigmoid of silu.
+        BETA: Added to the values.
+        LIMIT: The largest value of the gate, and the largest magnitude of the values; None for none.
         BLOCK_M: Rows per tile.
         BLOCK_N: Output columns per tile.
         BLOCK_K: Contracted elements per step.
@@ -30,8 +36,14 @@ class GatedSpec:
     ROWS: int
     COLUMNS: int
     MATRICES: int
+    RHS_STRIDES: tuple[int, int]
+    LAYOUT: str
     GATHERS: bool
+    BIAS: bool
     ACTIVATION: str
+    ALPHA: float
+    BETA: float
+    LIMIT: float | None
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int

@@ -1,7 +1,7 @@
 """The first product of an expert layer: gathers rows while multiplying, and applies the gate in the epilogue.
 
     tokens [T, C] --- index of a row ---> lhs tile --+
-    matrix [C, 2F]: columns of the gate   -> rhs tile -+-> acc of both, g and u -> act(g) u -> rows [M, F]
+    matrix [C, 2F]: columns of the gate   -> rhs tile -+-> acc of both + bias: g and u -> act(g) u -> rows [M, F]
                     columns of the values -> rhs tile -+
 
 Neither the gathered rows [M, C] nor the products [M, 2F] are stored: a token is read from L2 once per expert that it
@@ -16,22 +16,33 @@ from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW
 
 
 @triton.jit
-def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
-    """Returns the accumulators of a tile's gate and values, [BLOCK_M, BLOCK_N] each."""
-    BLOCK_M: tl.constexpr = spec.BLOCK_M
+def products(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
+    """Returns a tile's products, with the bias: [BLOCK_M, 2 BLOCK_N] of gate and values, [BLOCK_M, BLOCK_N] without a
+    gate.
+    """
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
+    WIDTH: tl.constexpr = BLOCK_N if spec.LAYOUT == "no gate" else 2 * BLOCK_N
+    MATRIX_COLUMNS: tl.constexpr = spec.COLUMNS if spec.LAYOUT == "no gate" else 2 * spec.COLUMNS
     # Multiplies both halves at once, which reads lhs from shared memory only once: its bandwidth is the bottleneck.
-    half = tl.arange(0, 2 * BLOCK_N) // BLOCK_N
-    n = column + tl.arange(0, 2 * BLOCK_N) % BLOCK_N
+    at = tl.arange(0, WIDTH)
+    if spec.LAYOUT == "halves":
+        n = column + at % BLOCK_N
+        matrix_column = at // BLOCK_N * spec.COLUMNS + n
+    elif spec.LAYOUT == "interleaved":
+        n = column + at // 2
+        matrix_column = 2 * column + at
+    else:
+        n = column + at
+        matrix_column = n
     in_columns = n < spec.COLUMNS
     k = tl.arange(0, BLOCK_K)
     # The address of a token's row has 64 bits: tokens of one tile may be far apart.
     lhs_at = tokens + (tl.cast(token, tl.int64) * spec.CONTRACTED)[:, None] + k[None, :]
-    rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * 2 * spec.COLUMNS)
-    rhs_at += k[:, None] * (2 * spec.COLUMNS) + (half * spec.COLUMNS + n)[None, :]
-    acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
+    rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * MATRIX_COLUMNS)
+    rhs_at += k[:, None] * spec.RHS_STRIDES[0] + (matrix_column * spec.RHS_STRIDES[1])[None, :]
+    acc = tl.zeros([spec.BLOCK_M, WIDTH], tl.float32)
     step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(0, step_count):
         if EVEN and spec.COLUMNS % BLOCK_N == 0:
@@ -45,19 +56,43 @@ def gated_products(tokens, rhs, token, matrix, column, spec: tl.constexpr):
             rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
         acc = add_dot(acc, lhs_tile, rhs_tile, spec)
         lhs_at += BLOCK_K
-        rhs_at += BLOCK_K * 2 * spec.COLUMNS
-    # Each thread has the same columns of both halves, so the split moves no data.
-    return tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
+        rhs_at += BLOCK_K * spec.RHS_STRIDES[0]
+    if spec.BIAS:
+        added = tl.load(bias + matrix * MATRIX_COLUMNS + matrix_column, mask=in_columns, other=0.0)
+        acc += added.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def combined(acc, spec: tl.constexpr):
+    """Returns the outputs of a tile's products, [BLOCK_M, BLOCK_N]. Each thread has the columns of both the gate and
+    the values, so the split moves no data.
+    """
+    if spec.LAYOUT == "no gate":
+        return activated(acc, spec)
+    else:
+        if spec.LAYOUT == "interleaved":
+            gate, values = tl.split(tl.reshape(acc, [spec.BLOCK_M, spec.BLOCK_N, 2]))
+        else:
+            gate, values = tl.split(tl.permute(tl.reshape(acc, [spec.BLOCK_M, 2, spec.BLOCK_N]), [0, 2, 1]))
+        if spec.LIMIT is not None:
+            gate = tl.minimum(gate, spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            values = tl.minimum(values, spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            values = tl.maximum(values, -spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        return activated(gate, spec) * (values + spec.BETA if spec.BETA != 0.0 else values)
 
 
 @triton.jit
 def activated(gate, spec: tl.constexpr):
-    """Returns silu, or gelu by its tanh formula."""
+    """Returns silu with the factor ALPHA in its sigmoid, gelu by its tanh formula, or the squared ReLU."""
     if spec.ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate))
-    else:
+        return gate / (1.0 + tl.exp(-spec.ALPHA * gate))
+    elif spec.ACTIVATION == "gelu":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
         return 0.5 * gate * (1.0 + tanh(inner, False))
+    else:
+        positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive
 
 
 @triton.jit
@@ -71,21 +106,21 @@ def store_rows(values, output, row, end, column, spec: tl.constexpr):
 
 
 @triton.jit
-def make_tile(tokens, rhs, index, output, matrix, row, end, column, spec: tl.constexpr):
+def make_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec: tl.constexpr):
     """Computes and stores a tile."""
     # Rows past the last one repeat it, so that loads stay in bounds; they are not stored.
     token = row + tl.minimum(tl.arange(0, spec.BLOCK_M), spec.ROWS - 1 - row)
     if spec.GATHERS:
         token = tl.load(index + token)
     named = (token >= 0) & (token < spec.TOKENS)
-    gate, up = gated_products(tokens, rhs, tl.where(named, token, 0), matrix, column, spec)
+    acc = products(tokens, rhs, bias, tl.where(named, token, 0), matrix, column, spec)
     # A row without a token is 0, even if token 0, which is read for it, is NaN.
-    values = tl.where(named[:, None], activated(gate, spec) * up, 0.0)
+    values = tl.where(named[:, None], combined(acc, spec), 0.0)
     store_rows(values, output, row, end, column, spec)
 
 
 @triton.jit
-def gated_grouped_gemm_kernel(tokens, rhs, index, tiles, output, spec: tl.constexpr, per: tl.constexpr):
+def gated_grouped_gemm_kernel(tokens, rhs, bias, index, tiles, output, spec: tl.constexpr, per: tl.constexpr):
     """Computes every PROGRAMS-th tile.
 
     `tiles` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
@@ -94,7 +129,10 @@ def gated_grouped_gemm_kernel(tokens, rhs, index, tiles, output, spec: tl.conste
     batch = tl.cast(program // spec.PROGRAMS, tl.int64)
     program = program % spec.PROGRAMS
     tokens = at_batch(tokens, batch, per.TOKENS, spec.TOKENS * spec.CONTRACTED)
-    rhs = at_batch(rhs, batch, per.RHS, spec.MATRICES * spec.CONTRACTED * 2 * spec.COLUMNS)
+    MATRIX_COLUMNS: tl.constexpr = spec.COLUMNS if spec.LAYOUT == "no gate" else 2 * spec.COLUMNS
+    rhs = at_batch(rhs, batch, per.RHS, spec.MATRICES * spec.CONTRACTED * MATRIX_COLUMNS)
+    if spec.BIAS:
+        bias = at_batch(bias, batch, per.BIAS, spec.MATRICES * MATRIX_COLUMNS)
     if spec.GATHERS:
         index = at_batch(index, batch, per.INDEX, spec.ROWS)
     tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
@@ -116,4 +154,4 @@ def gated_grouped_gemm_kernel(tokens, rhs, index, tiles, output, spec: tl.conste
         entry_at = tiles + (leading + entry) * FIELDS
         matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
         column *= spec.BLOCK_N
-        make_tile(tokens, rhs, index, output, matrix, row, end, column, spec)
+        make_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec)
