@@ -9,9 +9,9 @@ Each stage runs 20 times on the same inputs, and the bits are compared: `runs th
 packed calls, of whose tokens and chunks that belong to no sequence stages write nothing. Then
 output, final state and all gradients are compared with the formula, token by token in float64: the largest relative
 error of a field. `wrong code` are the stages whose machine code, as this Triton makes it for this chip, has what
-`ahead.mixed_lanes` looks for: none. If anything differs, the first stage whose runs do is the kernel to look at, and
-`--variants` with fewer warps and with one tile of key channels say where in it. With TRITON_INTERPRET=1 the same calls
-run on a CPU, `--tiny` for the small ones alone.
+`ahead.miscompiled_shifts` looks for: none. If anything differs, the first stage whose runs do is the kernel to look at,
+and `--variants` with fewer warps and with one tile of key channels say where in it. With TRITON_INTERPRET=1 the same
+calls run on a CPU, `--tiny` for the small ones alone.
 """
 
 import argparse
@@ -183,13 +183,13 @@ def differing(run: Callable[[], Any], runs: int) -> int:
 
 
 def wrong_code(run: Any) -> int:
-    """Instructions of a jitted stage that `ahead.mixed_lanes` finds, compiled for the device in use."""
+    """Instructions of a jitted stage that `ahead.miscompiled_shifts` finds, compiled for the device in use."""
     if interpreting() or current_device().vendor != "nvidia":
         return 0
     with collected() as calls:
         jax.eval_shape(run.__wrapped__)  # what was jitted may be traced already, and collects nothing
     target = gpu_of(current_device()).target
-    return sum(len(ahead.mixed_lanes(ahead.compile_for(call, target).assembly)) for call in calls)
+    return sum(len(ahead.miscompiled_shifts(ahead.compile_for(call, target).assembly)) for call in calls)
 
 
 def formula(

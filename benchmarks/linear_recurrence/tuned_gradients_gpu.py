@@ -9,7 +9,7 @@
 An entry of a table holds for a kind of calls. Each is checked with 300 tokens, which fill no chunk, in bfloat16 and
 float16, with weak gates and strong ones, states to begin with: output, final state and all gradients. The line has the
 largest relative error of a field; `spilled` and `wrong code` are of its kernels, as this Triton makes them for this
-chip, in bytes a thread and in instructions that `ahead.mixed_lanes` finds.
+chip, in bytes a thread and in instructions that `ahead.miscompiled_shifts` finds.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def errors(implementation: Any, config: Any, record: LinearRecurrence) -> dict[s
 
 
 def code(implementation: Any, config: Any, record: LinearRecurrence) -> tuple[int, int]:
-    """Bytes that a thread spills at most, and instructions that `ahead.mixed_lanes` finds, of all kernels."""
+    """Bytes that a thread spills at most, and instructions that `ahead.miscompiled_shifts` finds, of all kernels."""
     if interpreting() or current_device().vendor != "nvidia":
         return 0, 0
     names = [name for name in FIELDS if getattr(record, name) is not None]
@@ -121,7 +121,7 @@ def code(implementation: Any, config: Any, record: LinearRecurrence) -> tuple[in
     with collected() as calls:
         jax.eval_shape(lambda r, c: both_passes(implementation, config, r, names, c), record, shapes)
     made = [ahead.compile_for(call, gpu_of(current_device()).target) for call in calls]
-    return max(x.spilled for x in made), sum(len(ahead.mixed_lanes(x.assembly)) for x in made)
+    return max(x.spilled for x in made), sum(len(ahead.miscompiled_shifts(x.assembly)) for x in made)
 
 
 def lines(options: argparse.Namespace) -> Iterator[list[str]]:

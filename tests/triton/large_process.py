@@ -47,7 +47,7 @@ def run_last_program(call, values):
         if name in values:
             array[...] = np.asarray(values[name](call, array.shape), array.dtype)
     tensors = [interpreter._Tensor(x, str(x.dtype)) for x in arrays]
-    _compat.mend_interpreter()
+    _compat.patch_interpreter()
     builder = _compat._interpreter().interpreter_builder
     place, options, dims = builder.set_grid_idx, builder.options, builder.set_grid_dim
     last = call.grid - 1

@@ -48,7 +48,7 @@ def run_like_jaxlib(kernel, operands, results, aliases, parameters):
 def test_each_parameter_gets_its_own_buffer(library, aliased, monkeypatch):
     monkeypatch.setattr(_compat, "triton_call", lambda: library)
     named = "out_shape" if library is call_like_0_3 else "out_type"
-    monkeypatch.setattr(_compat, "output_argument", lambda: named)
+    monkeypatch.setattr(_compat, "output_keyword", lambda: named)
     inputs, fresh = [Buffer(name) for name in "abc"], [ARRAY((n,), jnp.float32) for n in (1, 2)]
     aliases = {2: 0, 1: 1} if aliased == 2 else {1: 0}
     kernel = types.SimpleNamespace(arg_names=["a", "b", "c", *(f"written_{n}" for n in range(aliased)), "x", "y"])
@@ -87,8 +87,8 @@ def test_fusion_of_products_and_sums_is_asked_for(monkeypatch):
 
     asked = []
     for library in (with_options, with_argument):
-        _compat.fusion_option.cache_clear()
+        _compat.fp_fusion_argument.cache_clear()
         monkeypatch.setattr(_compat, "triton_call", lambda library=library: library)
-        asked.append(_compat.fusion_option())
-    _compat.fusion_option.cache_clear()
+        asked.append(_compat.fp_fusion_argument())
+    _compat.fp_fusion_argument.cache_clear()
     assert asked == [{"backend_options": {"enable_fp_fusion": True}}, {"enable_fp_fusion": True}]

@@ -61,7 +61,7 @@ def test_entries_have_the_tiles_that_were_measured():
         sizes = [first.block_q, first.block_kv, first.num_warps, first.num_stages]
         if direction == "backward":
             sizes += [part.dq.block_q, part.dq.block_kv, part.dq.num_stages]
-            assert part.dq.num_warps == config.warps_for_queries(part.dq.block_q, part.dq.block_kv)
+            assert part.dq.num_warps == config.query_gradient_warps(part.dq.block_q, part.dq.block_kv)
         lines.append(f"{direction} {kind}: {' '.join(map(str, sizes))} {entry.seconds} {entry.measured_at}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
     assert digest == "651ba0fbf60667f88f8ec539055f4cffeb61c2f3bce4282defcb0c0641ab9aba"

@@ -28,11 +28,12 @@ def on_chips(cases, chips=tuple(CHIPS)):
 
 
 def assert_fits(calls, chip):
-    """Every launch compiles for the chip without what `mixed_lanes` finds, in no more shared memory than it has."""
+    """Every launch compiles for the chip without what `miscompiled_shifts` finds, in no more shared memory than it has.
+    """
     for call in calls:
         took = ahead.compile_for(call, chip)
         assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)
-        assert not ahead.mixed_lanes(took.assembly), took.kernel
+        assert not ahead.miscompiled_shifts(took.assembly), took.kernel
 
 
 def assert_fits_and_spills_nothing(calls, chip):
@@ -42,7 +43,7 @@ def assert_fits_and_spills_nothing(calls, chip):
         assert took.binary[:4] == b"\x7fELF"
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
         assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)
-        assert not ahead.mixed_lanes(took.assembly), took.kernel
+        assert not ahead.miscompiled_shifts(took.assembly), took.kernel
 
 
 def assert_conforms(operations, selection, implementation="triton", *, serves_all=True):

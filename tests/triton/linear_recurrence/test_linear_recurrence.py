@@ -215,7 +215,7 @@ def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
         jax.eval_shape(lambda record: delta_forward.forward(record, chosen), record)
     for call in calls:
         assert call.constants["spec"].CHUNK == 2 * recurrence_config.MIN_TILE
-        assert not ahead.mixed_lanes(ahead.compile_for(call, "sm_90").assembly)
+        assert not ahead.miscompiled_shifts(ahead.compile_for(call, "sm_90").assembly)
 
 
 def test_mixed_lanes_finds_a_product_that_reaches_into_the_other_lane():
@@ -226,8 +226,8 @@ def test_mixed_lanes_finds_a_product_that_reaches_into_the_other_lane():
 	or.b64 	%rd20, %rd17, %rd19;
 	mov.b64 	{_, %r11}, %rd20;
 """
-    assert ahead.mixed_lanes(right) == []
-    assert ahead.mixed_lanes(wrong) == ["or.b64 %rd20, %rd17, %rd19"]
+    assert ahead.miscompiled_shifts(right) == []
+    assert ahead.miscompiled_shifts(wrong) == ["or.b64 %rd20, %rd17, %rd19"]
 
 
 def test_keys_that_repeat_are_solved_without_loss():

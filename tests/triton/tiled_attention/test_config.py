@@ -14,9 +14,9 @@ from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams
 from ejkernel.ops.device import DeviceInfo
-from ejkernel_triton.requirements import JAX_TRITON
+from ejkernel_triton.requirements import DEVICE_TOOLCHAIN
 from ejkernel_triton.tiled_attention import config, implementations
-from ejkernel_triton.tiled_attention.plan import key_blocks, query_blocks
+from ejkernel_triton.tiled_attention.plan import plan_key_blocks, plan_query_blocks
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 
@@ -59,8 +59,8 @@ def calls(draw):
 def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
     pairs = attended(call)
     tables = (
-        (key_blocks(call, *blocks).table, pairs, blocks),
-        (query_blocks(call, *blocks).table, pairs.swapaxes(1, 2), blocks[::-1]),
+        (plan_key_blocks(call, *blocks).table, pairs, blocks),
+        (plan_query_blocks(call, *blocks).table, pairs.swapaxes(1, 2), blocks[::-1]),
     )
     for table, wanted, (own, other) in tables:
         table = np.broadcast_to(np.asarray(table), (2, *table.shape[1:]))
@@ -82,7 +82,7 @@ def test_a_mask_of_padding_becomes_segments():
     assert call.mask is None
     assert (np.asarray(call.kv_segment_ids) == np.where(real, 0, -1)).all()
     assert (np.asarray(call.q_segment_ids) == 0).all()
-    assert np.asarray(key_blocks(call, 8, 8).table)[0, 0].tolist() == [0, 0, 3, 4]
+    assert np.asarray(plan_key_blocks(call, 8, 8).table)[0, 0].tolist() == [0, 0, 3, 4]
 
 
 def test_ids_of_one_side_restrict_nothing():
@@ -136,7 +136,7 @@ def test_public_sizes_are_those_of_both_backward_kernels():
 
 @pytest.mark.parametrize(("stationary", "streamed", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)])
 def test_programs_that_own_queries_have_warps_for_the_longer_side(stationary, streamed, warps):
-    assert config.warps_for_queries(stationary, streamed) == warps
+    assert config.query_gradient_warps(stationary, streamed) == warps
 
 
 def scores_of_a_warp(call, device):
@@ -170,4 +170,4 @@ def test_without_its_toolchain_or_device_it_is_refused_by_name():
     with pytest.raises(NotImplementedError, match=r"triton .* refused .*needs amd or nvidia"):
         jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton", cfg=FlashAttentionConfig()), array)
     (implementation,) = implementations()
-    assert implementation.requires.modules == JAX_TRITON
+    assert implementation.requires.modules == DEVICE_TOOLCHAIN

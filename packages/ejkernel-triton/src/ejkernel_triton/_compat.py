@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-FUSION = {"enable_fp_fusion": True}
+FP_FUSION_OPTIONS = {"enable_fp_fusion": True}
 """Triton's compile option that fuses multiplications and additions, so that `exp2(x * scale - max)` and running sums
 take one instruction each. It is the default before Triton 3.10 only.
 """
@@ -19,30 +19,30 @@ take one instruction each. It is the default before Triton 3.10 only.
 def triton_call() -> Any:
     """Returns `jax_triton.triton_call`."""
     module = importlib.import_module("jax_triton")
-    _mend_dead_code_rule()
+    _patch_dead_code_rule()
     return module.triton_call
 
 
-def _mend_dead_code_rule() -> None:
+def _patch_dead_code_rule() -> None:
     """Makes jax-triton 0.4.1 work with JAX 0.12, which passes one argument more to rules of dead-code elimination.
 
     JAX 0.10 and 0.11 call a rule as (used_outs, eqn), 0.12 as (used_outs, live_ins, eqn); jax-triton's rule takes two
     arguments. A rule that takes another number of arguments is not changed.
     """
-    library = importlib.import_module("jax_triton.triton_lib")
-    rules, primitive = getattr(getattr(library, "pe", None), "dce_rules", {}), library.triton_kernel_call_p
-    rule = rules.get(primitive)
-    if rule is None or len(inspect.signature(rule).parameters) != 2:
+    triton_lib = importlib.import_module("jax_triton.triton_lib")
+    dce_rules, primitive = getattr(getattr(triton_lib, "pe", None), "dce_rules", {}), triton_lib.triton_kernel_call_p
+    dce_rule = dce_rules.get(primitive)
+    if dce_rule is None or len(inspect.signature(dce_rule).parameters) != 2:
         return
 
-    def mended(used_outs: Any, *rest: Any) -> Any:
-        return rule(used_outs, rest[-1])
+    def rule_with_live_ins(used_outs: Any, *live_ins_and_eqn: Any) -> Any:
+        return dce_rule(used_outs, live_ins_and_eqn[-1])
 
-    rules[primitive] = mended
+    dce_rules[primitive] = rule_with_live_ins
 
 
 @functools.cache
-def output_argument() -> str:
+def output_keyword() -> str:
     """Returns the name of the outputs' shapes in `jax_triton.triton_call`: `out_shape` in 0.3, `out_type` in 0.4."""
     parameters = inspect.signature(triton_call()).parameters
     return "out_type" if "out_type" in parameters else "out_shape"
@@ -74,34 +74,36 @@ def call_kernel(
     Raises:
         ValueError: All inputs are aliased, so there is no other array for their parameters.
     """
-    if not aliases or output_argument() == "out_shape":
-        options[output_argument()] = list(outputs)
+    if not aliases or output_keyword() == "out_shape":
+        options[output_keyword()] = list(outputs)
         return tuple(triton_call()(*arrays, kernel=kernel, input_output_aliases=dict(aliases), **options))
-    others = [x for n, x in enumerate(arrays) if n not in aliases]
-    if not others:
+    unaliased_inputs = [x for n, x in enumerate(arrays) if n not in aliases]
+    if not unaliased_inputs:
         raise ValueError("launch: all inputs are written over, and the kernel reads none")
-    inputs = [others[0] if n in aliases else x for n, x in enumerate(arrays)]
-    source_of = {output: source for source, output in sorted(aliases.items(), key=lambda pair: pair[1])}
-    named = {kernel.arg_names[len(arrays) + n]: arrays[source] for n, source in source_of.items()}
-    order = [n for n in range(len(outputs)) if n not in source_of] + list(source_of)
+    inputs = [unaliased_inputs[0] if n in aliases else x for n, x in enumerate(arrays)]
+    input_of_output = {output: source for source, output in sorted(aliases.items(), key=lambda pair: pair[1])}
+    aliased_arguments = {kernel.arg_names[len(arrays) + n]: arrays[source] for n, source in input_of_output.items()}
+    output_order = [n for n in range(len(outputs)) if n not in input_of_output] + list(input_of_output)
     # Indices count the parameters that are arrays: the inputs, then the aliased outputs.
-    renumbered = {len(arrays) + n: order.index(output) for n, output in enumerate(source_of)}
-    options["out_type"] = [outputs[n] for n in order]
-    results = triton_call()(*inputs, **named, kernel=kernel, input_output_aliases=renumbered, **options)
-    return tuple(results[order.index(n)] for n in range(len(outputs)))
+    parameter_aliases = {len(arrays) + n: output_order.index(output) for n, output in enumerate(input_of_output)}
+    options["out_type"] = [outputs[n] for n in output_order]
+    results = triton_call()(
+        *inputs, **aliased_arguments, kernel=kernel, input_output_aliases=parameter_aliases, **options
+    )
+    return tuple(results[output_order.index(n)] for n in range(len(outputs)))
 
 
 @functools.cache
-def fusion_option() -> dict[str, Any]:
-    """Returns the argument of `jax_triton.triton_call` for `FUSION`.
+def fp_fusion_argument() -> dict[str, Any]:
+    """Returns the argument of `jax_triton.triton_call` for `FP_FUSION_OPTIONS`.
 
     jax-triton 0.4 passes any compiler option on, 0.3 has an argument for this one.
     """
     parameters = inspect.signature(triton_call()).parameters
-    return {"backend_options": FUSION} if "backend_options" in parameters else FUSION
+    return {"backend_options": FP_FUSION_OPTIONS} if "backend_options" in parameters else FP_FUSION_OPTIONS
 
 
-def stages_until_memory(backend: Any, source: Any, options: Any) -> int:
+def compile_shared_memory_bytes(backend: Any, source: Any, options: Any) -> int:
     """Compiles a source until Triton has laid out shared memory.
 
     Args:
@@ -117,8 +119,8 @@ def stages_until_memory(backend: Any, source: Any, options: Any) -> int:
     ir.load_dialects(context)
     backend.load_dialects(context)
     backend.add_stages(stages, options, source.language)
-    helpers = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = source.make_ir(backend.target, options, *helpers, context)
+    codegen_helpers = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(backend.target, options, *codegen_helpers, context)
     for name, stage in stages.items():
         module = stage(module, metadata)
         if name == "llir":
@@ -145,7 +147,7 @@ def is_interpreted(kernel: Any) -> bool:
     return isinstance(kernel, _interpreter().InterpretedFunction)
 
 
-def mend_interpreter() -> None:
+def patch_interpreter() -> None:
     """Makes Triton's interpreter run with NumPy 2.5, and twice as fast.
 
     The interpreter's scalars are arrays of one element, which NumPy 2.5 does not accept as loop bounds. It also checks
@@ -156,47 +158,47 @@ def mend_interpreter() -> None:
     error here instead of returning wrong results.
     """
     interpreter = _interpreter()
-    _patched.clear()
+    _patched_modules.clear()
 
-    patch = interpreter._patch_lang_tensor
-    if getattr(patch, "mended", False):
+    patch_tensor = interpreter._patch_lang_tensor
+    if getattr(patch_tensor, "has_index", False):
         return
 
-    def mended(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
+    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    mended.mended = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = mended
-    interpreter.InterpretedFunction.__call__ = _call
+    patch_tensor_with_index.has_index = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch_tensor_with_index
+    interpreter.InterpretedFunction.__call__ = _call_interpreted
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     builder = type(interpreter.interpreter_builder)
-    builder.unary_op, builder.binary_op = _without_bfloat16(builder.unary_op), _without_bfloat16(builder.binary_op)
+    builder.unary_op, builder.binary_op = _reject_bfloat16(builder.unary_op), _reject_bfloat16(builder.binary_op)
 
 
-def _without_bfloat16(compute: Any) -> Any:
+def _reject_bfloat16(compute: Any) -> Any:
     """Returns an operation of the interpreter that raises an error for bfloat16."""
 
     @functools.wraps(compute)
-    def checked(builder: Any, operand: Any, *rest: Any) -> Any:
+    def compute_unless_bfloat16(builder: Any, operand: Any, *rest: Any) -> Any:
         if operand.dtype.scalar.is_bf16():
             raise TypeError(
                 f"{rest[-1].__name__} of bfloat16: got a 16-bit tile, wants float32 in Triton's interpreter"
             )
         return compute(builder, operand, *rest)
 
-    return checked
+    return compute_unless_bfloat16
 
 
-_patched: set[str] = set()
+_patched_modules: set[str] = set()
 
 
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_interpreted(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls an interpreted function from another."""
     module = function.fn.__module__
-    if module not in _patched:
+    if module not in _patched_modules:
         _interpreter()._patch_lang(function.fn)
-        _patched.add(module)
+        _patched_modules.add(module)
     return function.rewrite()(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ from ejkernel.ops.chips import gpu_named
 from ejkernel_triton import _compat
 from ejkernel_triton.launch import Launch
 
-POINTERS = {
+POINTER_TYPES = {
     "bfloat16": "*bf16",
     "float16": "*fp16",
     "float32": "*fp32",
@@ -64,10 +64,12 @@ def shared_memory(call: Launch, chip: str) -> int:
     """
     from triton.compiler import ASTSource, make_backend
 
-    target, options = _target(chip), _options(call)
+    target, options = _compile_target(chip), _compile_options(call)
     with _compat.cache_folder():
         backend: Any = make_backend(target)
-        return _compat.stages_until_memory(backend, _source(call, ASTSource), backend.parse_options(options))
+        return _compat.compile_shared_memory_bytes(
+            backend, _make_source(call, ASTSource), backend.parse_options(options)
+        )
 
 
 def compile_for(call: Launch, chip: str) -> Resources:
@@ -84,8 +86,10 @@ def compile_for(call: Launch, chip: str) -> Resources:
 
     nvidia = gpu_named(chip).vendor == "nvidia"
     with _compat.cache_folder():
-        compiled: Any = compile(_source(call, ASTSource), _target(chip), _options(call))
-    registers, spilled = _usage(compiled.asm["cubin"]) if nvidia else _amd_usage(compiled.asm["amdgcn"])
+        compiled: Any = compile(_make_source(call, ASTSource), _compile_target(chip), _compile_options(call))
+    registers, spilled = (
+        _register_usage(compiled.asm["cubin"]) if nvidia else _amd_register_usage(compiled.asm["amdgcn"])
+    )
     return Resources(
         kernel=compiled.name,
         registers=registers,
@@ -96,7 +100,7 @@ def compile_for(call: Launch, chip: str) -> Resources:
     )
 
 
-def mixed_lanes(ptx: str) -> list[str]:
+def miscompiled_shifts(ptx: str) -> list[str]:
     """Returns instructions that put a product wider than 32 bits into the low half of a pair of 32-bit integers.
 
     Triton 3.6 miscompiles some kernels in this way: LLVM joins `x << 28`, whose result is unread, and `y << 1` into one
@@ -112,46 +116,50 @@ def mixed_lanes(ptx: str) -> list[str]:
     Returns:
         The `or.b64` of each such pair; none if the code is correct.
     """
-    made: dict[str, str] = {}
-    found: list[str] = []
-    for operation, to, rest in re.findall(r"^\s*([\w.]+)\s+(%rd\d+), ([^;]*);", ptx, re.MULTILINE):
-        made[to] = f"{operation} {rest}"
-        parts = [made.get(name.strip(), "") for name in rest.split(",")] if operation == "or.b64" else []
-        high = [re.fullmatch(r"shl\.b64 .*, (\d+)", part) for part in parts]
-        if any(x and int(x[1]) >= 32 for x in high) and any(part.startswith("mul.wide") for part in parts):
-            found.append(f"{operation} {to}, {rest}")
-    return found
+    definitions: dict[str, str] = {}
+    miscompiled: list[str] = []
+    for operation, register, rest in re.findall(r"^\s*([\w.]+)\s+(%rd\d+), ([^;]*);", ptx, re.MULTILINE):
+        definitions[register] = f"{operation} {rest}"
+        operand_definitions = (
+            [definitions.get(name.strip(), "") for name in rest.split(",")] if operation == "or.b64" else []
+        )
+        left_shifts = [re.fullmatch(r"shl\.b64 .*, (\d+)", part) for part in operand_definitions]
+        if any(x and int(x[1]) >= 32 for x in left_shifts) and any(
+            part.startswith("mul.wide") for part in operand_definitions
+        ):
+            miscompiled.append(f"{operation} {register}, {rest}")
+    return miscompiled
 
 
-def _target(chip: str) -> Any:
+def _compile_target(chip: str) -> Any:
     from triton.backends.compiler import GPUTarget
 
-    known = gpu_named(chip)
+    gpu = gpu_named(chip)
     # A target needs the threads per warp: 32 on NVIDIA's chips, 64 on CDNA.
-    return GPUTarget("cuda", known.capability, 32) if known.vendor == "nvidia" else GPUTarget("hip", chip, 64)
+    return GPUTarget("cuda", gpu.capability, 32) if gpu.vendor == "nvidia" else GPUTarget("hip", chip, 64)
 
 
-def _options(call: Launch) -> dict[str, Any]:
-    return {"num_warps": call.num_warps, "num_stages": call.num_stages, **_compat.FUSION}
+def _compile_options(call: Launch) -> dict[str, Any]:
+    return {"num_warps": call.num_warps, "num_stages": call.num_stages, **_compat.FP_FUSION_OPTIONS}
 
 
-def _source(call: Launch, make: Any) -> Any:
+def _make_source(call: Launch, make_source: Any) -> Any:
     """Returns the source as jax-triton passes it: arrays are aligned to 16 bytes, and the constants are bound."""
-    names = call.kernel.arg_names
+    parameter_names = call.kernel.arg_names
     arrays = (*call.inputs, *call.outputs)
-    signature = {name: POINTERS[jnp.dtype(x.dtype).name] for name, x in zip(names, arrays, strict=False)}
+    signature = {name: POINTER_TYPES[jnp.dtype(x.dtype).name] for name, x in zip(parameter_names, arrays, strict=False)}
     signature |= dict.fromkeys(call.constants, "constexpr")
     # JAX's buffers are aligned: with this the compiler emits loads of 128 bits and asynchronous copies.
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
-    return make(call.kernel, signature, dict(call.constants), aligned)
+    alignment_attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
+    return make_source(call.kernel, signature, dict(call.constants), alignment_attributes)
 
 
-def _usage(binary: bytes) -> tuple[int, int]:
+def _register_usage(binary: bytes) -> tuple[int, int]:
     """Returns registers and stack bytes per thread: kernels have no local arrays, so all of the stack is spilled
     registers.
     """
-    said = _run_tool("cuobjdump", "-res-usage", binary)
-    counts = [max(map(int, re.findall(rf"{name}:(\d+)", said))) for name in ("REG", "STACK")]
+    report = _run_tool("cuobjdump", "-res-usage", binary)
+    counts = [max(map(int, re.findall(rf"{name}:(\d+)", report))) for name in ("REG", "STACK")]
     return counts[0], counts[1]
 
 
@@ -164,14 +172,14 @@ def _run_tool(name: str, option: str, binary: bytes) -> str:
     """Runs a binary tool from Triton's package and returns its output."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    tool_path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.cubin")
-        file.write_bytes(binary)
-        return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout
+        cubin_file = Path(folder, "kernel.cubin")
+        cubin_file.write_bytes(binary)
+        return subprocess.run([tool_path, option, cubin_file], capture_output=True, text=True, check=True).stdout
 
 
-def _amd_usage(assembly: str) -> tuple[int, int]:
+def _amd_register_usage(assembly: str) -> tuple[int, int]:
     """Returns registers and bytes of scratch memory per thread; scalars that are spilled to vector lanes take no
     memory.
     """

@@ -73,18 +73,18 @@ def run(
         The outputs.
     """
     # Kernels compute addresses from shapes alone, so arrays must be contiguous.
-    read = [np.ascontiguousarray(np.asarray(x)) for x in inputs]
+    input_arrays = [np.ascontiguousarray(np.asarray(x)) for x in inputs]
     # Elements that a kernel does not write are NaN, or the smallest integer, so that reading them shows in the result.
-    written = [np.full(x.shape, _poison(x.dtype), x.dtype) for x in outputs]
+    output_arrays = [np.full(x.shape, _poison_value(x.dtype), x.dtype) for x in outputs]
     for source, target in aliases.items():
-        written[target][...] = read[source]
-    tensors = [_Tensor(x, str(x.dtype)) for x in (*read, *written)]
-    _compat.mend_interpreter()
+        output_arrays[target][...] = input_arrays[source]
+    tensors = [_Tensor(x, str(x.dtype)) for x in (*input_arrays, *output_arrays)]
+    _compat.patch_interpreter()
     # Masked lanes are computed too, so overflow and NaN in them are no errors.
     with _lock, np.errstate(all="ignore"):
         kernel[(grid,)](*tensors, **constants)
-    return tuple(written)
+    return tuple(output_arrays)
 
 
-def _poison(dtype: Any) -> Any:
+def _poison_value(dtype: Any) -> Any:
     return np.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min

@@ -53,7 +53,7 @@ class Launch:
     aliases: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
 
 
-_collecting: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("collecting", default=None)
+_collected_launches: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("collecting", default=None)
 
 
 @contextlib.contextmanager
@@ -63,11 +63,11 @@ def collected() -> Generator[list[Launch]]:
     JAX caches traces by function, so pass one that is used nowhere else, such as a `lambda`.
     """
     launches: list[Launch] = []
-    token = _collecting.set(launches)
+    token = _collected_launches.set(launches)
     try:
         yield launches
     finally:
-        _collecting.reset(token)
+        _collected_launches.reset(token)
 
 
 def interpreting() -> bool:
@@ -122,44 +122,52 @@ def launch(
             f"outputs: got the memory of an input for outputs {sorted(aliases.values())} of {len(outputs)}, wants such "
             "outputs before all others, as the kernel's parameters too"
         )
-    shapes = [_shape_of(arrays[x]) if isinstance(x, int) else x for x in outputs]
+    shapes = [_shape_and_dtype(arrays[x]) if isinstance(x, int) else x for x in outputs]
     call = Launch(
         kernel=kernel,
-        inputs=tuple(map(_shape_of, arrays)),
+        inputs=tuple(map(_shape_and_dtype, arrays)),
         outputs=tuple(shapes),
         grid=grid,
         num_warps=num_warps,
         num_stages=num_stages,
-        constants={**constants, "per": _per(kernel, batch, [*inputs, *shapes])},
+        constants={**constants, "per": _rows_per_entry(kernel, batch, [*inputs, *shapes])},
         aliases=aliases,
     )
     # Returns zeros, so that tracing goes on to launches that read them.
-    if (launches := _collecting.get()) is not None:
+    if (launches := _collected_launches.get()) is not None:
         launches.append(call)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
 
-    def folded(size: int, batched: list[bool], *given: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+    def fold_vmapped_axis(
+        size: int, batched: list[bool], *arrays_of_batches: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         # An array that is written needs its own copy for every element of the vmapped axis.
         written = [n in aliases and not b for n, b in enumerate(batched)]
-        given = tuple(jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(given, written, strict=True))
+        arrays_of_batches = tuple(
+            jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(arrays_of_batches, written, strict=True)
+        )
         # Elements of the vmapped axis become batch rows: a single launch with a grid that much larger.
-        longer = [_longer(x, size, b or w) for x, b, w in zip(given, batched, written, strict=True)]
-        there = [None if x is None else y for x, y in zip(inputs, longer, strict=True)]
-        wanted = [x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs]
+        folded_inputs = [
+            _fold_into_batch(x, size, b or w) for x, b, w in zip(arrays_of_batches, batched, written, strict=True)
+        ]
+        launch_inputs = [None if x is None else y for x, y in zip(inputs, folded_inputs, strict=True)]
+        folded_outputs = [
+            x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs
+        ]
         # Calls `launch` again, so that an outer vmap finds this rule too.
-        made = launch(kernel, there, wanted, batch=size * batch, grid=size * grid, **options)
-        return tuple(x.reshape(size, *y.shape) for x, y in zip(made, shapes, strict=True)), (True,) * len(made)
+        results = launch(kernel, launch_inputs, folded_outputs, batch=size * batch, grid=size * grid, **options)
+        return tuple(x.reshape(size, *y.shape) for x, y in zip(results, shapes, strict=True)), (True,) * len(results)
 
-    run = custom_batching.custom_vmap(_interpreted(call) if _compat.is_interpreted(kernel) else _on_device(call))
-    run.def_vmap(folded)
+    run = custom_batching.custom_vmap(_interpreter_call(call) if _compat.is_interpreted(kernel) else _device_call(call))
+    run.def_vmap(fold_vmapped_axis)
     return core_compat.as_varying(run(*core_compat.as_varying(arrays, arrays)), arrays)
 
 
-def _shape_of(x: Any) -> Shape:
+def _shape_and_dtype(x: Any) -> Shape:
     return Shape(x.shape, x.dtype)
 
 
-def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
+def _fold_into_batch(x: jax.Array, size: int, mapped: bool) -> jax.Array:
     """Returns an array for a batch that is `size` times as large: mapped, or shared without a copy if it has one
     row.
     """
@@ -170,22 +178,22 @@ def _longer(x: jax.Array, size: int, mapped: bool) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def _per(kernel: Any, batch: int, arrays: Sequence[Any]) -> Any:
+def _rows_per_entry(kernel: Any, batch: int, arrays: Sequence[Any]) -> Any:
     """Returns the constant `per` of a kernel: for each array, the number of batch rows that share an entry of it."""
     # Not strict, since constants follow the arrays among a kernel's parameters.
     named = zip(kernel.arg_names, arrays, strict=False)
     per = {name.upper(): batch // x.shape[0] for name, x in named if x is not None}
     # A dataclass, so that a kernel can read `per.QUERY`; one type per set of names, so that equal constants compare
     # equal.
-    return _type_of_per(tuple(per))(**per)
+    return _rows_per_entry_type(tuple(per))(**per)
 
 
 @functools.cache
-def _type_of_per(names: tuple[str, ...]) -> type:
+def _rows_per_entry_type(names: tuple[str, ...]) -> type:
     return dataclasses.make_dataclass("Per", [(name, int) for name in names], frozen=True)
 
 
-def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
+def _device_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
     capability = current_device().compute_capability
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -201,14 +209,14 @@ def _on_device(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
                 num_warps=call.num_warps,
                 num_stages=call.num_stages,
                 compute_capability=None if capability is None else round(capability * 10),
-                **_compat.fusion_option(),
+                **_compat.fp_fusion_argument(),
                 **call.constants,
             )
 
     return functools.partial(unfused, run) if call.aliases else run
 
 
-def _interpreted(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
+def _interpreter_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
     from ejkernel_triton import interpreter
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:

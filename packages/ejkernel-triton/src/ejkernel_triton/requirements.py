@@ -8,7 +8,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 
-JAX_TRITON = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
+DEVICE_TOOLCHAIN = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
 """The toolchain on devices. jax-triton uses JAX's internals, so versions of both that are not tested are refused."""
 
 DTYPES = frozenset({"float16", "bfloat16", "float32"})
@@ -24,10 +24,10 @@ def triton_requires(
         extra: Yields reasons that the other requirements cannot express.
         head_dims: Head dimensions that the kernels support; None for families without.
     """
-    interpreted = interpreting()
+    uses_interpreter = interpreting()
     return Requires(
-        devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if interpreted else frozenset()),
-        modules=("triton",) if interpreted else JAX_TRITON,
+        devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if uses_interpreter else frozenset()),
+        modules=("triton",) if uses_interpreter else DEVICE_TOOLCHAIN,
         min_compute_capability=8.0,
         dtypes=DTYPES,
         head_dims=head_dims,

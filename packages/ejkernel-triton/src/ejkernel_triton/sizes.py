@@ -1,9 +1,9 @@
 """Powers of two that tiles have for sizes."""
 
 
-def padded(size: int, least: int = 1) -> int:
-    """Returns the smallest power of two that is at least `size` and at least `least`, itself a power of two."""
-    return max(least, 1 << (size - 1).bit_length())
+def padded(size: int, minimum: int = 1) -> int:
+    """Returns the smallest power of two that is at least `size` and at least `minimum`, itself a power of two."""
+    return max(minimum, 1 << (size - 1).bit_length())
 
 
 def padded_for_dot(size: int) -> int:

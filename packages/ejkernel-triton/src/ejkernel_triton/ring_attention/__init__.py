@@ -4,12 +4,14 @@ from ejkernel.ops import Implementation
 from ejkernel.ops.ring_registration import ring_implementation
 from ejkernel_triton import tiled_attention
 
-FAMILY = "ejkernel_triton.ring_attention"
+PACKAGE = "ejkernel_triton.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return tuple(
-        ring_implementation(tiled, forward=f"{FAMILY}.forward:forward", backward=f"{FAMILY}.backward:backward")
-        for tiled in tiled_attention.implementations()
+        ring_implementation(
+            tiled_implementation, forward=f"{PACKAGE}.forward:forward", backward=f"{PACKAGE}.backward:backward"
+        )
+        for tiled_implementation in tiled_attention.implementations()
     )

@@ -26,8 +26,8 @@ from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, ti
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.config import Tile, TritonBackward, backward_tiles
-from ejkernel_triton.tiled_attention.plan import bias_blocks, key_blocks, operands, query_blocks
-from ejkernel_triton.tiled_attention.spec import LOWEST, in_pieces, make_spec, splits
+from ejkernel_triton.tiled_attention.plan import kernel_operands, plan_bias_blocks, plan_key_blocks, plan_query_blocks
+from ejkernel_triton.tiled_attention.spec import LOWEST_LOG2_SCORE, make_spec, slices_rows, splits_key_value_gradients
 
 Gradients = dict[str, jax.Array]
 
@@ -47,126 +47,136 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
     """
     if pullback.lse_cotangent is not None and not pullback.record.normalize_output:
         return added_up(backward, pullback, params)
-    (keys, queries), record, wanted = backward_tiles(params), padding_as_segments(pullback.record), pullback.wanted
-    delta = _products(pullback, record)
-    rows = _rows(pullback, record, delta)
+    (key_tile, query_tile), record, requested = (
+        backward_tiles(params),
+        padding_as_segments(pullback.record),
+        pullback.wanted,
+    )
+    delta = _output_cotangent_products(pullback, record)
+    row_inputs = _row_inputs(pullback, record, delta)
     gradients: Gradients = {}
-    if wanted & {"key", "value"}:
-        gradients |= _of_keys(record, rows, keys, wanted & {"key", "value"})
-    if "query" in wanted:
-        gradients["query"] = _of_queries(record, rows, queries)
-    if "bias" in wanted:
-        gradients["bias"] = _of_bias(record, rows, queries)
-    if "softmax_aux" in wanted:
+    if requested & {"key", "value"}:
+        gradients |= _key_value_gradients(record, row_inputs, key_tile, requested & {"key", "value"})
+    if "query" in requested:
+        gradients["query"] = _query_gradient(record, row_inputs, query_tile)
+    if "bias" in requested:
+        gradients["bias"] = _bias_gradient(record, row_inputs, query_tile)
+    if "softmax_aux" in requested:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
-    return {name: gradients[name] for name in sorted(wanted)}
+    return {name: gradients[name] for name in sorted(requested)}
 
 
-def _products(pullback: Pullback, record: TiledAttention) -> jax.Array:
+def _output_cotangent_products(pullback: Pullback, record: TiledAttention) -> jax.Array:
     """Returns <do, o> of every row, [B, H, T]."""
     cotangent = pullback.cotangent.astype(record.query.dtype)
     products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    return _without_padding(products, record)
+    return _zero_padding(products, record)
 
 
-def _without_padding(x: jax.Array, record: TiledAttention) -> jax.Array:
+def _zero_padding(x: jax.Array, record: TiledAttention) -> jax.Array:
     """Returns [B, H, T] with zeros for padding, whose cotangents may be anything."""
     return x if record.q_segment_ids is None else jnp.where(record.q_segment_ids[:, None] >= 0, x, 0)
 
 
-def _rows(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple[Any, ...]:
+def _row_inputs(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple[Any, ...]:
     """Returns the kernels' other inputs per query: cotangent, shift of its scores in log2, delta, argmax.
 
     All but the cotangent are [B, H, T].
     """
     residuals, cotangent = pullback.residuals, pullback.cotangent.astype(record.query.dtype)
     if pullback.lse_cotangent is not None:
-        delta = _without_padding(less_lse_cotangent(delta, pullback), record)
+        delta = _zero_padding(less_lse_cotangent(delta, pullback), record)
     # Rows that attend to nothing have shift -inf. With 0 their weights are finite, and masks make them 0.
     shift = residuals.lse if record.normalize_output else residuals.row_max
     # Rows whose keys are all masked by a bias have the lowest finite score.
-    shift = jnp.maximum(jnp.where(shift == -jnp.inf, 0, shift) * LOG2E, LOWEST)
+    shift = jnp.maximum(jnp.where(shift == -jnp.inf, 0, shift) * LOG2E, LOWEST_LOG2_SCORE)
     return cotangent, shift, delta, residuals.row_argmax
 
 
-def _of_keys(record: TiledAttention, rows: tuple[Any, ...], tile: Tile, wanted: frozenset[str]) -> Gradients:
+def _key_value_gradients(
+    record: TiledAttention, row_inputs: tuple[Any, ...], tile: Tile, requested: frozenset[str]
+) -> Gradients:
     """Returns the requested gradients of key and value, by one kernel if registers suffice for both sums."""
-    if len(wanted) == 2 and splits(record):
-        return {k: x for name in wanted for k, x in _of_keys(record, rows, tile, frozenset({name})).items()}
+    if len(requested) == 2 and splits_key_value_gradients(record):
+        return {
+            k: x
+            for name in requested
+            for k, x in _key_value_gradients(record, row_inputs, tile, frozenset({name})).items()
+        }
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dkdv import flash_bwd_dkdv_kernel
 
     # Without the keys' gradient, a tile can have twice as many queries, unless their positions take the registers.
-    roomy = splits(record) and "key" not in wanted and record.q_positions is None
-    pieces = in_pieces(record, tile.stationary, tile.streamed)
-    q_block = tile.streamed * (2 if roomy and not pieces else 1)
-    blocks = query_blocks(record, q_block, tile.stationary)
-    count = tiles(record.key.shape[1], tile.stationary)
+    has_spare_registers = splits_key_value_gradients(record) and "key" not in requested and record.q_positions is None
+    slice_rows = slices_rows(record, tile.stationary, tile.streamed)
+    q_block = tile.streamed * (2 if has_spare_registers and not slice_rows else 1)
+    blocks = plan_query_blocks(record, q_block, tile.stationary)
+    num_tiles = tiles(record.key.shape[1], tile.stationary)
     fields = {"key": record.key, "value": record.value}
     # Outputs that are not requested are not written, and have one element.
-    outputs = [Shape(x.shape if name in wanted else (1,), x.dtype) for name, x in fields.items()]
-    made = launch(
+    outputs = [Shape(x.shape if name in requested else (1,), x.dtype) for name, x in fields.items()]
+    results = launch(
         flash_bwd_dkdv_kernel,
-        (*operands(record, blocks), *rows),
+        (*kernel_operands(record, blocks), *row_inputs),
         outputs,
         batch=record.key.shape[0],
-        grid=count * record.key.shape[2] * record.key.shape[0],
+        grid=num_tiles * record.key.shape[2] * record.key.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, q_block, tile.stationary, pieces=pieces),
+            "spec": make_spec(record, q_block, tile.stationary, slice_rows=slice_rows),
             "Q_BLOCK": q_block,
             "K_BLOCK": tile.stationary,
-            "TILES": count,
-            "LISTS": blocks.lists,
-            "DK": "key" in wanted,
-            "DV": "value" in wanted,
+            "TILES": num_tiles,
+            "LIST_SHAPE": blocks.lists,
+            "DK": "key" in requested,
+            "DV": "value" in requested,
         },
     )
-    return {name: x for name, x in zip(fields, made, strict=True) if name in wanted}
+    return {name: x for name, x in zip(fields, results, strict=True) if name in requested}
 
 
-def _of_queries(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
+def _query_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dq import flash_bwd_dq_kernel
 
     # One program per query tile and query head. Every program stores its rows of dq once.
-    blocks = key_blocks(record, tile.stationary, tile.streamed)
-    count = tiles(record.query.shape[1], tile.stationary)
+    blocks = plan_key_blocks(record, tile.stationary, tile.streamed)
+    num_tiles = tiles(record.query.shape[1], tile.stationary)
     (dquery,) = launch(
         flash_bwd_dq_kernel,
-        (*operands(record, blocks), *rows),
+        (*kernel_operands(record, blocks), *row_inputs),
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
-        grid=count * record.query.shape[2] * record.query.shape[0],
+        grid=num_tiles * record.query.shape[2] * record.query.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
             "spec": make_spec(
-                record, tile.stationary, tile.streamed, pieces=in_pieces(record, tile.stationary, tile.streamed)
+                record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
             ),
             "Q_BLOCK": tile.stationary,
             "K_BLOCK": tile.streamed,
-            "TILES": count,
-            "LISTS": blocks.lists,
-            "REVERSED": record.causal,
+            "TILES": num_tiles,
+            "LIST_SHAPE": blocks.lists,
+            "REVERSE_TILES": record.causal,
         },
     )
     return dquery
 
 
-def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.Array:
+def _bias_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dbias import flash_bwd_dbias_kernel
 
-    bias, queries, keys = record.bias, record.query.shape[1], record.key.shape[1]
+    bias, num_queries, num_keys = record.bias, record.query.shape[1], record.key.shape[1]
     assert bias is not None  # its gradient is requested
     # Without the gradient of the queries a tile can have twice as many, if rows are multiplied in pieces.
-    if splits(record) and in_pieces(record, 2 * tile.stationary, tile.streamed):
+    if splits_key_value_gradients(record) and slices_rows(record, 2 * tile.stationary, tile.streamed):
         tile = tile._replace(stationary=2 * tile.stationary)
-    blocks = bias_blocks(record, tile.stationary, tile.streamed)
-    q_tiles, k_tiles = tiles(queries, tile.stationary), tiles(keys, tile.streamed)
+    blocks = plan_bias_blocks(record, tile.stationary, tile.streamed)
+    q_tiles, k_tiles = tiles(num_queries, tile.stationary), tiles(num_keys, tile.streamed)
     grid = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
     (dbias,) = launch(
         flash_bwd_dbias_kernel,
-        (*operands(record, blocks), *rows),
+        (*kernel_operands(record, blocks), *row_inputs),
         [Shape(bias.shape, bias.dtype)],
         batch=record.query.shape[0],
         grid=math.prod(grid),
@@ -174,14 +184,14 @@ def _of_bias(record: TiledAttention, rows: tuple[Any, ...], tile: Tile) -> jax.A
         num_stages=tile.stages,
         constants={
             "spec": make_spec(
-                record, tile.stationary, tile.streamed, pieces=in_pieces(record, tile.stationary, tile.streamed)
+                record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
             ),
             "Q_BLOCK": tile.stationary,
             "K_BLOCK": tile.streamed,
             "Q_TILES": q_tiles,
             "K_TILES": k_tiles,
-            "SIZES": bias.shape[1:],
-            "LISTS": blocks.lists,
+            "BIAS_SIZES": bias.shape[1:],
+            "LIST_SHAPE": blocks.lists,
         },
     )
     return dbias

@@ -16,10 +16,10 @@ from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.sizes import padded_for_dot
-from ejkernel_triton.tiled_attention.spec import padded_row, pair_bytes, row_bytes
+from ejkernel_triton.tiled_attention.spec import longest_padded_row, shared_pair_bytes, shared_row_bytes
 
-Pass = Literal["forward", "keys", "queries"]
-Generation = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
+PassName = Literal["forward", "keys", "queries"]
+MatrixUnit = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,15 +69,15 @@ class TritonBackward:
     dq: GradientTile
 
 
-def _everywhere(field: str) -> tuple[str, ...]:
+def _field_of_all_kernels(field: str) -> tuple[str, ...]:
     return field, f"dkv.{field}", f"dq.{field}"
 
 
 PUBLIC_FIELDS = {
-    "q_blocksize": _everywhere("block_q"),
-    "kv_blocksize": _everywhere("block_kv"),
-    "num_warps": _everywhere("num_warps"),
-    "num_stages": _everywhere("num_stages"),
+    "q_blocksize": _field_of_all_kernels("block_q"),
+    "kv_blocksize": _field_of_all_kernels("block_kv"),
+    "num_warps": _field_of_all_kernels("num_warps"),
+    "num_stages": _field_of_all_kernels("num_stages"),
 }
 """Maps fields of the public configuration to fields of these: a public size sets it in both backward kernels."""
 
@@ -92,9 +92,9 @@ class Tile(NamedTuple):
 
 
 # By bytes per row of the operands, the larger of queries and values, padded: up to 128, 256, 512, and 1024 in float32.
-Preference = tuple[tuple[Tile, ...], ...]
+TilePreference = tuple[tuple[Tile, ...], ...]
 
-FORWARD: dict[Generation, Preference] = {
+FORWARD_TILES: dict[MatrixUnit, TilePreference] = {
     "hopper": (
         (Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)),
         (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(64, 32, 4, 3)),
@@ -114,7 +114,7 @@ FORWARD: dict[Generation, Preference] = {
     "interpreter": ((Tile(32, 32, 4, 1), Tile(16, 64, 4, 1)),) * 4,
 }
 
-KEYS: dict[Generation, Preference] = {
+KEY_GRADIENT_TILES: dict[MatrixUnit, TilePreference] = {
     "hopper": (
         (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
         (Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(128, 64, 8, 3)),
@@ -134,7 +134,7 @@ KEYS: dict[Generation, Preference] = {
     "interpreter": ((Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),) * 4,
 }
 
-QUERIES: dict[Generation, Preference] = {
+QUERY_GRADIENT_TILES: dict[MatrixUnit, TilePreference] = {
     "hopper": (
         (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
         (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
@@ -156,80 +156,85 @@ QUERIES: dict[Generation, Preference] = {
 
 # float32 is multiplied in three products of operands split in two. They take the fewest registers if the warps of a
 # program share the streamed rows, as in tiles that stream more rows than they keep.
-FORWARD["float32"] = (
+FORWARD_TILES["float32"] = (
     (Tile(32, 64, 4, 1), Tile(32, 128, 8, 1)),
     (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
     (Tile(32, 64, 8, 1), Tile(16, 64, 4, 1)),
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
 )
-KEYS["float32"] = (
+KEY_GRADIENT_TILES["float32"] = (
     (Tile(32, 64, 4, 1), Tile(32, 64, 8, 1)),
     (Tile(32, 64, 8, 1), Tile(16, 64, 4, 1)),
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
 )
-QUERIES["float32"] = (
+QUERY_GRADIENT_TILES["float32"] = (
     (Tile(32, 64, 8, 1), Tile(32, 32, 2, 1)),
     (Tile(32, 64, 8, 1), Tile(16, 32, 4, 1)),
     (Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
 )
-FORWARD["hopper, float32"] = (
+FORWARD_TILES["hopper, float32"] = (
     (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1)),
     (Tile(64, 64, 4, 1), Tile(128, 64, 8, 1), Tile(64, 64, 4, 2)),
     (Tile(128, 64, 8, 1), Tile(128, 32, 8, 1), Tile(64, 32, 4, 1), Tile(32, 64, 8, 1)),
-    FORWARD["float32"][3],
+    FORWARD_TILES["float32"][3],
 )
-KEYS["hopper, float32"] = (
+KEY_GRADIENT_TILES["hopper, float32"] = (
     (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
     (Tile(128, 32, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
-    (Tile(32, 32, 4, 1), *KEYS["float32"][2]),
-    KEYS["float32"][3],
+    (Tile(32, 32, 4, 1), *KEY_GRADIENT_TILES["float32"][2]),
+    KEY_GRADIENT_TILES["float32"][3],
 )
-QUERIES["hopper, float32"] = (
+QUERY_GRADIENT_TILES["hopper, float32"] = (
     (Tile(64, 64, 4, 1), Tile(64, 32, 4, 2)),
     (Tile(64, 64, 4, 1), Tile(32, 64, 8, 1)),
-    (*QUERIES["float32"][2], Tile(64, 64, 4, 1)),
-    QUERIES["float32"][3],
+    (*QUERY_GRADIENT_TILES["float32"][2], Tile(64, 64, 4, 1)),
+    QUERY_GRADIENT_TILES["float32"][3],
 )
 
 # Without the matrix unit a thread holds whole rows of both operands of a product. With head dimensions 64 and 128 these
 # were measured on an H200, where some that spill up to 170 bytes are faster than smaller ones that do not spill.
-FORWARD["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (FORWARD["float32"][3],)
-KEYS["no unit"] = (
+FORWARD_TILES["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (FORWARD_TILES["float32"][3],)
+KEY_GRADIENT_TILES["no unit"] = (
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
     (Tile(16, 64, 8, 1), Tile(16, 32, 4, 1)),
     (Tile(16, 16, 4, 1), Tile(32, 64, 8, 1)),
-    KEYS["float32"][3],
+    KEY_GRADIENT_TILES["float32"][3],
 )
-QUERIES["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (QUERIES["float32"][3],)
+QUERY_GRADIENT_TILES["no unit"] = ((Tile(32, 64, 8, 1), Tile(16, 64, 8, 1)),) * 3 + (
+    QUERY_GRADIENT_TILES["float32"][3],
+)
 
 # Blackwell's matrix unit keeps accumulators in tensor memory; only the forward pass of long rows has fewer registers.
-KEYS["blackwell"], QUERIES["blackwell"] = KEYS["hopper"], QUERIES["hopper"]
-FORWARD["blackwell"] = (*FORWARD["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)))
+KEY_GRADIENT_TILES["blackwell"], QUERY_GRADIENT_TILES["blackwell"] = (
+    KEY_GRADIENT_TILES["hopper"],
+    QUERY_GRADIENT_TILES["hopper"],
+)
+FORWARD_TILES["blackwell"] = (*FORWARD_TILES["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)))
 
-Exceptions = dict[tuple[Pass, Generation], dict[int, tuple[Tile, ...]]]
+TileExceptions = dict[tuple[PassName, MatrixUnit], dict[int, tuple[Tile, ...]]]
 
 # Preferred tiles by the size of rows, as above, if segment ids or positions are loaded too.
-INDEXED: Exceptions = {
+SEGMENT_OR_POSITION_TILES: TileExceptions = {
     ("forward", "ampere"): {2: (Tile(64, 32, 8, 2),)},
     ("forward", "float32"): {1: (Tile(32, 64, 8, 1),), 2: (Tile(16, 64, 8, 1),)},
     ("forward", "hopper, float32"): {2: (Tile(16, 64, 8, 1),)},
     ("keys", "ampere"): {1: (Tile(32, 64, 8, 2),)},
     ("keys", "hopper"): {1: (Tile(64, 32, 4, 3),)},
-    ("keys", "hopper, float32"): {2: KEYS["float32"][2]},
+    ("keys", "hopper, float32"): {2: KEY_GRADIENT_TILES["float32"][2]},
     ("queries", "ampere"): {2: (Tile(64, 16, 4, 3), Tile(16, 64, 8, 1))},
     ("queries", "hopper"): {2: (Tile(64, 16, 4, 3),)},
     ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
 }
 # Preferred tiles if more is computed per score: with a soft cap, bias, mask or dropout.
-RICH: Exceptions = {
+MODIFIED_SCORE_TILES: TileExceptions = {
     ("forward", "hopper"): {2: (Tile(128, 32, 8, 3),)},
     ("forward", "hopper, float32"): {2: (Tile(32, 64, 8, 1),)},
     ("forward", "ampere"): {0: (Tile(64, 32, 4, 3),), 2: (Tile(64, 32, 8, 2),)},
     ("forward", "amd"): {0: (Tile(64, 64, 4, 1),)},
     ("keys", "hopper"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
-    ("keys", "hopper, float32"): {0: (Tile(64, 32, 4, 2),), 2: KEYS["float32"][2]},
+    ("keys", "hopper, float32"): {0: (Tile(64, 32, 4, 2),), 2: KEY_GRADIENT_TILES["float32"][2]},
     ("keys", "blackwell"): {0: (Tile(64, 32, 4, 3),), 1: (Tile(64, 32, 4, 3),)},
     ("keys", "float32"): {1: (Tile(16, 64, 8, 1),)},
     ("keys", "ampere"): {0: (Tile(32, 64, 4, 2),), 1: (Tile(32, 64, 8, 2),)},
@@ -239,7 +244,11 @@ RICH: Exceptions = {
     ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
 }
 
-TABLES: dict[Pass, dict[Generation, Preference]] = {"forward": FORWARD, "keys": KEYS, "queries": QUERIES}
+TILES_OF_PASS: dict[PassName, dict[MatrixUnit, TilePreference]] = {
+    "forward": FORWARD_TILES,
+    "keys": KEY_GRADIENT_TILES,
+    "queries": QUERY_GRADIENT_TILES,
+}
 
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> TritonForward | TritonBackward:
@@ -252,10 +261,10 @@ def candidates(
 ) -> tuple[TritonForward, ...] | tuple[TritonBackward, ...]:
     """Returns configurations worth measuring for a record on a device, the most likely first."""
     if direction == "forward":
-        return tuple(dict.fromkeys(_forward(record, tile) for tile in _fitting(record, device, "forward")))
-    keys, queries = _fitting(record, device, "keys"), _fitting(record, device, "queries")
+        return tuple(dict.fromkeys(_forward_config(record, tile) for tile in _fitting_tiles(record, device, "forward")))
+    keys, queries = _fitting_tiles(record, device, "keys"), _fitting_tiles(record, device, "queries")
     pairs = [(tile, queries[0]) for tile in keys] + [(keys[0], tile) for tile in queries[1:]]
-    return tuple(dict.fromkeys(_backward(record, *pair) for pair in pairs))
+    return tuple(dict.fromkeys(_backward_config(record, *pair) for pair in pairs))
 
 
 def forward_tile(params: TritonForward) -> Tile:
@@ -264,7 +273,7 @@ def forward_tile(params: TritonForward) -> Tile:
     Raises:
         ValueError: A field has a value that no kernel can be compiled with.
     """
-    _check(params, "")
+    _check_config(params, "")
     return Tile(params.block_q, params.block_kv, params.num_warps, params.num_stages)
 
 
@@ -275,106 +284,132 @@ def backward_tiles(params: TritonBackward) -> tuple[Tile, Tile]:
         ValueError: A field has a value that no kernel can be compiled with.
     """
     dkv, dq = params.dkv, params.dq
-    _check(dkv, "dkv.")
-    _check(dq, "dq.")
+    _check_config(dkv, "dkv.")
+    _check_config(dq, "dq.")
     return (
         Tile(dkv.block_kv, dkv.block_q, dkv.num_warps, dkv.num_stages),
         Tile(dq.block_q, dq.block_kv, dq.num_warps, dq.num_stages),
     )
 
 
-def _check(params: TritonForward | GradientTile, where: str) -> None:
+def _check_config(params: TritonForward | GradientTile, field_prefix: str) -> None:
     for field in dataclasses.fields(params):
         name, value = field.name, getattr(params, field.name)
-        least = 16 if name.startswith("block") else 1
-        if value < least or (name != "num_stages" and value & (value - 1)):
-            wants = "at least 1" if name == "num_stages" else f"a power of two of at least {least}"
-            raise ValueError(f"cfg: got {where}{name}={value}, the triton kernels want {wants}")
+        minimum = 16 if name.startswith("block") else 1
+        if value < minimum or (name != "num_stages" and value & (value - 1)):
+            requirement = "at least 1" if name == "num_stages" else f"a power of two of at least {minimum}"
+            raise ValueError(f"cfg: got {field_prefix}{name}={value}, the triton kernels want {requirement}")
 
 
-def generation(device: DeviceInfo, record: TiledAttention) -> Generation:
+def matrix_unit(device: DeviceInfo, record: TiledAttention) -> MatrixUnit:
     """Returns the kind of matrix unit that multiplies a record's operands."""
     if device.platform == "cpu":
         return "interpreter"
-    architecture, wide = gpu_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
+    architecture, is_float32 = gpu_of(device).architecture, jnp.dtype(record.query.dtype).itemsize > 2
     if architecture == "cdna3":
         return "amd"
-    if wide and record.precision == lax.Precision.HIGHEST:
+    if is_float32 and record.precision == lax.Precision.HIGHEST:
         return "no unit"
     if architecture == "hopper":
-        return "hopper, float32" if wide else "hopper"
-    if wide:
+        return "hopper, float32" if is_float32 else "hopper"
+    if is_float32:
         return "float32"
     return "blackwell" if architecture == "blackwell" else "ampere"  # Ada's matrix unit is Ampere's
 
 
-def _fitting(record: TiledAttention, device: DeviceInfo, which: Pass) -> tuple[Tile, ...]:
+def _fitting_tiles(record: TiledAttention, device: DeviceInfo, pass_name: PassName) -> tuple[Tile, ...]:
     """Returns the tiles of a preference that fit the device's shared memory; the last one if none is known to."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
-    row = itemsize * padded_row(record)
-    unit, size = generation(device, record), min(3, max(0, (row // 128).bit_length() - 1))
-    exceptions = RICH if _is_rich(record) else INDEXED if _is_indexed(record) else {}
-    first, preferred = exceptions.get((which, unit), {}).get(size, ()), TABLES[which][unit][size]
-    memory = gpu_of(device).shared_memory
-    budget = memory - (0 if which == "forward" else 4 * KIBI)
-    fits = [tile for tile in dict.fromkeys((*first, *preferred)) if row_bytes(record, which, tile) <= budget]
-    if unit in ("hopper", "blackwell"):  # all stages are in shared memory, which leaves the least room
-        fits = [tile for tile in fits if row_bytes(record, which, tile) + pair_bytes(record, tile) <= memory]
-    fits = fits or [preferred[-1]]
-    stationary = fits[0].stationary
+    row_size_bytes = itemsize * longest_padded_row(record)
+    matrix_unit_name, size_class = matrix_unit(device, record), min(3, max(0, (row_size_bytes // 128).bit_length() - 1))
+    unit_exceptions = (
+        MODIFIED_SCORE_TILES
+        if _has_modified_scores(record)
+        else SEGMENT_OR_POSITION_TILES
+        if _has_segments_or_positions(record)
+        else {}
+    )
+    exceptional_tiles, usual_tiles = (
+        unit_exceptions.get((pass_name, matrix_unit_name), {}).get(size_class, ()),
+        TILES_OF_PASS[pass_name][matrix_unit_name][size_class],
+    )
+    shared_memory_bytes = gpu_of(device).shared_memory
+    row_budget_bytes = shared_memory_bytes - (0 if pass_name == "forward" else 4 * KIBI)
+    fitting = [
+        tile
+        for tile in dict.fromkeys((*exceptional_tiles, *usual_tiles))
+        if shared_row_bytes(record, pass_name, tile) <= row_budget_bytes
+    ]
+    if matrix_unit_name in ("hopper", "blackwell"):  # all stages are in shared memory, which leaves the least room
+        fitting = [
+            tile
+            for tile in fitting
+            if shared_row_bytes(record, pass_name, tile) + shared_pair_bytes(record, tile) <= shared_memory_bytes
+        ]
+    fitting = fitting or [usual_tiles[-1]]
+    stationary = fitting[0].stationary
     # If no tile is on a causal diagonal, long tiles are faster.
-    if which == "forward" and itemsize <= 2 and exceptions is not RICH and not first and _is_open(record):
-        fits.sort(key=lambda tile: 0 if tile.stationary != stationary else -tile.streamed)
-    return tuple(fits)
+    if (
+        pass_name == "forward"
+        and itemsize <= 2
+        and unit_exceptions is not MODIFIED_SCORE_TILES
+        and not exceptional_tiles
+        and _attends_to_everything(record)
+    ):
+        fitting.sort(key=lambda tile: 0 if tile.stationary != stationary else -tile.streamed)
+    return tuple(fitting)
 
 
-def _is_rich(record: TiledAttention) -> bool:
+def _has_modified_scores(record: TiledAttention) -> bool:
     """Returns whether scores are more than scaled products of queries and keys."""
     arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
     return any(x is not None for x in arrays) or record.dropout_prob > 0
 
 
-def _is_indexed(record: TiledAttention) -> bool:
+def _has_segments_or_positions(record: TiledAttention) -> bool:
     """Returns whether segments or positions are in use: they mask few tiles, but take registers in all."""
     return any(x is not None for x in (record.q_segment_ids, record.q_positions, record.kv_positions))
 
 
-def _is_open(record: TiledAttention) -> bool:
+def _attends_to_everything(record: TiledAttention) -> bool:
     """Returns whether every query attends to every key."""
     return band(record) == (None, None) and record.pattern is None
 
 
-def _forward(record: TiledAttention, tile: Tile) -> TritonForward:
-    queries, keys = _clamped(tile.stationary, record.query.shape[1]), _clamped(tile.streamed, record.key.shape[1])
+def _forward_config(record: TiledAttention, tile: Tile) -> TritonForward:
+    queries, keys = (
+        _clamp_block_size(tile.stationary, record.query.shape[1]),
+        _clamp_block_size(tile.streamed, record.key.shape[1]),
+    )
     return TritonForward(block_q=queries, block_kv=keys, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def _backward(record: TiledAttention, keys: Tile, queries: Tile) -> TritonBackward:
+def _backward_config(record: TiledAttention, keys: Tile, queries: Tile) -> TritonBackward:
     t, s = record.query.shape[1], record.key.shape[1]
-    stationary, streamed = _clamped(queries.stationary, t), _clamped(queries.streamed, s)
+    stationary, streamed = _clamp_block_size(queries.stationary, t), _clamp_block_size(queries.streamed, s)
     return TritonBackward(
         dkv=GradientTile(
-            block_q=_clamped(keys.streamed, t),
-            block_kv=_clamped(keys.stationary, s),
+            block_q=_clamp_block_size(keys.streamed, t),
+            block_kv=_clamp_block_size(keys.stationary, s),
             num_warps=keys.warps,
             num_stages=keys.stages,
         ),
         dq=GradientTile(
             block_q=stationary,
             block_kv=streamed,
-            num_warps=warps_for_queries(stationary, streamed),
+            num_warps=query_gradient_warps(stationary, streamed),
             num_stages=queries.stages,
         ),
     )
 
 
-def warps_for_queries(stationary: int, streamed: int) -> int:
+def query_gradient_warps(stationary: int, streamed: int) -> int:
     """Returns the warps of programs that accumulate for queries: one per 16 queries, or per 8 keys if the tile has
     more keys.
     """
     return stationary // 16 if stationary >= streamed else streamed // 8
 
 
-def _clamped(block: int, length: int) -> int:
+def _clamp_block_size(block: int, length: int) -> int:
     """Returns a block size no longer than a length needs; matrix products need powers of two from 16 on."""
     return min(block, padded_for_dot(length))

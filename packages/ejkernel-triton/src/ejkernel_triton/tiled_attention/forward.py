@@ -7,8 +7,8 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.config import TritonForward, forward_tile
-from ejkernel_triton.tiled_attention.plan import key_blocks, operands
-from ejkernel_triton.tiled_attention.spec import in_pieces, make_spec
+from ejkernel_triton.tiled_attention.plan import kernel_operands, plan_key_blocks
+from ejkernel_triton.tiled_attention.spec import make_spec, slices_rows
 
 
 def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -28,26 +28,26 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
 
     tile, record = forward_tile(params), padding_as_segments(record)
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
-    blocks, q_tiles = key_blocks(record, tile.stationary, tile.streamed), tiles(t, tile.stationary)
+    blocks, q_tiles = plan_key_blocks(record, tile.stationary, tile.streamed), tiles(t, tile.stationary)
     outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
     constants = {
         "spec": make_spec(
-            record, tile.stationary, tile.streamed, pieces=in_pieces(record, tile.stationary, tile.streamed)
+            record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
         ),
         "Q_BLOCK": tile.stationary,
         "K_BLOCK": tile.streamed,
         "TILES": q_tiles,
-        "LISTS": blocks.lists,
-        "REVERSED": record.causal,
+        "LIST_SHAPE": blocks.lists,
+        "REVERSE_TILES": record.causal,
     }
     if record.normalize_output:
         constants |= {"max_out": None, "argmax_out": None}
     else:
         outputs += [Shape((b, h, t), jnp.float32), Shape((b, h, t), jnp.int32)]
     # One program per query tile and query head; consecutive programs are tiles of one head, which share its keys in L2.
-    made = launch(
+    results = launch(
         flash_fwd_kernel,
-        operands(record, blocks),
+        kernel_operands(record, blocks),
         outputs,
         batch=b,
         grid=q_tiles * h * b,
@@ -55,6 +55,6 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
         num_stages=tile.stages,
         constants=constants,
     )
-    output, lse = made[:2]
-    row_max, row_argmax = made[2:] or (None, None)
+    output, lse = results[:2]
+    row_max, row_argmax = results[2:] or (None, None)
     return output, SoftmaxResiduals(lse=lse, row_max=row_max, row_argmax=row_argmax)

@@ -22,13 +22,13 @@ from ejkernel.families.tiled_attention.tile_pairs import cuts, runs, sorted_pair
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
+class BlockTables:
     """The tables with the blocks of each program.
 
     Attributes:
         table: int32 [B|1, ...], the operand `block_lists`.
         tile_masks: int8 [1, n, q_block, kv_block], the operand of that name; None without a pattern.
-        lists: The constant `LISTS`: heads (1 if all share) and row length of the table; None without a pattern.
+        lists: The constant `LIST_SHAPE`: heads (1 if all share) and row length of the table; None without a pattern.
     """
 
     table: jax.Array
@@ -36,57 +36,58 @@ class Blocks:
     lists: tuple[int, int] | None
 
 
-def key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
+def plan_key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> BlockTables:
     """Returns the key tiles of every query tile: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
     # Without segments and positions these are NumPy arrays, and the table is a constant of the traced program.
     if record.pattern is None:
-        some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
-        return _neighbours(some, every, xp)
-    return _listed(block_map(record, q_block, kv_block))
+        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        return _consecutive_blocks(nonempty, full_pairs, xp)
+    return _listed_blocks(block_map(record, q_block, kv_block))
 
 
-def query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """Returns the query tiles of every key tile, for all query heads; in the form of `key_blocks`."""
+def plan_query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> BlockTables:
+    """Returns the query tiles of every key tile, for all query heads; in the form of `plan_key_blocks`."""
     if record.pattern is None:
-        some, every, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
-        return _neighbours(some.swapaxes(1, 2), every.swapaxes(1, 2), xp)
-    return _listed(block_map(record, q_block, kv_block).by_keys())
+        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        return _consecutive_blocks(nonempty.swapaxes(1, 2), full_pairs.swapaxes(1, 2), xp)
+    return _listed_blocks(block_map(record, q_block, kv_block).by_keys())
 
 
-def bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blocks:
-    """Returns the blocks for the gradient of the bias: like `key_blocks`, but with a pattern the block map, of ids and
+def plan_bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> BlockTables:
+    """Returns the blocks for the gradient of the bias: like `plan_key_blocks`, but with a pattern the block map, of ids
+    and
     -1.
 
     A program has one tile of the map, and would have to search a list. The map is smaller than the bias.
     """
     if record.pattern is None:
-        return key_blocks(record, q_block, kv_block)
-    found = block_map(record, q_block, kv_block)
-    ids = jnp.where(jnp.asarray(found.some), found.mask_ids, -1)
-    return Blocks(table=ids, tile_masks=_tile_masks(found), lists=(ids.shape[1], ids.shape[3]))
+        return plan_key_blocks(record, q_block, kv_block)
+    pattern_blocks = block_map(record, q_block, kv_block)
+    ids = jnp.where(jnp.asarray(pattern_blocks.some), pattern_blocks.mask_ids, -1)
+    return BlockTables(table=ids, tile_masks=_tile_mask_array(pattern_blocks), lists=(ids.shape[1], ids.shape[3]))
 
 
-def _neighbours(some: Any, every: Any, xp: Any) -> Blocks:
-    table = xp.stack(runs(some, every, xp), axis=-1).astype(np.int32)
-    return Blocks(table=jnp.asarray(table), tile_masks=None, lists=None)
+def _consecutive_blocks(nonempty: Any, full_pairs: Any, xp: Any) -> BlockTables:
+    table = xp.stack(runs(nonempty, full_pairs, xp), axis=-1).astype(np.int32)
+    return BlockTables(table=jnp.asarray(table), tile_masks=None, lists=None)
 
 
-def _tile_masks(found: BlockMap) -> jax.Array:
-    return jnp.asarray(found.tile_masks)[None]
+def _tile_mask_array(pattern_blocks: BlockMap) -> jax.Array:
+    return jnp.asarray(pattern_blocks.tile_masks)[None]
 
 
-def _listed(found: BlockMap) -> Blocks:
+def _listed_blocks(pattern_blocks: BlockMap) -> BlockTables:
     """Returns rows of full, count, and then alternately a block and its tile mask's id: [B|1, H|1, tiles, 2 + 2 *
     longest].
     """
-    lists = block_maps.block_lists(found)
+    lists = block_maps.block_lists(pattern_blocks)
     entries = jnp.stack([jnp.asarray(lists.blocks), jnp.asarray(lists.mask_ids)], axis=-1)
     counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)
     table = jnp.concatenate([counts, entries.reshape(*entries.shape[:-2], -1)], axis=-1)
-    return Blocks(table=table, tile_masks=_tile_masks(found), lists=(table.shape[1], table.shape[3]))
+    return BlockTables(table=table, tile_masks=_tile_mask_array(pattern_blocks), lists=(table.shape[1], table.shape[3]))
 
 
-def operands(record: TiledAttention, blocks: Blocks) -> tuple[jax.Array | None, ...]:
+def kernel_operands(record: TiledAttention, blocks: BlockTables) -> tuple[jax.Array | None, ...]:
     """Returns the inputs of every kernel, in their order; the backward kernels take more after them.
 
     Query, key, value, block lists, segment ids of queries and keys, positions of queries and keys, bias, mask, sinks

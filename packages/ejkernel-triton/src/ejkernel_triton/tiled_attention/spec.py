@@ -15,7 +15,7 @@ from ejkernel_triton.sizes import (
     padded_for_dot,
 )
 
-LOWEST = -3e38
+LOWEST_LOG2_SCORE = -3e38
 """The lowest score in base 2: scores that a bias sets to the lowest float must stay finite."""
 
 Strides = tuple[int, int, int, int]
@@ -94,34 +94,48 @@ class Spec:
     WIDEN: bool
 
 
-class Share(NamedTuple):
+class SharedMemoryCopies(NamedTuple):
     """How many copies shared memory holds of the rows that a program keeps, and of those of a stage that it streams."""
 
     stationary: int
     streamed: int
 
 
-HALVES = {"forward": Share(1, 2), "keys": Share(2, 2), "queries": Share(2, 2)}
-SPLIT = {"forward": Share(2, 1), "keys": Share(4, 2), "queries": Share(4, 2)}
+HALF_PRECISION_COPIES = {
+    "forward": SharedMemoryCopies(1, 2),
+    "keys": SharedMemoryCopies(2, 2),
+    "queries": SharedMemoryCopies(2, 2),
+}
+FLOAT32_COPIES = {
+    "forward": SharedMemoryCopies(2, 1),
+    "keys": SharedMemoryCopies(4, 2),
+    "queries": SharedMemoryCopies(4, 2),
+}
 """For float32, whose split operands pass through shared memory."""
-PIECES = {"forward": Share(2, 1), "keys": Share(0, 1), "queries": Share(0, 1)}
+SLICED_ROW_COPIES = {
+    "forward": SharedMemoryCopies(2, 1),
+    "keys": SharedMemoryCopies(0, 1),
+    "queries": SharedMemoryCopies(0, 1),
+}
 """For float32 with rows that the backward kernels multiply in pieces."""
 
 
-def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bool) -> Spec:
+def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, slice_rows: bool) -> Spec:
     """Returns the constants of a record's kernels on the device in use, for tiles of a size.
 
     Args:
         record: The record in the kernels' dtypes.
         q_block: Queries per tile.
         kv_block: Keys per tile.
-        pieces: The result of `in_pieces` for the tiles.
+        slice_rows: The result of `slices_rows` for the tiles.
     """
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
     left, right = band(record)
-    rounded = record.logits_dtype if record.logits_dtype != jnp.float32 else None
-    plain = record.bias is None and record.logits_soft_cap is None and rounded is None and record.softmax_scale > 0
-    vendor, half = current_device().vendor, record.query.dtype != jnp.float32
+    rounding_dtype = record.logits_dtype if record.logits_dtype != jnp.float32 else None
+    is_scaled_product = (
+        record.bias is None and record.logits_soft_cap is None and rounding_dtype is None and record.softmax_scale > 0
+    )
+    vendor, is_half_precision = current_device().vendor, record.query.dtype != jnp.float32
     return Spec(
         T=t,
         S=s,
@@ -133,50 +147,50 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, pieces: bo
         BD=padded_for_dot(d),
         BV=padded_for_dot(dv),
         SCALE=record.softmax_scale,
-        PLAIN=plain,
-        FACTOR=record.softmax_scale * LOG2E if plain else LOG2E,
+        PLAIN=is_scaled_product,
+        FACTOR=record.softmax_scale * LOG2E if is_scaled_product else LOG2E,
         BIASED=record.bias is not None,
         LEFT=left,
         RIGHT=right,
         Q_POSITIONS=record.q_positions is not None,
         K_POSITIONS=record.kv_positions is not None,
         SEGMENTS=record.q_segment_ids is not None,
-        BIAS=_strides(record.bias),
-        MASK=_strides(record.mask),
+        BIAS=_broadcast_strides(record.bias),
+        MASK=_broadcast_strides(record.mask),
         PATTERN=None if record.pattern is None else (q_block, kv_block),
         CAP=record.logits_soft_cap,
-        FAST_TANH=vendor == "nvidia" and half and not interpreting(),
-        ROUND=None if rounded is None else jnp.dtype(rounded).name,
+        FAST_TANH=vendor == "nvidia" and is_half_precision and not interpreting(),
+        ROUND=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
         DROPOUT=record.dropout_prob > 0.0,
         THRESHOLD=dropout.threshold(record.dropout_prob),
         KEPT=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
         SINKS=record.softmax_aux is not None,
-        PIECE=64 if pieces else None,
+        PIECE=64 if slice_rows else None,
         PRECISION=_precision(record, vendor),
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
     )
 
 
-def padded_row(record: TiledAttention) -> int:
+def longest_padded_row(record: TiledAttention) -> int:
     """Returns the padded elements of the longest row, of queries or of values."""
     return max(padded_for_dot(record.query.shape[3]), padded_for_dot(record.value.shape[3]))
 
 
-def splits(record: TiledAttention) -> bool:
+def splits_key_value_gradients(record: TiledAttention) -> bool:
     """Returns whether two kernels compute the gradients of keys and of values: rows are too long for the registers
     of one.
     """
-    return padded_row(record) > 128
+    return longest_padded_row(record) > 128
 
 
-def in_pieces(record: TiledAttention, stationary: int, streamed: int) -> bool:
+def slices_rows(record: TiledAttention, stationary: int, streamed: int) -> bool:
     """Returns whether the kernels multiply rows piece by piece: float32 rows that are too long for registers.
 
     Then the warps of a program share the rows that it streams, which are more than it keeps. Tiles that keep more rows
     hold them whole: on an H200 those are faster with head dimension 128, although registers spill.
     """
-    return record.query.dtype == jnp.float32 and padded_row(record) > 64 and streamed > stationary
+    return record.query.dtype == jnp.float32 and longest_padded_row(record) > 64 and streamed > stationary
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:
@@ -184,7 +198,7 @@ def _precision(record: TiledAttention, vendor: str) -> str:
     return "tf32x3" if vendor == "nvidia" and record.precision != lax.Precision.HIGHEST else "ieee"
 
 
-def _strides(pairs: Any) -> Strides | None:
+def _broadcast_strides(pairs: Any) -> Strides | None:
     """Returns the strides of an array [B|1, H|1, T|1, S|1], with 0 for the heads, queries and keys that broadcast."""
     if pairs is None:
         return None
@@ -192,16 +206,16 @@ def _strides(pairs: Any) -> Strides | None:
     return h * t * s, t * s if h > 1 else 0, s if t > 1 else 0, 1 if s > 1 else 0
 
 
-def row_bytes(record: TiledAttention, which: str, tile: Any) -> int:
+def shared_row_bytes(record: TiledAttention, pass_name: str, tile: Any) -> int:
     """Returns the bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
-    pieces = in_pieces(record, tile.stationary, tile.streamed)
-    share = (PIECES if pieces else SPLIT if itemsize > 2 else HALVES)[which]
-    rows = share.stationary * tile.stationary + share.streamed * tile.stages * tile.streamed
-    return rows * itemsize * padded_row(record)
+    slice_rows = slices_rows(record, tile.stationary, tile.streamed)
+    copies = (SLICED_ROW_COPIES if slice_rows else FLOAT32_COPIES if itemsize > 2 else HALF_PRECISION_COPIES)[pass_name]
+    rows = copies.stationary * tile.stationary + copies.streamed * tile.stages * tile.streamed
+    return rows * itemsize * longest_padded_row(record)
 
 
-def pair_bytes(record: TiledAttention, tile: Any) -> int:
+def shared_pair_bytes(record: TiledAttention, tile: Any) -> int:
     """Returns the bytes of pairwise operands: tiles of a bias are prefetched as those of keys are, a mask's are not."""
-    of_pair = 0 if record.bias is None else (tile.stages - 1) * record.bias.dtype.itemsize
-    return (of_pair + (record.mask is not None)) * tile.stationary * tile.streamed
+    bytes_per_pair = 0 if record.bias is None else (tile.stages - 1) * record.bias.dtype.itemsize
+    return (bytes_per_pair + (record.mask is not None)) * tile.stationary * tile.streamed

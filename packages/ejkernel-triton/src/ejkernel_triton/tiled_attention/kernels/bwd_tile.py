@@ -1,7 +1,7 @@
 """Device helpers that the backward kernels share: a tile pair's weights and the gradient of its scores.
 
 load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_gradient`)
-scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `transform`
+scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `modify_scores`
 weights  p = exp2(s - lse), masked to 0            no running maximum: lse is known
 products dp = do V^T - delta                       the accumulator starts with -delta
 gradient ds = p dp, times the slope of the cap
@@ -12,25 +12,25 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot_rows, dot_rows, load_tile
 from ejkernel_triton.tiled_attention.kernels.tile import (
-    allowed,
+    apply_dropout,
     as_columns,
     as_rows,
-    describe_keys,
-    drop,
-    in_log2,
-    transform,
+    attending_pairs,
+    load_key_info,
+    modify_scores,
+    to_log2_scores,
 )
 
 
 @triton.jit
-def load_queries(start, described, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def load_queries(start, token_info, bases, spec: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Loads a query tile: queries [Q, BD] and cotangents [Q, BV] as RowTiles; shift of scores, delta and argmax by
     row.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q_base, do_base, shift, delta, argmax = bases
-    index, valid, _, _, _ = described
+    index, valid, _, _, _ = token_info
     q = load_tile(q_base, start, valid, spec.H * spec.D, spec.D, BLOCK, BD, MASKED)
     do = load_tile(do_base, start, valid, spec.H * spec.DV, spec.DV, BLOCK, BV, MASKED)
     # Rows out of bounds get shift and delta 0, so that their results are finite before masks make them 0. Full blocks
@@ -66,19 +66,19 @@ def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.co
 
 
 @triton.jit
-def weights_of(products, queries, keys, shift, bias, masks, spec: tl.constexpr, MASKED: tl.constexpr):
+def softmax_weights(products, queries, keys, shift, bias, masks, spec: tl.constexpr, MASKED: tl.constexpr):
     """Returns softmax weights of a tile from its products, and the slope of the soft cap."""
-    scores, slope = transform(products, queries, keys, bias, spec)
-    weights = tl.exp2(in_log2(scores, spec) - shift)
+    scores, cap_slope = modify_scores(products, queries, keys, bias, spec)
+    weights = tl.exp2(to_log2_scores(scores, spec) - shift)
     if MASKED:
         # The shift is that of pairs that attend, so the weight of a masked pair may be inf: it is replaced, not
         # multiplied.
-        weights = tl.where(allowed(queries, keys, masks, spec), weights, 0.0)
-    return weights, slope
+        weights = tl.where(attending_pairs(queries, keys, masks, spec), weights, 0.0)
+    return weights, cap_slope
 
 
 @triton.jit
-def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr):
+def score_gradient(weights, cap_slope, a, b, queries, keys, delta, argmax, spec: tl.constexpr, MASKED: tl.constexpr):
     """Returns the gradient of the scaled and biased scores; a b^T of two RowTiles is the gradient of the dropped
     weights.
 
@@ -86,7 +86,7 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
     """
     if spec.DROPOUT:
         # Dropout does not apply to delta, so the accumulator cannot start with it.
-        dweights = drop(dot_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
+        dweights = apply_dropout(dot_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
         if spec.NORMALIZE:
             dweights -= delta
     elif spec.NORMALIZE:  # the accumulator starts with -delta, which then takes no other registers
@@ -102,7 +102,7 @@ def score_gradient(weights, slope, a, b, queries, keys, delta, argmax, spec: tl.
         k, _, _, _, _ = keys
         gradient -= tl.where(k == argmax, delta, 0.0)
     if spec.CAP is not None:
-        gradient = gradient * slope
+        gradient = gradient * cap_slope
     if MASKED and spec.SEGMENTS:
         # Products of other segments' rows may overflow float32, and 0 x inf is NaN.
         gradient = tl.where(weights == 0.0, 0.0, gradient)
@@ -126,19 +126,19 @@ def tile_gradient(
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q, do, row_shift, row_delta, row_argmax = rows
-    k_base, v_base, k_ids, k_positions, bias, dropout_keys = keys
+    k_base, v_base, k_ids, k_positions, bias, token_dropout_keys = keys
     start = n * K_BLOCK
-    described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
-    _, valid, _, _, _ = described
-    left, columns = as_rows(queries), as_columns(described)
+    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, K_BLOCK, MASKED)
+    _, valid, _, _, _ = token_info
+    left, columns = as_rows(queries), as_columns(token_info)
     # K is the operand of two products: of scores here, and of dq in the caller.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
     v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
     k_rows = (k, k_base, start, valid, spec.HK * spec.D)
     v_rows = (v, v_base, start, valid, spec.HK * spec.DV)
     products = dot_rows(q, k_rows, spec.D, spec)
-    weights, slope = weights_of(products, left, columns, row_shift[:, None], bias, masks, spec, MASKED)
+    weights, cap_slope = softmax_weights(products, left, columns, row_shift[:, None], bias, masks, spec, MASKED)
     gradient = score_gradient(
-        weights, slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED
+        weights, cap_slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED
     )
     return k, gradient

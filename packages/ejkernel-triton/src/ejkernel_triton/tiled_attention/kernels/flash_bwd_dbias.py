@@ -11,9 +11,9 @@ import triton.language as tl
 
 from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, tile_gradient
 from ejkernel_triton.tiled_attention.kernels.tile import (
-    block_run,
-    describe_queries,
+    consecutive_blocks,
     kv_bases,
+    load_query_info,
     pair_bases,
     tile_mask_base,
 )
@@ -45,80 +45,86 @@ def flash_bwd_dbias_kernel(
     K_BLOCK: tl.constexpr,
     Q_TILES: tl.constexpr,
     K_TILES: tl.constexpr,
-    SIZES: tl.constexpr,
-    LISTS: tl.constexpr,
+    BIAS_SIZES: tl.constexpr,
+    LIST_SHAPE: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Computes a tile of the gradient. SIZES are the bias's sizes over head, query and key: 1 where it broadcasts.
+    """Computes a tile of the gradient. BIAS_SIZES are the bias's sizes over head, query and key: 1 where it broadcasts.
 
     The grid has as many programs along an axis as the bias has tiles; where it broadcasts, one, which loops. With a
     pattern `block_lists` is the block map itself, [heads, query tiles, key tiles]: the id of a tile's mask, or -1 for
-    an empty block. LISTS is then (heads, key tiles).
+    an empty block. LIST_SHAPE is then (heads, key tiles).
     """
-    GRID_K: tl.constexpr = K_TILES if SIZES[2] > 1 else 1
-    GRID_Q: tl.constexpr = Q_TILES if SIZES[1] > 1 else 1
+    GRID_K: tl.constexpr = K_TILES if BIAS_SIZES[2] > 1 else 1
+    GRID_Q: tl.constexpr = Q_TILES if BIAS_SIZES[1] > 1 else 1
     program = tl.program_id(0)
     k_tile = program % GRID_K
     q_tile = (program // GRID_K) % GRID_Q
-    bias_head = (program // (GRID_K * GRID_Q)) % SIZES[0]
-    bias_row = program // (GRID_K * GRID_Q * SIZES[0])
+    bias_head = (program // (GRID_K * GRID_Q)) % BIAS_SIZES[0]
+    bias_row = program // (GRID_K * GRID_Q * BIAS_SIZES[0])
     acc = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
     # Loops over the axes that the bias broadcasts over; along an axis that the bias has, a loop takes one step. One
     # program adds in a fixed order, so results are reproducible bit for bit.
     for b in range(per.DBIAS):
         batch = bias_row * per.DBIAS + b
-        for h in range(spec.H // SIZES[0]):
+        for h in range(spec.H // BIAS_SIZES[0]):
             head = bias_head + h
             bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
             k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
-            bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
-            keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
-            masks = (mask_at, tile_masks)
+            bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
+            keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_columns)
+            masks = (mask_base, tile_masks)
             for i in range(Q_TILES // GRID_Q):
                 tile = q_tile + i
                 start = tile * Q_BLOCK
-                described = describe_queries(
+                token_info = load_query_info(
                     start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True
                 )
-                rows = load_queries(start, described, bases, spec, Q_BLOCK, True)
-                if LISTS is not None:
+                rows = load_queries(start, token_info, bases, spec, Q_BLOCK, True)
+                if LIST_SHAPE is not None:
                     map_row = batch // per.BLOCK_LISTS
-                    if LISTS[0] > 1:
-                        map_row = map_row * LISTS[0] + head
+                    if LIST_SHAPE[0] > 1:
+                        map_row = map_row * LIST_SHAPE[0] + head
                     ids = block_lists + (tl.cast(map_row, tl.int64) * Q_TILES + tile) * K_TILES
                     for n in tl.range(k_tile, k_tile + K_TILES // GRID_K):
                         # Empty blocks of the pattern cost only this load.
                         id = tl.load(ids + n)
                         if id >= 0:
-                            here = (mask_at, tile_mask_base(tile_masks, id, start, n * K_BLOCK, spec))
-                            _, gradient = tile_gradient(n, rows, described, keys, here, batch, spec, per, K_BLOCK, True)
+                            pattern_masks = (mask_base, tile_mask_base(tile_masks, id, start, n * K_BLOCK, spec))
+                            _, gradient = tile_gradient(
+                                n, rows, token_info, keys, pattern_masks, batch, spec, per, K_BLOCK, True
+                            )
                             acc += gradient
                 else:
-                    first, _full_start, _full_end, last = block_run(block_lists, batch, tile, per, Q_TILES)
+                    first, _full_start, _full_end, last = consecutive_blocks(block_lists, batch, tile, per, Q_TILES)
                     # The blocks of the query tile, clipped to the key tiles that this program accumulates for.
-                    lowest = tl.maximum(first, k_tile)
-                    highest = tl.minimum(last, k_tile + K_TILES // GRID_K)
-                    for n in tl.range(lowest, highest):
-                        _, gradient = tile_gradient(n, rows, described, keys, masks, batch, spec, per, K_BLOCK, True)
+                    first_block = tl.maximum(first, k_tile)
+                    end_block = tl.minimum(last, k_tile + K_TILES // GRID_K)
+                    for n in tl.range(first_block, end_block):
+                        _, gradient = tile_gradient(n, rows, token_info, keys, masks, batch, spec, per, K_BLOCK, True)
                         acc += gradient
     base = dbias + tl.cast(bias_row, tl.int64) * spec.BIAS[0] + tl.cast(bias_head, tl.int64) * spec.BIAS[1]
-    _store(base, acc, q_tile * Q_BLOCK, k_tile * K_BLOCK, Q_BLOCK, K_BLOCK, SIZES)
+    _store_bias_gradient(base, acc, q_tile * Q_BLOCK, k_tile * K_BLOCK, Q_BLOCK, K_BLOCK, BIAS_SIZES)
 
 
 @triton.jit
-def _store(base, acc, q_start, k_start, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, SIZES: tl.constexpr):
+def _store_bias_gradient(
+    base, acc, q_start, k_start, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BIAS_SIZES: tl.constexpr
+):
     """Sums [Q, K] over the axes that broadcast, and stores the result."""
     q = q_start + tl.arange(0, Q_BLOCK)
     k = k_start + tl.arange(0, K_BLOCK)
     # Rows and columns out of bounds were masked to 0, so sums include whole tiles.
-    if SIZES[1] == 1:
-        if SIZES[2] == 1:
+    if BIAS_SIZES[1] == 1:
+        if BIAS_SIZES[2] == 1:
             tl.store(base, tl.sum(tl.sum(acc, 1), 0).to(base.dtype.element_ty))
         else:
-            tl.store(base + k, tl.sum(acc, 0).to(base.dtype.element_ty), mask=k < SIZES[2])
+            tl.store(base + k, tl.sum(acc, 0).to(base.dtype.element_ty), mask=k < BIAS_SIZES[2])
     else:
-        if SIZES[2] == 1:
-            tl.store(base + q, tl.sum(acc, 1).to(base.dtype.element_ty), mask=q < SIZES[1])
+        if BIAS_SIZES[2] == 1:
+            tl.store(base + q, tl.sum(acc, 1).to(base.dtype.element_ty), mask=q < BIAS_SIZES[1])
         else:
-            at = base + (tl.cast(q, tl.int64)[:, None] * SIZES[2] + k[None, :])
-            tl.store(at, acc.to(base.dtype.element_ty), mask=(q < SIZES[1])[:, None] & (k < SIZES[2])[None, :])
+            at = base + (tl.cast(q, tl.int64)[:, None] * BIAS_SIZES[2] + k[None, :])
+            tl.store(
+                at, acc.to(base.dtype.element_ty), mask=(q < BIAS_SIZES[1])[:, None] & (k < BIAS_SIZES[2])[None, :]
+            )

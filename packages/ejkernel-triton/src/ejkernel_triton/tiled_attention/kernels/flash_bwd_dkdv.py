@@ -17,17 +17,17 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot_rows, load_tile, store_tile
-from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, score_gradient, weights_of
+from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, score_gradient, softmax_weights
 from ejkernel_triton.tiled_attention.kernels.tile import (
+    apply_dropout,
     as_columns,
     as_rows,
-    block_at,
-    block_list,
-    block_run,
-    describe_keys,
-    describe_queries,
-    drop,
+    consecutive_blocks,
     kv_bases,
+    listed_block,
+    load_block_list,
+    load_key_info,
+    load_query_info,
     pair_bases,
     tile_mask_base,
     tile_mask_id,
@@ -60,7 +60,7 @@ def flash_bwd_dkdv_kernel(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    LISTS: tl.constexpr,
+    LIST_SHAPE: tl.constexpr,
     per: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -76,50 +76,69 @@ def flash_bwd_dkdv_kernel(
     kv_head = (program // TILES) % spec.HK
     batch = program // (TILES * spec.HK)
     start = tile * K_BLOCK
-    described = describe_keys(start, batch, k_ids, k_positions, dropout_columns, spec, per, K_BLOCK, True)
-    _, valid, _, _, _ = described
+    token_info = load_key_info(start, batch, k_ids, k_positions, dropout_columns, spec, per, K_BLOCK, True)
+    _, valid, _, _, _ = token_info
     k_base, v_base = kv_bases(key, value, batch, kv_head, spec, per)
     # Padding and keys past the end are read as 0. Masks make their weights 0, so their gradients are 0 or not stored.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
     v = k
     if DK:  # only the keys' gradient needs the values
         v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
-    keys = (k, k_base, start, valid, spec.HK * spec.D), (v, v_base, start, valid, spec.HK * spec.DV), described
+    keys = (k, k_base, start, valid, spec.HK * spec.D), (v, v_base, start, valid, spec.HK * spec.DV), token_info
     dk = tl.zeros([K_BLOCK, BD], tl.float32)
     dv = tl.zeros([K_BLOCK, BV], tl.float32)
-    if LISTS is None:  # the same blocks for every head: their bounds are loaded once
-        first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
-        before = full_start - first
+    if LIST_SHAPE is None:  # the same blocks for every head: their bounds are loaded once
+        first, full_start, full_end, last = consecutive_blocks(block_lists, batch, tile, per, TILES)
+        num_leading_partial = full_start - first
     # GQA: the query heads of the KV head add to the same accumulators, in a fixed order.
-    for member in range(spec.G):
-        head = kv_head * spec.G + member
+    for head_in_group in range(spec.G):
+        head = kv_head * spec.G + head_in_group
         bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
-        bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
-        about = (q_ids, q_positions, dropout_rows, bias_at)
-        masks = (mask_at, tile_masks)
+        bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
+        query_inputs = (q_ids, q_positions, dropout_rows, bias_base)
+        masks = (mask_base, tile_masks)
         # Partial blocks come first: the compiler then keeps the values of all loops in registers.
-        if LISTS is not None:
-            full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
-            for i in tl.range(full, count):
-                n = block_at(blocks, i)
-                here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), n * Q_BLOCK, start, spec))
-                dk, dv = _query_block_step(
-                    n, keys, here, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
+        if LIST_SHAPE is not None:
+            num_full_blocks, num_blocks, blocks = load_block_list(
+                block_lists, batch, head, tile, LIST_SHAPE, per, TILES
+            )
+            for i in tl.range(num_full_blocks, num_blocks):
+                n = listed_block(blocks, i)
+                pattern_masks = (
+                    mask_base,
+                    tile_mask_base(tile_masks, tile_mask_id(blocks, i), n * Q_BLOCK, start, spec),
                 )
-            for i in tl.range(0, full):
-                n = block_at(blocks, i)
                 dk, dv = _query_block_step(
-                    n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
+                    n,
+                    keys,
+                    pattern_masks,
+                    batch,
+                    head,
+                    bases,
+                    query_inputs,
+                    dk,
+                    dv,
+                    spec,
+                    per,
+                    Q_BLOCK,
+                    DK,
+                    DV,
+                    MASKED=True,
+                )
+            for i in tl.range(0, num_full_blocks):
+                n = listed_block(blocks, i)
+                dk, dv = _query_block_step(
+                    n, keys, masks, batch, head, bases, query_inputs, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
                 )
         else:
-            for i in tl.range(0, before + last - full_end):
-                n = tl.where(i < before, first + i, full_end + i - before)
+            for i in tl.range(0, num_leading_partial + last - full_end):
+                n = tl.where(i < num_leading_partial, first + i, full_end + i - num_leading_partial)
                 dk, dv = _query_block_step(
-                    n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
+                    n, keys, masks, batch, head, bases, query_inputs, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
                 )
             for n in tl.range(full_start, full_end):
                 dk, dv = _query_block_step(
-                    n, keys, masks, batch, head, bases, about, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
+                    n, keys, masks, batch, head, bases, query_inputs, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
                 )
     # The factors of scores and of dropout are applied once, not in every step.
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
@@ -137,7 +156,7 @@ def _query_block_step(
     batch,
     head,
     bases,
-    about,
+    query_inputs,
     dk,
     dv,
     spec: tl.constexpr,
@@ -148,24 +167,24 @@ def _query_block_step(
     MASKED: tl.constexpr,
 ):
     """Adds the contribution of query tile n to dk [K, BD] and dv [K, BV]."""
-    k, v, described_keys = keys
-    q_ids, q_positions, dropout_keys, bias = about
+    k, v, key_info = keys
+    q_ids, q_positions, token_dropout_keys, bias = query_inputs
     start = n * Q_BLOCK
-    described = describe_queries(start, batch, head, q_ids, q_positions, dropout_keys, spec, per, Q_BLOCK, MASKED)
-    queries, rows = as_columns(described), as_rows(described_keys)
-    q, do, row_shift, row_delta, row_argmax = load_queries(start, described, bases, spec, Q_BLOCK, MASKED)
+    token_info = load_query_info(start, batch, head, q_ids, q_positions, token_dropout_keys, spec, per, Q_BLOCK, MASKED)
+    queries, rows = as_columns(token_info), as_rows(key_info)
+    q, do, row_shift, row_delta, row_argmax = load_queries(start, token_info, bases, spec, Q_BLOCK, MASKED)
     # Scores are recomputed. Transposed, P^T and ds^T are left operands with their layout in registers; a right operand
     # would go through shared memory.
     products = dot_rows(k, q, spec.D, spec)
-    weights, slope = weights_of(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
+    weights, cap_slope = softmax_weights(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do
     # Dropout acts on the weights of values only; `score_gradient` uses the weights before dropout.
     if DV:
-        dv = add_dot(dv, drop(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
+        dv = add_dot(dv, apply_dropout(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
     if DK:
         gradient = score_gradient(
-            weights, slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec, MASKED
+            weights, cap_slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec, MASKED
         )
         dk = add_dot(dk, gradient.to(q_tile.dtype), q_tile, spec)
     return dk, dv

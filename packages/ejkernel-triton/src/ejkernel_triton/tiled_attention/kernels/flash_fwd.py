@@ -18,25 +18,25 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import LN2, LOG2E, add_dot, dot, dot_rows, finite, load_tile, store_tile
 from ejkernel_triton.tiled_attention.kernels.tile import (
-    LOWEST,
-    allowed,
+    LOWEST_LOG2_SCORE,
+    apply_dropout,
     as_columns,
     as_rows,
-    block_at,
-    block_list,
-    block_run,
-    describe_keys,
-    describe_queries,
-    drop,
-    in_log2,
+    attending_pairs,
+    consecutive_blocks,
     kv_bases,
+    listed_block,
+    load_block_list,
+    load_key_info,
+    load_query_info,
+    modify_scores,
     pair_bases,
     tile_mask_base,
     tile_mask_id,
-    transform,
+    to_log2_scores,
 )
 
-LEAST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
+LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
 
 
 @triton.jit
@@ -63,79 +63,92 @@ def flash_fwd_kernel(
     Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     TILES: tl.constexpr,
-    LISTS: tl.constexpr,
+    LIST_SHAPE: tl.constexpr,
     per: tl.constexpr,
-    REVERSED: tl.constexpr,
+    REVERSE_TILES: tl.constexpr,
 ):
     """Computes the output of Q_BLOCK queries of one head; consecutive programs share keys and values in L2.
 
-    `max_out` and `argmax_out` are None for normalised outputs. LISTS is (heads, row length) of `block_lists` with a
-    pattern, None without.
+    `max_out` and `argmax_out` are None for normalised outputs. LIST_SHAPE is (heads, row length) of `block_lists` with
+    a pattern, None without.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     program = tl.program_id(0)
     tile = program % TILES
-    if REVERSED:  # later queries have more keys: the longest programs start first, so that the tail wave is short
+    if REVERSE_TILES:  # later queries have more keys: the longest programs start first, so that the tail wave is short
         tile = TILES - 1 - tile
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
     # Prologue: the query tile stays in registers for the whole loop. Rows past the end are read as 0, computed like the
     # others and not stored.
-    described = describe_queries(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
-    index, _, _, _, _ = described
-    queries = as_rows(described)
+    token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
+    index, _, _, _, _ = token_info
+    queries = as_rows(token_info)
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
     q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, Q_BLOCK, BD, spec.T % Q_BLOCK > 0)
     q_rows = (q, q_base, start, index < spec.T, spec.H * spec.D)
     k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
-    bias_at, mask_at = pair_bases(bias, mask, batch, head, spec, per)
-    keys = (k_base, v_base, k_ids, k_positions, bias_at, dropout_columns)
-    masks = (mask_at, tile_masks)
+    bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
+    keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_columns)
+    masks = (mask_base, tile_masks)
     # State of the online softmax: maxima in log2; sums and accumulator are not normalised before the epilogue.
     row_max = tl.full([Q_BLOCK], float("-inf"), tl.float32)
     row_argmax = tl.zeros([Q_BLOCK], tl.int32)
     row_sum = tl.zeros([Q_BLOCK], tl.float32)
     acc = tl.zeros([Q_BLOCK, BV], tl.float32)
-    if LISTS is not None:
+    if LIST_SHAPE is not None:
         # Two loops with one body, in which MASKED is a constant: full blocks compile without comparisons and bounds
         # checks.
-        full, count, blocks = block_list(block_lists, batch, head, tile, LISTS, per, TILES)
-        for i in tl.range(0, full):
-            n = block_at(blocks, i)
+        num_full_blocks, num_blocks, blocks = load_block_list(block_lists, batch, head, tile, LIST_SHAPE, per, TILES)
+        for i in tl.range(0, num_full_blocks):
+            n = listed_block(blocks, i)
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
             )
-        for i in tl.range(full, count):
-            n = block_at(blocks, i)
-            here = (mask_at, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
+        for i in tl.range(num_full_blocks, num_blocks):
+            n = listed_block(blocks, i)
+            pattern_masks = (mask_base, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
             row_max, row_argmax, row_sum, acc = _key_block_step(
-                n, q_rows, queries, keys, here, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
+                n,
+                q_rows,
+                queries,
+                keys,
+                pattern_masks,
+                batch,
+                row_max,
+                row_argmax,
+                row_sum,
+                acc,
+                spec,
+                per,
+                K_BLOCK,
+                True,
             )
     else:
         # Without a pattern the blocks are consecutive, so a tile reads four integers and no list.
-        first, full_start, full_end, last = block_run(block_lists, batch, tile, per, TILES)
+        first, full_start, full_end, last = consecutive_blocks(block_lists, batch, tile, per, TILES)
         for n in tl.range(full_start, full_end):
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
             )
         # The partial blocks before and after the full ones are in one loop: two would double its code and its
         # registers.
-        before = full_start - first
-        for i in tl.range(0, before + last - full_end):
-            n = tl.where(i < before, first + i, full_end + i - before)
+        num_leading_partial = full_start - first
+        for i in tl.range(0, num_leading_partial + last - full_end):
+            n = tl.where(i < num_leading_partial, first + i, full_end + i - num_leading_partial)
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
             )
     row = tl.cast(batch, tl.int64)
     rows = (row * spec.H + head) * spec.T + index
-    # Assigned without sinks too, since `_finish` has the parameter; it is read only with sinks.
+    # Assigned without sinks too, since `_store_output` has the parameter; it is read only with sinks.
     sink = sinks
     if spec.SINKS:
         sink = sinks + (batch // per.SINKS) * spec.H + head
     outputs = (output, lse, max_out, argmax_out)
-    _finish(outputs, rows, sink, head, row, start, row_max, row_argmax, row_sum, acc, spec, Q_BLOCK)
+    _store_output(outputs, rows, sink, head, row, start, row_max, row_argmax, row_sum, acc, spec, Q_BLOCK)
 
 
 @triton.jit
@@ -162,11 +175,11 @@ def _key_block_step(
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     q, _, _, _, _ = q_rows
-    k_base, v_base, k_ids, k_positions, bias, dropout_keys = keys
+    k_base, v_base, k_ids, k_positions, bias, token_dropout_keys = keys
     start = n * K_BLOCK
-    described = describe_keys(start, batch, k_ids, k_positions, dropout_keys, spec, per, K_BLOCK, MASKED)
-    k_index, valid, _, _, _ = described
-    columns = as_columns(described)
+    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, K_BLOCK, MASKED)
+    k_index, valid, _, _, _ = token_info
+    columns = as_columns(token_info)
     # Scores. Partial blocks read 0 for keys past the end and for padding: memory may hold NaN there.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
     # Beyond 128 columns float32 rows may be multiplied in pieces (`spec.PIECE`), since whole rows do not fit registers.
@@ -175,30 +188,30 @@ def _key_block_step(
         products = dot_rows(q_rows, k_rows, spec.D, spec)
     else:
         products = dot(q, tl.trans(k), spec)
-    scores, _ = transform(products, queries, columns, bias, spec)
+    scores, _ = modify_scores(products, queries, columns, bias, spec)
     if MASKED:
         # Masked scores are replaced, not added to: a product with a padded query may be NaN.
-        scores = tl.where(allowed(queries, columns, masks, spec), scores, float("-inf"))
+        scores = tl.where(attending_pairs(queries, columns, masks, spec), scores, float("-inf"))
     # FACTOR is positive, so the maximum is taken of unscaled scores and scaled once per row. In the exponents below the
     # factor is part of a multiply-add.
-    largest = tl.max(scores, 1)
-    new_max = tl.maximum(row_max, in_log2(largest, spec))
+    max_score = tl.max(scores, 1)
+    new_max = tl.maximum(row_max, to_log2_scores(max_score, spec))
     if spec.NORMALIZE:
         pass
     else:
         # The first key that has the maximum; equal maxima of an earlier tile may have a later index.
-        here = tl.min(tl.where(scores == largest[:, None], k_index[None, :], 0x7FFFFFFF), 1)
-        tied = tl.minimum(row_argmax, here)
-        tile_max = in_log2(largest, spec)
-        row_argmax = tl.where(tile_max > row_max, here, tl.where(tile_max < row_max, row_argmax, tied))
+        tile_argmax = tl.min(tl.where(scores == max_score[:, None], k_index[None, :], 0x7FFFFFFF), 1)
+        first_argmax = tl.minimum(row_argmax, tile_argmax)
+        tile_max = to_log2_scores(max_score, spec)
+        row_argmax = tl.where(tile_max > row_max, tile_argmax, tl.where(tile_max < row_max, row_argmax, first_argmax))
     shift = new_max
     if MASKED or spec.BIAS is not None:  # a row may have no key so far: -inf - -inf would be NaN
         shift = finite(new_max)
-    weights = tl.exp2(in_log2(scores, spec) - shift[:, None])
+    weights = tl.exp2(to_log2_scores(scores, spec) - shift[:, None])
     # Rescales the previous sums to the new maximum: 0 at a row's first key, whose old maximum is -inf.
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(weights, 1)
-    weights = drop(weights, queries, columns, spec)  # after the sum: dropout does not change the softmax
+    weights = apply_dropout(weights, queries, columns, spec)  # after the sum: dropout does not change the softmax
     # Products. Values past the end are read as 0 too: their weight of 0 times NaN would be NaN.
     v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
     # Weights are converted to the values' dtype for the matrix unit; the accumulator and `row_sum` stay float32.
@@ -207,7 +220,7 @@ def _key_block_step(
 
 
 @triton.jit
-def _finish(
+def _store_output(
     outputs,
     rows,
     sink_at,
@@ -234,17 +247,17 @@ def _finish(
         base = finite(tl.maximum(row_max, sink))
         factor = tl.exp2(row_max - base)
         row_sum = row_sum * factor + tl.exp2(sink - base)
-    some = tl.where(row_sum > 0.0, row_sum, 1.0)
-    logs = tl.where(row_sum > 0.0, _natural(tl.log2(some) + base, base, spec), float("-inf"))
-    tl.store(lse + rows, logs, mask=valid)
+    positive_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
+    row_lse = tl.where(row_sum > 0.0, _log2_to_log(tl.log2(positive_sum) + base, base, spec), float("-inf"))
+    tl.store(lse + rows, row_lse, mask=valid)
     if spec.NORMALIZE:
         # One factor per row: rescaling by the sink, dropout's scale and the denominator.
-        acc = acc * (factor * spec.KEPT / some)[:, None]
+        acc = acc * (factor * spec.KEPT / positive_sum)[:, None]
     else:
         # Not normalised: the output is relative to the maximum, which is returned too. Its gradient goes to the key at
         # argmax.
         acc = acc * spec.KEPT
-        tl.store(max_out + rows, _natural(finite(row_max), row_max, spec), mask=valid)
+        tl.store(max_out + rows, _log2_to_log(finite(row_max), row_max, spec), mask=valid)
         tl.store(argmax_out + rows, row_argmax, mask=valid)
     BV: tl.constexpr = spec.BV
     out_base = output + (row * spec.T * spec.H + head) * spec.DV
@@ -252,9 +265,9 @@ def _finish(
 
 
 @triton.jit
-def _natural(power, base, spec: tl.constexpr):
+def _log2_to_log(power, base, spec: tl.constexpr):
     """Converts log2 to log; the lowest finite float32 if a bias masks all of its row."""
     if spec.BIASED:
-        return tl.where(base == LOWEST, LEAST, power * LN2)
+        return tl.where(base == LOWEST_LOG2_SCORE, LOWEST_FLOAT32, power * LN2)
     else:
         return power * LN2

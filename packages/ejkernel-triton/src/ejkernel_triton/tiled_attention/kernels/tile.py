@@ -17,17 +17,17 @@ import triton.language as tl
 from ejkernel_triton.blocks import load_vector, round_bfloat16, tanh, within
 from ejkernel_triton.tiled_attention import spec as tiled_spec
 
-LOWEST = tl.constexpr(tiled_spec.LOWEST)
+LOWEST_LOG2_SCORE = tl.constexpr(tiled_spec.LOWEST)
 
 
 @triton.jit
-def describe_queries(
+def load_query_info(
     start,
     batch,
     head,
     ids,
     positions,
-    dropout_keys,
+    token_dropout_keys,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -39,10 +39,10 @@ def describe_queries(
     # Placeholders: the index is the position unless the call has positions; absent ids and dropout keys are not read.
     id = index
     position = index
-    dropout_key = index
+    token_dropout_key = index
     if spec.DROPOUT:
         row = tl.cast(batch // per.DROPOUT_ROWS, tl.int64) * spec.H + head
-        dropout_key = load_vector(dropout_keys + row * spec.T, index, valid, MASKED)
+        token_dropout_key = load_vector(token_dropout_keys + row * spec.T, index, valid, MASKED)
     if spec.Q_POSITIONS:
         position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=valid, other=0)
     if spec.SEGMENTS:
@@ -50,16 +50,16 @@ def describe_queries(
         valid = valid & (id >= 0)
         # Padding is -1 here and -2 among keys, so equal ids imply that neither is padding.
         id = tl.where(valid, id, -1)
-    return index, valid, id, position, dropout_key
+    return index, valid, id, position, token_dropout_key
 
 
 @triton.jit
-def describe_keys(
+def load_key_info(
     start,
     batch,
     ids,
     positions,
-    dropout_keys,
+    token_dropout_keys,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,34 +70,36 @@ def describe_keys(
     valid = within(index, spec.S, BLOCK)
     id = index
     position = index
-    dropout_key = index
+    token_dropout_key = index
     if spec.DROPOUT:
-        dropout_key = load_vector(dropout_keys + (batch // per.DROPOUT_COLUMNS) * spec.S, index, valid, MASKED)
+        token_dropout_key = load_vector(
+            token_dropout_keys + (batch // per.DROPOUT_COLUMNS) * spec.S, index, valid, MASKED
+        )
     if spec.K_POSITIONS:
         position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=valid, other=0)
     if spec.SEGMENTS:
         id = tl.load(ids + tl.cast(batch // per.K_IDS, tl.int64) * spec.S + index, mask=valid, other=-1)
         valid = valid & (id >= 0)
         id = tl.where(valid, id, -2)  # differs from every query's id, padding included
-    return index, valid, id, position, dropout_key
+    return index, valid, id, position, token_dropout_key
 
 
 @triton.jit
-def as_rows(described):
+def as_rows(token_info):
     """Returns a description along the first axis of a tile, [n, 1] each."""
-    index, valid, id, position, dropout_key = described
-    return index[:, None], valid[:, None], id[:, None], position[:, None], dropout_key[:, None]
+    index, valid, id, position, token_dropout_key = token_info
+    return index[:, None], valid[:, None], id[:, None], position[:, None], token_dropout_key[:, None]
 
 
 @triton.jit
-def as_columns(described):
+def as_columns(token_info):
     """Returns a description along the second axis of a tile, [1, n] each."""
-    index, valid, id, position, dropout_key = described
-    return index[None, :], valid[None, :], id[None, :], position[None, :], dropout_key[None, :]
+    index, valid, id, position, token_dropout_key = token_info
+    return index[None, :], valid[None, :], id[None, :], position[None, :], token_dropout_key[None, :]
 
 
 @triton.jit
-def allowed(queries, keys, masks, spec: tl.constexpr):
+def attending_pairs(queries, keys, masks, spec: tl.constexpr):
     """Returns which pairs attend; `masks` has the addresses of the mask of this batch row and head, and of this
     tile's mask.
     """
@@ -152,25 +154,25 @@ def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
-def block_run(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
+def consecutive_blocks(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
     """Returns the blocks of a tile without a pattern: first, full_start, full_end, last; see `plan`."""
     row = block_lists + ((batch // per.BLOCK_LISTS) * TILES + tile) * 4
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
 @triton.jit
-def block_list(block_lists, batch, head, tile, LISTS: tl.constexpr, per: tl.constexpr, TILES: tl.constexpr):
-    """Returns the blocks of a tile with a pattern: the number of full ones, of all, and the list for `block_at`."""
-    HEADS: tl.constexpr = LISTS[0]
+def load_block_list(block_lists, batch, head, tile, LIST_SHAPE: tl.constexpr, per: tl.constexpr, TILES: tl.constexpr):
+    """Returns the blocks of a tile with a pattern: the number of full ones, of all, and the list for `listed_block`."""
+    HEADS: tl.constexpr = LIST_SHAPE[0]
     row = batch // per.BLOCK_LISTS
     if HEADS > 1:
         row = row * HEADS + head
-    at = block_lists + (tl.cast(row, tl.int64) * TILES + tile) * LISTS[1]
+    at = block_lists + (tl.cast(row, tl.int64) * TILES + tile) * LIST_SHAPE[1]
     return tl.load(at), tl.load(at + 1), at + 2
 
 
 @triton.jit
-def block_at(blocks, i):
+def listed_block(blocks, i):
     """Returns block `i` of a list."""
     return tl.load(blocks + 2 * i)
 
@@ -183,8 +185,8 @@ def tile_mask_id(blocks, i):
 
 @triton.jit
 def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
-    """Returns the address of a tile's mask, shifted so that `allowed` can index it by the pair's indices in the whole
-    call.
+    """Returns the address of a tile's mask, shifted so that `attending_pairs` can index it by the pair's indices in the
+    whole call.
 
     Those indices are in registers anyway.
     """
@@ -193,13 +195,13 @@ def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
 
 
 @triton.jit
-def transform(scores, queries, keys, bias, spec: tl.constexpr):
+def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
     """Converts products of queries and keys to scores, which times FACTOR are in log2; also returns the soft cap's
     derivative.
     """
-    slope = 1.0
+    cap_slope = 1.0
     if spec.PLAIN:
-        return scores, slope
+        return scores, cap_slope
     else:
         # The order that every backend keeps: scale, bias, soft cap, rounding; the mask comes after.
         scores = scores * spec.SCALE
@@ -209,31 +211,31 @@ def transform(scores, queries, keys, bias, spec: tl.constexpr):
             at = bias + offset_of_pair(q, k, spec.BIAS[2], spec.BIAS[3], spec)
             scores += tl.load(at, mask=q_valid & k_valid, other=0.0).to(tl.float32)
         if spec.CAP is not None:
-            bounded = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
+            tanh_scores = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
             # The derivative of the cap, which the backward pass needs, from the same tanh.
-            slope = 1.0 - bounded * bounded
-            capped = bounded * spec.CAP
+            cap_slope = 1.0 - tanh_scores * tanh_scores
+            capped = tanh_scores * spec.CAP
             # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
             scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS is not None else capped
         if spec.ROUND == "bfloat16":
             scores = round_bfloat16(scores)
         if spec.ROUND == "float16":
             scores = scores.to(tl.float16).to(tl.float32)
-        return scores, slope
+        return scores, cap_slope
 
 
 @triton.jit
-def in_log2(scores, spec: tl.constexpr):
+def to_log2_scores(scores, spec: tl.constexpr):
     """Returns scores times log2(e), for exp2, for which GPUs have an instruction; -inf is kept."""
     if spec.BIASED:
         # A bias may be the lowest finite float32, which times log2(e) is -inf and would count as masked.
-        return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST))
+        return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST_LOG2_SCORE))
     else:
         return scores * spec.FACTOR
 
 
 @triton.jit
-def drop(weights, queries, keys, spec: tl.constexpr):
+def apply_dropout(weights, queries, keys, spec: tl.constexpr):
     """Returns the weights with dropped ones set to 0; the others are not scaled up."""
     if spec.DROPOUT:
         _, _, _, _, row = queries
