@@ -72,6 +72,7 @@ INABILITY = {
         [
             rf"{N} query rows of {N} sequences are more than one each",
             rf"\w+: {N} tokens( of {N}[\w ]*sequences)? are more than a step of {N} tokens a sequence has",
+            rf"\w+: {N} tokens of {N} sequences; the decode step supports at most {N} tokens per sequence",
             rf"\w+: one of {N} packed sequences may have .*",
             rf"x has {N} rows, more than {N}",
         ]

@@ -59,31 +59,31 @@ def test_parts_of_lists_hold_every_reader_of_a_block_once_and_in_order(flat, mon
     indices = rng.permuted(np.tile(np.arange(-2, 5), (2, 40, 3, 1)), axis=3)[..., :3].clip(-1)
     indices[0, :, 0] = np.where(indices[0, :, 0] == 0, -1, indices[0, :, 0])
     indices[0, :, 0, 0] = 0  # a list with every query
-    found = jax.tree.map(np.asarray, plan.find_readers(record(indices), length))
-    assert found.parts.shape[2] == 5 + 40 * 3 // length
+    found = jax.tree.map(np.asarray, plan.invert_block_lists(record(indices), length))
+    assert found.list_splits.shape[2] == 5 + 40 * 3 // length
     for b, h in np.ndindex(2, 3):
         read = {block: [] for block in range(5)}
         slots = {block: [] for block in range(5)}
-        for block, begin, end, slot in found.parts[b, h]:
+        for block, begin, end, slot in found.list_splits[b, h]:
             if block >= 0:
                 assert end - begin <= length
                 read[block] += list(found.tokens[b, h, begin:end])
                 slots[block] += [slot]
         for block, tokens in read.items():
             assert tokens == sorted(np.nonzero((indices[b, :, h] == block).any(axis=-1))[0])
-            first, count = found.merges[b, h, block]
+            first, count = found.sum_slots[b, h, block]
             several = len(slots[block]) > 1
             assert slots[block] == (list(range(first, first + count)) if several else [-1])
         used = [slot for numbers in slots.values() for slot in numbers if slot >= 0]
         assert len(set(used)) == len(used)
-        assert max(used, default=0) < found.slots
+        assert max(used, default=0) < found.num_sum_slots
 
 
 def test_padding_is_in_no_list():
     ids = jnp.where(jnp.arange(40) < 13, 0, -1)[None]
     indices = np.zeros((1, 40, 1, 1), np.int32)
-    found = plan.find_readers(record(indices, q_segment_ids=ids, kv_segment_ids=ids), 64)
-    assert list(found.parts[0, 0, 0]) == [0, 0, 13, -1]
+    found = plan.invert_block_lists(record(indices, q_segment_ids=ids, kv_segment_ids=ids), 64)
+    assert list(found.list_splits[0, 0, 0]) == [0, 0, 13, -1]
 
 
 def test_a_block_ends_where_the_next_begins():
@@ -109,7 +109,7 @@ def test_gradients_of_the_compressed_branch_are_those_of_its_parts_together(monk
     pullback = Pullback(record=dense, residuals=residuals, output=output, cotangent=do, wanted=wanted)
     whole = dispatched_backward("flash_attention", pullback)
     monkeypatch.setattr(plan, "query_splits", lambda record: 3)
-    split = plan.backward_in_splits(pullback)
+    split = plan.backward_with_query_splits(pullback)
     assert split.keys() == whole.keys()
     for name, gradient in split.items():
         np.testing.assert_allclose(gradient, whole[name], atol=2e-5, err_msg=name)

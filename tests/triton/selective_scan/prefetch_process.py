@@ -36,7 +36,7 @@ def record(size):
 for size in (4, 5):
     scan = record(size)
     wanted = jax.tree.leaves(selective_scan.reference(scan))
-    tried = [tiles for tiles in config.candidates(scan, DEVICE, "forward") if tiles.prefetched_columns]
+    tried = [tiles for tiles in config.candidates(scan, DEVICE, "forward") if tiles.bc_prefetch_tokens]
     for tiles in tried if size == 4 else tried[:1]:
         made = jax.tree.leaves(forward(scan, dataclasses.replace(tiles, splits=2 if size == 4 else 1)))
         for x, y in zip(made, wanted, strict=True):
@@ -49,7 +49,7 @@ cotangent = (jnp.cos(output[0]), jnp.sin(output[1]))
 (wanted,) = pull((cotangent, jax.tree.map(jnp.zeros_like, residuals)))
 saved = Pullback(record=scan, residuals=residuals, output=output, cotangent=cotangent, wanted=GRADIENTS)
 for tiles in config.candidates(scan, DEVICE, "backward"):
-    if tiles.prefetch_states or tiles.prefetch_recomputed:
+    if tiles.prefetch_states or tiles.prefetch_recomputed_b:
         for name, made in backward(saved, tiles).items():
             np.testing.assert_allclose(made, getattr(wanted, name), rtol=1e-3, atol=1e-3)
         print(tiles, "gradients right")

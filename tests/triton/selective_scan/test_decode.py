@@ -70,7 +70,7 @@ def reasons(record):
 def test_long_calls_are_refused_by_the_argument():
     assert not any(r.startswith("x:") for r in reasons(record_of(tokens=5)))
     assert any(r.startswith("x: one of 64 packed sequences may have 449") for r in reasons(record_of(tokens=8)))
-    assert any("more than a step of 8 tokens" in r for r in reasons(record_of(tokens=9, packed=False)))
+    assert any("at most 8 tokens per sequence" in r for r in reasons(record_of(tokens=9, packed=False)))
 
 
 def test_steps_are_taken_before_scans():

@@ -78,7 +78,7 @@ def test_few_channels_are_scanned_in_segments():
 def ahead_candidates(size):
     """Forward candidates that load columns ahead."""
     found = config.candidates(scan_record(size=size), CHIPS["sm_90"], "forward")
-    return [tiles for tiles in found if tiles.prefetched_columns and tiles.splits == 1]
+    return [tiles for tiles in found if tiles.bc_prefetch_tokens and tiles.splits == 1]
 
 
 def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
@@ -90,7 +90,7 @@ def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
         assert_fits_and_spills_nothing(calls, "sm_90")
         assert ahead.compile_for(calls[0], "sm_90").shared == 0
     found = config.candidates(scan_record(), CHIPS["sm_90"], "backward")
-    for tiles in (x for x in found if x.prefetch_states or x.prefetch_recomputed):
+    for tiles in (x for x in found if x.prefetch_states or x.prefetch_recomputed_b):
         assert_fits_and_spills_nothing(launches(CHIPS["sm_90"], tiles=tiles), "sm_90")
 
 

@@ -27,28 +27,37 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
     from ejkernel_triton.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd_kernel
 
     record: CausalConvolution = pullback.record
-    outputs, final = pullback.cotangent
+    output_cotangent, final_cotangent = pullback.cotangent
     spec = make_spec(record, config.block_t, config.block_c, config.blocks, stages=config.num_stages, pairs=True)
-    rows = record.x.shape[0]
+    num_rows = record.x.shape[0]
     float32, state_tokens = jnp.float32, spec.W - 1
-    dx, dweights, dbefore = launch(
+    dx, weight_gradients, dinitial_tokens = launch(
         causal_conv_bwd_kernel,
-        (*kernel_inputs(record), outputs, jnp.swapaxes(final, 1, 2) if spec.FINAL else None),
+        (
+            *kernel_inputs(record),
+            output_cotangent,
+            jnp.swapaxes(final_cotangent, 1, 2) if spec.ADD_FINAL_COTANGENT else None,
+        ),
         (
             Shape(record.x.shape, record.x.dtype),
-            Shape((rows, spec.BLOCKS, spec.W + 1, spec.C), float32),
-            Shape((rows, state_tokens, spec.C), float32),
+            Shape((num_rows, spec.NUM_TOKEN_PROGRAMS, spec.W + 1, spec.C), float32),
+            Shape((num_rows, state_tokens, spec.C), float32),
         ),
-        batch=rows,
-        grid=rows * spec.BLOCKS * spec.TILES,
+        batch=num_rows,
+        grid=num_rows * spec.NUM_TOKEN_PROGRAMS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
-    before = jnp.swapaxes(dbefore, 1, 2) if spec.STATE else jnp.zeros(states(record).shape, float32)
-    if not spec.FINAL:
-        dx, before = add_state_gradients(record, dx, before, final)
+    initial_tokens = jnp.swapaxes(dinitial_tokens, 1, 2) if spec.HAS_STATE else jnp.zeros(states(record).shape, float32)
+    if not spec.ADD_FINAL_COTANGENT:
+        dx, initial_tokens = add_state_gradients(record, dx, initial_tokens, final_cotangent)
     # XLA adds up the partial sums of the gradients of weights and bias, over batch rows and programs.
-    dweight = dweights.sum(axis=(0, 1))
-    found: dict[str, Any] = {"x": dx, "weight": dweight[:-1].T, "bias": dweight[-1], "initial_state": before}
-    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    dweight = weight_gradients.sum(axis=(0, 1))
+    gradients: dict[str, Any] = {
+        "x": dx,
+        "weight": dweight[:-1].T,
+        "bias": dweight[-1],
+        "initial_state": initial_tokens,
+    }
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}

@@ -45,7 +45,7 @@ class ConvolutionBackward:
     num_stages: int
 
 
-RESIDENT = 7
+MIN_PROGRAMS_PER_SM = 7
 """Programs per multiprocessor, of eight that fit, from which on the backward pass is faster with more blocks per
 program.
 """
@@ -58,43 +58,48 @@ def heuristic(
     record: CausalConvolution, device: DeviceInfo, direction: Direction
 ) -> ConvolutionForward | ConvolutionBackward:
     """Returns the default tiles for a record on a device: a thread has four neighbouring channels, two of float32."""
-    most = 1 << (record.x.shape[2] - 1).bit_length()
-    lanes = 64 if device.vendor == "amd" else 32
+    max_channels = 1 << (record.x.shape[2] - 1).bit_length()
+    warp_size = 64 if device.vendor == "amd" else 32
     # Measured on an H200 (docs/lab/selective_scan_gpu.md): forward 256 channels, 2 warps and 16 tokens 0.146 ms, 512
     # channels and 4 warps 0.149, blocks of 32 tokens 0.178; see there for backward.
-    warps = 2 if most >= 8 * lanes else 1
-    each = 2 if record.x.dtype.itemsize > 2 else 4
-    block_c = max(16, min(most, each * lanes * warps))
+    warps = 2 if max_channels >= 8 * warp_size else 1
+    channels_per_thread = 2 if record.x.dtype.itemsize > 2 else 4
+    block_c = max(16, min(max_channels, channels_per_thread * warp_size * warps))
     tokens = record.x.shape[1]
     if direction == "backward":
-        block_t, blocks = _fitting(tokens, 4), 2 if interpreting() else 128
+        block_t, blocks = _clamp_tokens(tokens, 4), 2 if interpreting() else 128
         programs = record.x.shape[0] * cdiv(record.x.shape[2], block_c)
         # More blocks per program read fewer halos and have fewer partial sums, if enough programs remain.
-        while blocks > 4 and programs * cdiv(tokens, block_t * blocks) < RESIDENT * gpu_of(device).multiprocessors:
+        while (
+            blocks > 4
+            and programs * cdiv(tokens, block_t * blocks) < MIN_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
+        ):
             blocks //= 2
         return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps, num_stages=4)
-    return ConvolutionForward(block_t=8 if interpreting() else _fitting(tokens, 16), block_c=block_c, num_warps=warps)
+    return ConvolutionForward(
+        block_t=8 if interpreting() else _clamp_tokens(tokens, 16), block_c=block_c, num_warps=warps
+    )
 
 
 def candidates(
     record: CausalConvolution, device: DeviceInfo, direction: Direction
 ) -> tuple[ConvolutionForward | ConvolutionBackward, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    first = heuristic(record, device, direction)
-    sizes = [(first.block_c, first.num_warps), (2 * first.block_c, first.num_warps), (first.block_c // 2, 2)]
-    shapes = [
+    default = heuristic(record, device, direction)
+    sizes = [(default.block_c, default.num_warps), (2 * default.block_c, default.num_warps), (default.block_c // 2, 2)]
+    tile_fields = [
         {"block_c": max(16, c), "num_warps": warps, "block_t": t}
         for c, warps in sizes
-        for t in (first.block_t, 2 * first.block_t)
+        for t in (default.block_t, 2 * default.block_t)
     ]
-    found: list[Any] = [dataclasses.replace(first, **shape) for shape in shapes]
-    if isinstance(first, ConvolutionBackward):
-        found += [dataclasses.replace(x, blocks=2 * x.blocks) for x in (first, found[1])]
-        found += [dataclasses.replace(x, blocks=max(1, x.blocks // 2)) for x in (first, found[1])]
-        found += [dataclasses.replace(first, num_stages=n) for n in (2, 3)]
-    return tuple(dict.fromkeys((first, *found)))
+    configs: list[Any] = [dataclasses.replace(default, **shape) for shape in tile_fields]
+    if isinstance(default, ConvolutionBackward):
+        configs += [dataclasses.replace(x, blocks=2 * x.blocks) for x in (default, configs[1])]
+        configs += [dataclasses.replace(x, blocks=max(1, x.blocks // 2)) for x in (default, configs[1])]
+        configs += [dataclasses.replace(default, num_stages=n) for n in (2, 3)]
+    return tuple(dict.fromkeys((default, *configs)))
 
 
-def _fitting(tokens: int, most: int) -> int:
+def _clamp_tokens(tokens: int, max_tokens: int) -> int:
     """Returns the tokens of a block: at most the number of tokens."""
-    return min(most, 1 << (tokens - 1).bit_length())
+    return min(max_tokens, 1 << (tokens - 1).bit_length())

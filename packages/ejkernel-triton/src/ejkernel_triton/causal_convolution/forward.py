@@ -28,7 +28,7 @@ def forward(record: CausalConvolution, config: ConvolutionForward) -> tuple[tupl
         kernel_inputs(record),
         (Shape(record.x.shape, record.x.dtype),),
         batch=rows,
-        grid=rows * spec.BLOCKS * spec.TILES,
+        grid=rows * spec.NUM_TOKEN_PROGRAMS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},
@@ -38,11 +38,11 @@ def forward(record: CausalConvolution, config: ConvolutionForward) -> tuple[tupl
 
 def kernel_inputs(record: CausalConvolution) -> tuple[jax.Array | None, ...]:
     """Returns x, W^T and bias in float32, the state's tokens as rows, and the first token of every token's sequence."""
-    before = None if record.initial_state is None else jnp.swapaxes(states(record), 1, 2)
+    initial_tokens = None if record.initial_state is None else jnp.swapaxes(states(record), 1, 2)
     bias = None if record.bias is None else record.bias.astype(jnp.float32)[None]
-    starts = None
+    sequence_starts = None
     if record.cu_seqlens is not None:
         sequence, position = places(record)
         tokens = record.x.shape[1]
-        starts = jnp.where(sequence >= 0, jnp.arange(tokens, dtype=jnp.int32) - position, tokens)
-    return record.x, record.weight.T.astype(jnp.float32)[None], bias, before, starts
+        sequence_starts = jnp.where(sequence >= 0, jnp.arange(tokens, dtype=jnp.int32) - position, tokens)
+    return record.x, record.weight.T.astype(jnp.float32)[None], bias, initial_tokens, sequence_starts

@@ -20,17 +20,17 @@ class ConvolutionSpec:
         W: Weights per channel.
         BLOCK_T: Tokens per block.
         BLOCK_C: Channels per program.
-        STEPS: Blocks per program.
-        STAGES: Pipeline stages of the loop over blocks.
-        BLOCKS: Programs that share the tokens.
-        TILES: Programs that share the channels.
-        BIAS: Whether there is a bias.
-        STATE: Whether there are tokens before the first.
+        BLOCKS_PER_PROGRAM: Blocks per program.
+        NUM_STAGES: Pipeline stages of the loop over blocks.
+        NUM_TOKEN_PROGRAMS: Programs that share the tokens.
+        NUM_CHANNEL_TILES: Programs that share the channels.
+        HAS_BIAS: Whether there is a bias.
+        HAS_STATE: Whether there are tokens before the first.
         PACKED: Whether a row has several sequences.
         SILU: Whether the activation is SiLU.
-        FINAL: Whether the backward kernel adds the final state's cotangent; otherwise XLA does.
-        FAST: Whether exponentials and divisions use NVIDIA's approximate instructions.
-        PAIRS: Whether two bfloat16 channels are loaded as one integer.
+        ADD_FINAL_COTANGENT: Whether the backward kernel adds the final state's cotangent; otherwise XLA does.
+        FAST_MATH: Whether exponentials and divisions use NVIDIA's approximate instructions.
+        LOAD_PAIRS: Whether two bfloat16 channels are loaded as one integer.
     """
 
     T: int
@@ -38,17 +38,17 @@ class ConvolutionSpec:
     W: int
     BLOCK_T: int
     BLOCK_C: int
-    STEPS: int
-    STAGES: int
-    BLOCKS: int
-    TILES: int
-    BIAS: bool
-    STATE: bool
+    BLOCKS_PER_PROGRAM: int
+    NUM_STAGES: int
+    NUM_TOKEN_PROGRAMS: int
+    NUM_CHANNEL_TILES: int
+    HAS_BIAS: bool
+    HAS_STATE: bool
     PACKED: bool
     SILU: bool
-    FINAL: bool
-    FAST: bool
-    PAIRS: bool
+    ADD_FINAL_COTANGENT: bool
+    FAST_MATH: bool
+    LOAD_PAIRS: bool
 
 
 def make_spec(
@@ -63,15 +63,15 @@ def make_spec(
         W=record.weight.shape[1],
         BLOCK_T=block_t,
         BLOCK_C=block_c,
-        STEPS=steps,
-        STAGES=stages,
-        BLOCKS=cdiv(tokens, block_t * steps),
-        TILES=cdiv(channels, block_c),
-        BIAS=record.bias is not None,
-        STATE=record.initial_state is not None,
+        BLOCKS_PER_PROGRAM=steps,
+        NUM_STAGES=stages,
+        NUM_TOKEN_PROGRAMS=cdiv(tokens, block_t * steps),
+        NUM_CHANNEL_TILES=cdiv(channels, block_c),
+        HAS_BIAS=record.bias is not None,
+        HAS_STATE=record.initial_state is not None,
         PACKED=record.cu_seqlens is not None,
         SILU=record.activation == "silu",
-        FINAL=record.cu_seqlens is None and tokens >= record.weight.shape[1] - 1,
-        FAST=fast,
-        PAIRS=pairs and fast and record.x.dtype == jnp.bfloat16 and channels % 2 == 0,
+        ADD_FINAL_COTANGENT=record.cu_seqlens is None and tokens >= record.weight.shape[1] - 1,
+        FAST_MATH=fast,
+        LOAD_PAIRS=pairs and fast and record.x.dtype == jnp.bfloat16 and channels % 2 == 0,
     )

@@ -37,8 +37,8 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "no block is selected"
     elif config.group_size(record) > HEADS:
         yield f"{config.group_size(record)} query heads a KV head are more than {HEADS}"
-    elif too_large := config.too_large(record, current_device()):
-        yield too_large
+    elif shared_memory_refusal := config.shared_memory_refusal(record, current_device()):
+        yield shared_memory_refusal
 
 
 def implementations() -> tuple[Implementation, ...]:

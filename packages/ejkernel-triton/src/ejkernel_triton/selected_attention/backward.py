@@ -23,15 +23,15 @@ from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selected_attention.config import SelectedBackward, group_size
-from ejkernel_triton.selected_attention.forward import operands
-from ejkernel_triton.selected_attention.plan import DENSE, Readers, block_ends, find_readers
+from ejkernel_triton.selected_attention.forward import kernel_inputs
+from ejkernel_triton.selected_attention.plan import DENSE_KERNEL, QueryLists, block_ends, invert_block_lists
 from ejkernel_triton.selected_attention.spec import SelectedSpec, make_spec
 from ejkernel_triton.sizes import (
     padded_for_dot,
 )
 
 Gradients = dict[str, jax.Array]
-Rows = tuple[jax.Array, jax.Array, jax.Array]
+RowInputs = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
@@ -45,31 +45,33 @@ def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
         The gradient of each requested field, in its shape and dtype.
     """
     selected = functools.partial(selected_gradients, config=config)
-    return selected_branches.backward(pullback, selected, DENSE)
+    return selected_branches.backward(pullback, selected, DENSE_KERNEL)
 
 
 def selected_gradients(
-    record: SelectedAttention, branch: Branch, cotangent: jax.Array, wanted: frozenset[str], config: SelectedBackward
+    record: SelectedAttention, branch: Branch, cotangent: jax.Array, requested: frozenset[str], config: SelectedBackward
 ) -> Gradients:
     """Returns the requested gradients of query, key and value in the selected branch."""
     delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1)
     lse = branch.lse.swapaxes(1, 2) * LOG2E
-    rows = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
+    row_inputs = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
     spec = make_spec(record)
     gradients: Gradients = {}
-    if "query" in wanted:
-        gradients["query"] = _query_gradients(record, rows, spec, config)
-    if wanted & {"key", "value"}:
-        gradients["key"], gradients["value"] = _key_gradients(record, rows, spec, config)
+    if "query" in requested:
+        gradients["query"] = _query_gradients(record, row_inputs, spec, config)
+    if requested & {"key", "value"}:
+        gradients["key"], gradients["value"] = _key_gradients(record, row_inputs, spec, config)
     return gradients
 
 
-def _query_gradients(record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward) -> jax.Array:
+def _query_gradients(
+    record: SelectedAttention, row_inputs: RowInputs, spec: SelectedSpec, config: SelectedBackward
+) -> jax.Array:
     from ejkernel_triton.selected_attention.kernels.selected_bwd_dq import selected_bwd_dq_kernel
 
     (dquery,) = launch(
         selected_bwd_dq_kernel,
-        (*operands(record), *rows),
+        (*kernel_inputs(record), *row_inputs),
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
         grid=spec.T * spec.HK * record.query.shape[0],
@@ -81,22 +83,36 @@ def _query_gradients(record: SelectedAttention, rows: Rows, spec: SelectedSpec, 
 
 
 def _key_gradients(
-    record: SelectedAttention, rows: Rows, spec: SelectedSpec, config: SelectedBackward
+    record: SelectedAttention, row_inputs: RowInputs, spec: SelectedSpec, config: SelectedBackward
 ) -> tuple[jax.Array, jax.Array]:
     from ejkernel_triton.selected_attention.kernels.selected_bwd_dkdv import selected_bwd_dkdv_kernel
 
-    readers, ends = find_readers(record, config.list_length), block_ends(record)
-    query, key, value, _, starts, q_positions, q_ids, k_ids = operands(record)
-    batch, parts = record.query.shape[0], readers.parts.shape[2]
-    tiles = cdiv(spec.SIZE, config.key_block_kv)
-    sums = [(batch, spec.HK, readers.slots, tiles, config.key_block_kv, width) for width in (spec.BD, spec.BV)]
+    query_lists, key_ends = invert_block_lists(record, config.list_length), block_ends(record)
+    query, key, value, _, block_starts, q_positions, q_ids, k_ids = kernel_inputs(record)
+    batch, list_splits = record.query.shape[0], query_lists.list_splits.shape[2]
+    tiles = cdiv(spec.BLOCK_SIZE, config.key_block_kv)
+    sum_shapes = [
+        (batch, spec.HK, query_lists.num_sum_slots, tiles, config.key_block_kv, width) for width in (spec.BD, spec.BV)
+    ]
     shapes = [Shape(record.key.shape, record.key.dtype), Shape(record.value.shape, record.value.dtype)]
     gradients = launch(
         selected_bwd_dkdv_kernel,
-        (query, key, value, readers.tokens, readers.parts, starts, ends, q_positions, q_ids, k_ids, *rows),
-        [*shapes, *(Shape(x, jnp.float32) for x in sums)],
+        (
+            query,
+            key,
+            value,
+            query_lists.tokens,
+            query_lists.list_splits,
+            block_starts,
+            key_ends,
+            q_positions,
+            q_ids,
+            k_ids,
+            *row_inputs,
+        ),
+        [*shapes, *(Shape(x, jnp.float32) for x in sum_shapes)],
         batch=batch,
-        grid=tiles * parts * spec.HK * batch,
+        grid=tiles * list_splits * spec.HK * batch,
         num_warps=config.key_warps,
         num_stages=config.key_stages,
         constants={
@@ -104,11 +120,11 @@ def _key_gradients(
             "BLOCK_KV": config.key_block_kv,
             "BLOCK_Q": config.block_q,
             "ROWS": padded_for_dot(config.block_q * group_size(record)),
-            "PARTS": parts,
-            "SUMS": readers.slots,
+            "NUM_SPLITS": list_splits,
+            "NUM_SUM_SLOTS": query_lists.num_sum_slots,
         },
     )
-    dkey, dvalue = _merge_split_lists(record, gradients, readers, (starts, ends), spec, config)
+    dkey, dvalue = _merge_split_lists(record, gradients, query_lists, (block_starts, key_ends), spec, config)
     ids = record.kv_segment_ids
     # Padding is in no block's list, and possibly in no block.
     return selected_branches.zero_padding(dkey, ids), selected_branches.zero_padding(dvalue, ids)
@@ -117,7 +133,7 @@ def _key_gradients(
 def _merge_split_lists(
     record: SelectedAttention,
     gradients: tuple[jax.Array, ...],
-    readers: Readers,
+    query_lists: QueryLists,
     block_bounds: tuple[Any, Any],
     spec: SelectedSpec,
     config: SelectedBackward,
@@ -129,11 +145,11 @@ def _merge_split_lists(
     batch = record.query.shape[0]
     return launch(
         split_combine_kernel,
-        (key_sums, value_sums, readers.merges, *block_bounds, dkey, dvalue),
+        (key_sums, value_sums, query_lists.sum_slots, *block_bounds, dkey, dvalue),
         (5, 6),
         batch=batch,
-        grid=cdiv(spec.SIZE, config.key_block_kv) * spec.M * spec.HK * batch,
+        grid=cdiv(spec.BLOCK_SIZE, config.key_block_kv) * spec.M * spec.HK * batch,
         num_warps=8,
         num_stages=1,
-        constants={"spec": spec, "BLOCK_KV": config.key_block_kv, "SUMS": readers.slots},
+        constants={"spec": spec, "BLOCK_KV": config.key_block_kv, "NUM_SUM_SLOTS": query_lists.num_sum_slots},
     )

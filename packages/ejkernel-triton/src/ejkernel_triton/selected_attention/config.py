@@ -70,7 +70,7 @@ PUBLIC_FIELDS = {
 `selected_bwd_dq_kernel`.
 """
 
-TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
+QUERY_TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 2, 3), (32, 2, 3), (64, 4, 2))
 """Keys, warps and stages of programs of one query each that are worth measuring."""
 
 MIN_TILE = 16
@@ -82,15 +82,15 @@ WGMMA_ROWS, WGMMA_WARPS = 64, 4
 
 def kind(record: SelectedAttention) -> str | None:
     """Returns the key of a shipped table entry, for calls with enough work for a large GPU; else None."""
-    batch, tokens, heads, size = record.query.shape
+    batch, tokens, heads, head_dim = record.query.shape
     if batch * tokens * heads < 2**18:
         return None
     bits = 8 * record.query.dtype.itemsize
-    sizes = f"{padded_for_dot(size)}x{padded_for_dot(record.value.shape[3])}"
-    group = 1 << (group_size(record) - 1).bit_length()
+    sizes = f"{padded_for_dot(head_dim)}x{padded_for_dot(record.value.shape[3])}"
+    padded_group_size = 1 << (group_size(record) - 1).bit_length()
     length = "short" if tokens <= 4096 else "medium" if tokens <= 16384 else "long"
     segments = " segments" if record.q_segment_ids is not None else ""
-    return f"{bits} bits {sizes} group {group} blocks of {record.block_size} {length}{segments}"
+    return f"{bits} bits {sizes} group {padded_group_size} blocks of {record.block_size} {length}{segments}"
 
 
 def group_size(record: SelectedAttention) -> int:
@@ -109,56 +109,56 @@ def candidates(
     record: SelectedAttention, device: DeviceInfo, direction: Direction
 ) -> tuple[SelectedForward | SelectedBackward, ...]:
     """Returns tile sizes worth measuring for a record on a device, the most likely first."""
-    made = _forward(record, device) if direction == "forward" else _backward(record, device)
-    return tuple(dict.fromkeys(fitted(record, x, gpu_of(device)) for x in made))
+    configs = _forward_configs(record, device) if direction == "forward" else _backward_configs(record, device)
+    return tuple(dict.fromkeys(fit_shared_memory(record, x, gpu_of(device)) for x in configs))
 
 
-def too_large(record: SelectedAttention, device: DeviceInfo) -> str:
+def shared_memory_refusal(record: SelectedAttention, device: DeviceInfo) -> str:
     """Returns why the kernels cannot run for a record on a device; empty where they can."""
     chip = gpu_of(device)
-    passes: tuple[Direction, ...] = ("forward", "backward")
-    took = max(shared_memory(record, heuristic(record, device, x), chip) for x in passes)
-    if took <= chip.shared_memory:
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    needed_bytes = max(shared_memory(record, heuristic(record, device, x), chip) for x in directions)
+    if needed_bytes <= chip.shared_memory:
         return ""
-    heads = f"{group_size(record)} query heads a KV head take up to {took} bytes of shared memory"
+    heads = f"{group_size(record)} query heads a KV head take up to {needed_bytes} bytes of shared memory"
     return f"{heads}, and {chip.target} has {chip.shared_memory}"
 
 
-def _forward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
+def _forward_configs(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
     block_kv, warps = _query_tile(record, "forward")
     if interpreting():
         return [SelectedForward(block_kv=block_kv, num_warps=4, num_stages=2)]
-    tiles = ((block_kv, warps, 2), *TILES)
+    tiles = ((block_kv, warps, 2), *QUERY_TILES)
     return [SelectedForward(block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles if k <= block_kv]
 
 
-def _backward(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
+def _backward_configs(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
     length = max(MIN_LIST_LENGTH, padded_for_dot(record.query.shape[1] * slots(record) // 256))
     block_kv, warps = _query_tile(record, "backward")
-    key_block_kv, rows, key_warps = _key_tile(record, device)
-    made = SelectedBackward(
+    key_block_kv, query_rows, key_warps = _key_tile(record, device)
+    default = SelectedBackward(
         block_kv=block_kv,
         num_warps=warps,
         num_stages=2,
         key_block_kv=key_block_kv,
-        block_q=max(1, rows // group_size(record)),
+        block_q=max(1, query_rows // group_size(record)),
         list_length=8 if interpreting() else length,
         key_warps=key_warps,
         key_stages=2,
     )
     if interpreting():
-        return [made]
-    queries = [
-        dataclasses.replace(made, block_kv=keys, num_warps=warps, num_stages=stages)
-        for keys, warps, stages in TILES
-        if keys <= block_kv
+        return [default]
+    query_kernel_configs = [
+        dataclasses.replace(default, block_kv=key_kernel_configs, num_warps=warps, num_stages=stages)
+        for key_kernel_configs, warps, stages in QUERY_TILES
+        if key_kernel_configs <= block_kv
     ]
-    keys = [
-        dataclasses.replace(made, key_warps=key_warps, key_stages=stages, block_q=max(1, made.block_q // part))
-        for stages, part in ((2, 1), (3, 1), (2, 2), (3, 2))
+    key_kernel_configs = [
+        dataclasses.replace(default, key_warps=key_warps, key_stages=stages, block_q=max(1, default.block_q // divisor))
+        for stages, divisor in ((2, 1), (3, 1), (2, 2), (3, 2))
     ]
-    lengths = [dataclasses.replace(made, list_length=n) for n in (length // 2, 2 * length, 4 * length)]
-    return [made, *queries, *keys, *lengths]
+    list_length_configs = [dataclasses.replace(default, list_length=n) for n in (length // 2, 2 * length, 4 * length)]
+    return [default, *query_kernel_configs, *key_kernel_configs, *list_length_configs]
 
 
 def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
@@ -167,9 +167,9 @@ def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, i
         return min(padded_for_dot(record.block_size), 16), 4
     # One warp needs no barrier and no exchange through shared memory: 1.6 ms forward with 64 keys and two stages, where
     # four warps take 1.95. The kernel of dq spills with one warp (docs/lab/native_sparse_attention_gpu.md).
-    row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
-    keys = min(padded_for_dot(record.block_size), 64 if not wide or row <= 256 else 32 if row <= 512 else 16)
-    if wide or row > 256 or group_size(record) > 16:
+    row, is_float32 = _row_bytes(record), record.query.dtype.itemsize > 2
+    keys = min(padded_for_dot(record.block_size), 64 if not is_float32 or row <= 256 else 32 if row <= 512 else 16)
+    if is_float32 or row > 256 or group_size(record) > 16:
         return keys, 4
     return keys, 1 if direction == "forward" else 2
 
@@ -178,18 +178,18 @@ def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, 
     """Returns keys, query rows and warps of `selected_bwd_dkdv_kernel`: the largest accumulators that fit registers."""
     if interpreting():
         return min(padded_for_dot(record.block_size), 16), 16, 4
-    row, wide = _row_bytes(record), record.query.dtype.itemsize > 2
+    row, is_float32 = _row_bytes(record), record.query.dtype.itemsize > 2
     architecture = gpu_of(device).architecture
-    if wide:
-        keys, rows, warps = (32, 32, 4) if row <= 256 else (16, 16, 4)
+    if is_float32:
+        keys, query_rows, warps = (32, 32, 4) if row <= 256 else (16, 16, 4)
     elif row <= 256:
         # 1.39 ms on an H200; 32 rows 1.66, 32 keys 2.33, eight warps 2.69 (docs/lab/native_sparse_attention_gpu.md).
-        keys, rows, warps = 64, 64 if architecture in ("ampere", "hopper", "blackwell") else 32, 4
+        keys, query_rows, warps = 64, 64 if architecture in ("ampere", "hopper", "blackwell") else 32, 4
     elif architecture == "cdna3":
-        keys, rows, warps = 32, 32, 4
+        keys, query_rows, warps = 32, 32, 4
     else:
-        keys, rows, warps = 64 if record.query.shape[3] + record.value.shape[3] <= 320 else 32, 32, 8
-    return min(keys, padded_for_dot(record.block_size)), rows, warps
+        keys, query_rows, warps = 64 if record.query.shape[3] + record.value.shape[3] <= 320 else 32, 32, 8
+    return min(keys, padded_for_dot(record.block_size)), query_rows, warps
 
 
 def _row_bytes(record: SelectedAttention) -> int:
@@ -197,17 +197,17 @@ def _row_bytes(record: SelectedAttention) -> int:
     return padded_for_dot(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
 
 
-def fitted(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
+def fit_shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer keys and stages until it fits the chip; the smallest one if none fits."""
     backward = hasattr(config, "key_block_kv")
-    while _of_queries(record, config, chip, backward) > chip.shared_memory:
+    while _query_program_bytes(record, config, chip, backward) > chip.shared_memory:
         if config.block_kv > MIN_TILE:
             config = dataclasses.replace(config, block_kv=config.block_kv // 2)
         elif config.num_stages > 1:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
         else:
             break
-    while backward and _of_keys(record, config, chip) > chip.shared_memory:
+    while backward and _key_program_bytes(record, config, chip) > chip.shared_memory:
         if config.key_block_kv > MIN_TILE:
             config = dataclasses.replace(config, key_block_kv=config.key_block_kv // 2)
         elif config.key_stages > 1:
@@ -220,49 +220,62 @@ def fitted(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
 def shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> int:
     """Returns the bytes of the largest program of a pass."""
     backward = hasattr(config, "key_block_kv")
-    of_queries = _of_queries(record, config, chip, backward)
-    return max(of_queries, _of_keys(record, config, chip)) if backward else of_queries
+    query_program_bytes = _query_program_bytes(record, config, chip, backward)
+    return max(query_program_bytes, _key_program_bytes(record, config, chip)) if backward else query_program_bytes
 
 
-def _rows(record: SelectedAttention) -> int:
+def _padded_group_rows(record: SelectedAttention) -> int:
     return padded(record.query.shape[2] // record.key.shape[2], MIN_TILE)
 
 
-def _columns(record: SelectedAttention) -> tuple[int, int]:
+def _padded_head_dims(record: SelectedAttention) -> tuple[int, int]:
     return padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
 
 
-def _buffers(chip: Gpu, rows: int, warps: int, stages: int) -> int:
+def _shared_memory_stages(chip: Gpu, query_rows: int, warps: int, stages: int) -> int:
     """Returns the pipeline stages in shared memory: all for Hopper's and Blackwell's products, else the last is in
     registers.
     """
-    unit = chip.architecture in ("hopper", "blackwell")
-    return stages if unit and rows >= WGMMA_ROWS and warps >= WGMMA_WARPS else stages - 1
+    uses_wgmma = chip.architecture in ("hopper", "blackwell")
+    return stages if uses_wgmma and query_rows >= WGMMA_ROWS and warps >= WGMMA_WARPS else stages - 1
 
 
-def _of_queries(record: SelectedAttention, config: Any, chip: Gpu, backward: bool) -> int:
+def _query_program_bytes(record: SelectedAttention, config: Any, chip: Gpu, backward: bool) -> int:
     """Returns the bytes of a query's program: its heads' rows, in the backward pass the cotangent's, and tiles of
     keys.
     """
-    rows, (keys, values), size = _rows(record), _columns(record), record.query.dtype.itemsize
-    parts = 2 if size > 2 and chip.vendor == "nvidia" else 1  # float32 operands are split in two
-    copied = _buffers(chip, rows, config.num_warps, config.num_stages) * config.block_kv * (keys + values) * size
-    weights = parts * rows * config.block_kv * size
+    query_rows, (keys, values), head_dim = (
+        _padded_group_rows(record),
+        _padded_head_dims(record),
+        record.query.dtype.itemsize,
+    )
+    operand_splits = 2 if head_dim > 2 and chip.vendor == "nvidia" else 1  # float32 operands are split in two
+    copied_bytes = (
+        _shared_memory_stages(chip, query_rows, config.num_warps, config.num_stages)
+        * config.block_kv
+        * (keys + values)
+        * head_dim
+    )
+    weight_bytes = operand_splits * query_rows * config.block_kv * head_dim
     if chip.vendor == "amd":  # registers hold the rows, and 16-bit weights of 16 rows
-        weights = 0 if rows == MIN_TILE and size <= 2 else weights
-        return max(copied + weights, rows * max(keys, values) * size)
-    query_bytes = parts * rows * (keys + (values if backward else 0)) * size
+        weight_bytes = 0 if query_rows == MIN_TILE and head_dim <= 2 else weight_bytes
+        return max(copied_bytes + weight_bytes, query_rows * max(keys, values) * head_dim)
+    query_bytes = operand_splits * query_rows * (keys + (values if backward else 0)) * head_dim
     return (
-        max(query_bytes + copied + (0 if backward and size > 2 else weights), 4 * rows * max(keys, values)) + KIBI // 2
+        max(
+            query_bytes + copied_bytes + (0 if backward and head_dim > 2 else weight_bytes),
+            4 * query_rows * max(keys, values),
+        )
+        + KIBI // 2
     )
 
 
-def _of_keys(record: SelectedAttention, config: Any, chip: Gpu) -> int:
+def _key_program_bytes(record: SelectedAttention, config: Any, chip: Gpu) -> int:
     """Returns the bytes of a program of one tile of keys: those, their values, and tiles of queries and cotangents."""
-    (keys, values), size = _columns(record), record.query.dtype.itemsize
-    rows = padded(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)
-    buffers = _buffers(chip, config.key_block_kv, config.key_warps, config.key_stages)
-    copied = max(buffers, 1) * rows * (keys + values) * size
+    (keys, values), head_dim = _padded_head_dims(record), record.query.dtype.itemsize
+    query_rows = padded(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)
+    num_shared_stages = _shared_memory_stages(chip, config.key_block_kv, config.key_warps, config.key_stages)
+    copied_bytes = max(num_shared_stages, 1) * query_rows * (keys + values) * head_dim
     if chip.vendor == "amd":
-        return copied if buffers else rows * max(keys, values) * size
-    return copied + (config.key_block_kv * (keys + values) + config.key_block_kv * rows) * size + KIBI
+        return copied_bytes if num_shared_stages else query_rows * max(keys, values) * head_dim
+    return copied_bytes + (config.key_block_kv * (keys + values) + config.key_block_kv * query_rows) * head_dim + KIBI

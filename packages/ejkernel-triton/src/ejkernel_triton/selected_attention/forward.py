@@ -14,7 +14,7 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.selected_attention.config import SelectedForward, group_size
-from ejkernel_triton.selected_attention.plan import DENSE
+from ejkernel_triton.selected_attention.plan import DENSE_KERNEL
 from ejkernel_triton.selected_attention.spec import make_spec
 from ejkernel_triton.sizes import (
     padded_for_dot,
@@ -42,10 +42,12 @@ def forward(record: SelectedAttention, config: SelectedForward) -> tuple[jax.Arr
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    return selected_branches.forward(record, lambda listed: selected(listed, config), select, DENSE)
+    return selected_branches.forward(
+        record, lambda selected_record: attend_to_selected_blocks(selected_record, config), select_blocks, DENSE_KERNEL
+    )
 
 
-def operands(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
+def kernel_inputs(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
     """Returns the first inputs of kernels with one program per query: query, key, value, lists, block starts,
     positions and segments.
     """
@@ -54,14 +56,14 @@ def operands(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
     return (record.query, record.key, record.value, record.block_indices, starts, record.q_positions, *ids)
 
 
-def selected(record: SelectedAttention, config: SelectedForward) -> Branch:
+def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward) -> Branch:
     """Returns the selected branch of a record; its padding is zeros."""
     from ejkernel_triton.selected_attention.kernels.selected_fwd import selected_fwd_kernel
 
     (b, t, h, _), (hk, dv) = record.query.shape, record.value.shape[2:]
     output, lse = launch(
         selected_fwd_kernel,
-        operands(record),
+        kernel_inputs(record),
         [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)],
         batch=b,
         grid=t * hk * b,
@@ -72,7 +74,7 @@ def selected(record: SelectedAttention, config: SelectedForward) -> Branch:
     return Branch(output=output, lse=lse)
 
 
-def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+def select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
     """Returns the blocks that each query of a record attends to, [B, T, Hk, N] int32.
 
     Scratch memory: each of the `PROGRAMS_PER_SM` programs per multiprocessor has a float32 for each query of a tile and
@@ -87,34 +89,37 @@ def select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
     heads = 1 << (group_size(record) - 1).bit_length()
     rows, block_tile = FLOAT32_SCORE_TILE if record.query.dtype.itemsize > 2 or interpreting() else SCORE_TILE
     queries = max(1, rows // heads)
-    items = cdiv(spec.T, queries) * spec.HK
+    num_work_items = cdiv(spec.T, queries) * spec.HK
     chip = gpu_of(current_device())
-    programs = 3 if interpreting() else max(1, min(items, PROGRAMS_PER_SM * chip.multiprocessors // batch))
-    width = max(block_tile, padded_for_dot(spec.M))
-    shift = compressed.lse.swapaxes(1, 2) * LOG2E
+    programs = 3 if interpreting() else max(1, min(num_work_items, PROGRAMS_PER_SM * chip.multiprocessors // batch))
+    padded_num_blocks = max(block_tile, padded_for_dot(spec.M))
+    lse_log2 = compressed.lse.swapaxes(1, 2) * LOG2E
     indices, _ = launch(
         block_topk_kernel,
         (
             record.query,
             record.compressed_key,
-            jnp.where(shift == -jnp.inf, 0, shift),
+            jnp.where(lse_log2 == -jnp.inf, 0, lse_log2),
             current_blocks(selected_attention.places(record)),
             record.q_segment_ids,
             record.compressed_segment_ids,
         ),
-        [Shape((batch, spec.T, spec.HK, spec.SLOTS), jnp.int32), Shape((batch, programs, queries, width), jnp.float32)],
+        [
+            Shape((batch, spec.T, spec.HK, spec.LISTED_BLOCKS), jnp.int32),
+            Shape((batch, programs, queries, padded_num_blocks), jnp.float32),
+        ],
         batch=batch,
         grid=programs * batch,
         num_warps=4,
         num_stages=2,
         constants={
             "spec": spec,
-            "PROGRAMS": programs,
+            "NUM_PROGRAMS": programs,
             "QUERIES": queries,
             "HEADS": heads,
             "BLOCKS": block_tile,
-            "BM": width,
-            "TOPK_QUERIES": max(1, min(queries, TOPK_WEIGHTS // width)),
+            "BM": padded_num_blocks,
+            "TOPK_QUERIES": max(1, min(queries, TOPK_WEIGHTS // padded_num_blocks)),
         },
     )
     return indices

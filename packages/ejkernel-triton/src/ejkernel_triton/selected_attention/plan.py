@@ -33,21 +33,21 @@ from ejkernel.types.pullback import Pullback
 UINT32_RANGE = 2**32
 
 
-class Readers(NamedTuple):
+class QueryLists(NamedTuple):
     """The queries of each block's list. E slots, C splits, M blocks.
 
     Attributes:
         tokens: [B, Hk, E] int32, queries, block by block, in ascending order within a block.
-        parts: [B, Hk, C, 4] int32, the splits: block, first entry, end of the entries, and slot of the sums; block -1
-            for unused ones, slot -1 if the block has a single split.
-        merges: [B, Hk, M, 2] int32, first slot of a block's sums and their number, 0 if it has a single split.
-        slots: Slots for sums, per batch row and KV head.
+        list_splits: [B, Hk, C, 4] int32, the splits: block, first entry, end of the entries, and slot of the sums;
+            block -1 for unused ones, slot -1 if the block has a single split.
+        sum_slots: [B, Hk, M, 2] int32, first slot of a block's sums and their number, 0 if it has a single split.
+        num_sum_slots: Slots for sums, per batch row and KV head.
     """
 
     tokens: jax.Array
-    parts: jax.Array
-    merges: jax.Array
-    slots: int
+    list_splits: jax.Array
+    sum_slots: jax.Array
+    num_sum_slots: int
 
 
 BLOCK_KV = 64
@@ -56,49 +56,49 @@ PROGRAMS_PER_SM = 2
 """Programs per multiprocessor that registers allow."""
 MIN_QUERIES = 256
 """The smallest number of queries per split."""
-DENSE_OP = "flash_attention"
+DENSE_OPERATION = "flash_attention"
 """The operation that computes the branches that are tiled attention."""
 
 
-def find_readers(record: SelectedAttention, length: int) -> Readers:
+def invert_block_lists(record: SelectedAttention, length: int) -> QueryLists:
     """Returns the lists of a record, in splits of at most `length` queries."""
-    listed, count = record.block_indices, blocks(record)
-    assert listed is not None  # selected before
+    block_indices, count = record.block_indices, blocks(record)
+    assert block_indices is not None  # selected before
     if record.q_segment_ids is not None:
-        listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, -1)
-    tokens, bounds = _sorted(listed, count)
+        block_indices = jnp.where((record.q_segment_ids >= 0)[..., None, None], block_indices, -1)
+    tokens, bounds = _sort_queries_by_block(block_indices, count)
     entries = tokens.shape[2]
-    sizes = jnp.diff(bounds)
+    list_lengths = jnp.diff(bounds)
     # A block that no query lists has one empty split, whose program stores its zeros.
-    part_counts = jnp.maximum(cdiv(sizes, length), 1)
-    part_ends = jnp.cumsum(part_counts, axis=-1)
-    part_starts = part_ends - part_counts
-    max_parts = count + entries // length
-    part = jnp.arange(max_parts, dtype=jnp.int32)
+    split_counts = jnp.maximum(cdiv(list_lengths, length), 1)
+    split_ends = jnp.cumsum(split_counts, axis=-1)
+    split_starts = split_ends - split_counts
+    max_splits = count + entries // length
+    split_index = jnp.arange(max_splits, dtype=jnp.int32)
     # Counts the blocks all of whose splits come before.
-    block = jnp.sum(part_ends[:, :, None, :] <= part[:, None], axis=-1, dtype=jnp.int32)
-    exists = block < count
+    block = jnp.sum(split_ends[:, :, None, :] <= split_index[:, None], axis=-1, dtype=jnp.int32)
+    is_used = block < count
     block = jnp.minimum(block, count - 1)
 
-    def at_block(x: jax.Array) -> jax.Array:
+    def take_at_block(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, block, axis=-1)
 
-    slot_counts = jnp.where(part_counts > 1, part_counts, 0)
-    slot = jnp.cumsum(slot_counts, axis=-1) - slot_counts
-    within = part - at_block(part_starts)
-    first_entry = at_block(bounds[..., :-1]) + within * length
-    parts = (
-        jnp.where(exists, block, -1),
+    sum_slot_counts = jnp.where(split_counts > 1, split_counts, 0)
+    first_slot = jnp.cumsum(sum_slot_counts, axis=-1) - sum_slot_counts
+    index_in_block = split_index - take_at_block(split_starts)
+    first_entry = take_at_block(bounds[..., :-1]) + index_in_block * length
+    list_splits = (
+        jnp.where(is_used, block, -1),
         first_entry,
-        jnp.minimum(first_entry + length, at_block(bounds[..., 1:])),
-        jnp.where(at_block(slot_counts) > 0, at_block(slot) + within, -1),
+        jnp.minimum(first_entry + length, take_at_block(bounds[..., 1:])),
+        jnp.where(take_at_block(sum_slot_counts) > 0, take_at_block(first_slot) + index_in_block, -1),
     )
     # A list that is split has more than `length` entries, and at most twice as many splits as full ones.
-    return Readers(
+    return QueryLists(
         tokens=tokens,
-        parts=jnp.stack(parts, axis=-1).astype(jnp.int32),
-        merges=jnp.stack((slot, slot_counts), axis=-1).astype(jnp.int32),
-        slots=max(1, 2 * (entries // length)),
+        list_splits=jnp.stack(list_splits, axis=-1).astype(jnp.int32),
+        sum_slots=jnp.stack((first_slot, sum_slot_counts), axis=-1).astype(jnp.int32),
+        num_sum_slots=max(1, 2 * (entries // length)),
     )
 
 
@@ -109,51 +109,55 @@ def block_ends(record: SelectedAttention) -> jax.Array:
     return jnp.minimum(block_starts + record.block_size, next_starts).astype(jnp.int32)[None]
 
 
-def _sorted(listed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def _sort_queries_by_block(block_indices: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Returns queries by block, [B, Hk, T N], and each block's start, [B, Hk, count + 1]; empty slots come last."""
-    batch, length, heads, slots = listed.shape
-    entries = length * slots
+    batch, length, heads, list_length = block_indices.shape
+    entries = length * list_length
     token = jnp.arange(length, dtype=jnp.uint32)[:, None]
-    block = jnp.where(listed >= 0, listed, count).swapaxes(1, 2).reshape(batch * heads, length, slots)
-    edge = jnp.arange(count + 1, dtype=jnp.uint32)
+    block = (
+        jnp.where(block_indices >= 0, block_indices, count).swapaxes(1, 2).reshape(batch * heads, length, list_length)
+    )
+    block_ids = jnp.arange(count + 1, dtype=jnp.uint32)
     if batch * heads * (count + 1) * length < UINT32_RANGE:
         # One sort of all rows: XLA uses a radix sort for long sorts along a single axis.
         row = jnp.arange(batch * heads, dtype=jnp.uint32)[:, None] * (count + 1)
         pairs = (row[..., None] + block.astype(jnp.uint32)) * length + token
-        ordered = jnp.sort(pairs.reshape(-1))
-        edges = ((row + edge) * length).reshape(-1)
-        bounds = jnp.searchsorted(ordered, edges, method="scan_unrolled").reshape(batch, heads, count + 1)
+        sorted_pairs = jnp.sort(pairs.reshape(-1))
+        row_block_bounds = ((row + block_ids) * length).reshape(-1)
+        bounds = jnp.searchsorted(sorted_pairs, row_block_bounds, method="scan_unrolled").reshape(
+            batch, heads, count + 1
+        )
         # Converts entries of all rows to entries of each row.
         bounds = bounds - jnp.arange(batch * heads, dtype=bounds.dtype).reshape(batch, heads, 1) * entries
-        return (ordered % length).astype(jnp.int32).reshape(batch, heads, entries), bounds.astype(jnp.int32)
-    blocks_of, tokens = jax.lax.sort(
+        return (sorted_pairs % length).astype(jnp.int32).reshape(batch, heads, entries), bounds.astype(jnp.int32)
+    sorted_blocks, tokens = jax.lax.sort(
         (block.reshape(-1, entries).astype(jnp.int32), jnp.broadcast_to(token, block.shape).reshape(-1, entries)),
         num_keys=1,
     )
-    bounds = jax.vmap(lambda x: jnp.searchsorted(x, edge.astype(jnp.int32), method="scan_unrolled"))(blocks_of)
+    bounds = jax.vmap(lambda x: jnp.searchsorted(x, block_ids.astype(jnp.int32), method="scan_unrolled"))(sorted_blocks)
     tokens = tokens.astype(jnp.int32).reshape(batch, heads, entries)
     return tokens, bounds.reshape(batch, heads, count + 1).astype(jnp.int32)
 
 
-def backward_in_splits(pullback: Pullback) -> dict[str, jax.Array]:
+def backward_with_query_splits(pullback: Pullback) -> dict[str, jax.Array]:
     """Returns the requested gradients of query, key and value of a branch."""
     record: TiledAttention = pullback.record
     splits = query_splits(record)
     if splits == 1:
-        return dispatched_backward(DENSE_OP, pullback)
-    found = dispatched_backward(DENSE_OP, _split_queries(pullback, splits))
+        return dispatched_backward(DENSE_OPERATION, pullback)
+    split_gradients = dispatched_backward(DENSE_OPERATION, _split_queries(pullback, splits))
     batch, tokens = record.query.shape[:2]
-    made: dict[str, jax.Array] = {}
-    for name, gradient in found.items():
+    gradients: dict[str, jax.Array] = {}
+    for name, gradient in split_gradients.items():
         if name == "query":
-            made[name] = gradient.reshape(batch, -1, *gradient.shape[2:])[:, :tokens]
+            gradients[name] = gradient.reshape(batch, -1, *gradient.shape[2:])[:, :tokens]
         else:
             summed = jnp.sum(gradient.reshape(batch, splits, *gradient.shape[1:]), axis=1, dtype=jnp.float32)
-            made[name] = summed.astype(gradient.dtype)
-    return made
+            gradients[name] = summed.astype(gradient.dtype)
+    return gradients
 
 
-DENSE = DenseKernel(functools.partial(dispatched_forward, DENSE_OP), backward_in_splits)
+DENSE_KERNEL = DenseKernel(functools.partial(dispatched_forward, DENSE_OPERATION), backward_with_query_splits)
 """The kernels of the dense branches, which are tiled attention."""
 
 
@@ -174,28 +178,28 @@ def _split_queries(pullback: Pullback, splits: int) -> Pullback:
     record: TiledAttention = pullback.record
     batch, tokens = record.query.shape[:2]
     length = cdiv(tokens, splits)
-    missing = splits * length - tokens
+    num_padding = splits * length - tokens
 
     def split(x: Any, value: Any = 0) -> Any:
         if x is None:
             return None
         x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-        x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+        x = jnp.pad(x, ((0, 0), (0, num_padding), *((0, 0),) * (x.ndim - 2)), constant_values=value)
         return x.reshape(batch * splits, length, *x.shape[2:])
 
-    def repeated(x: Any) -> Any:
+    def repeat_for_splits(x: Any) -> Any:
         return x if x is None or x.shape[0] == 1 < batch else jnp.repeat(x, splits, axis=0)
 
     # Padding of the last split has position -1, before all keys, and segment -1: it attends to nothing.
     split_record = dataclasses.replace(
         record,
         query=split(record.query),
-        key=repeated(record.key),
-        value=repeated(record.value),
+        key=repeat_for_splits(record.key),
+        value=repeat_for_splits(record.value),
         q_segment_ids=split(record.q_segment_ids, -1),
-        kv_segment_ids=repeated(record.kv_segment_ids),
+        kv_segment_ids=repeat_for_splits(record.kv_segment_ids),
         q_positions=split(record.q_positions, -1),
-        kv_positions=repeated(record.kv_positions),
+        kv_positions=repeat_for_splits(record.kv_positions),
     )
     lse = split(pullback.residuals.lse.swapaxes(1, 2), -jnp.inf).swapaxes(1, 2)
     return dataclasses.replace(

@@ -28,12 +28,12 @@ class SelectedSpec:
         DV: Head dimension of values.
         BD: D, padded to a power of two of at least 16.
         BV: DV, padded to a power of two of at least 16.
-        SLOTS: N, listed blocks per query.
+        LISTED_BLOCKS: N, listed blocks per query.
         BS: N, padded to a power of two.
         M: Blocks.
-        SIZE: Keys per block.
-        STARTS: Whether an array has the blocks' starts; otherwise they are multiples of SIZE.
-        POSITIONS: Whether an array has each query's position among the keys; otherwise it is the query's index.
+        BLOCK_SIZE: Keys per block.
+        HAS_BLOCK_STARTS: Whether an array has the blocks' starts; otherwise they are multiples of BLOCK_SIZE.
+        HAS_POSITIONS: Whether an array has each query's position among the keys; otherwise it is the query's index.
         SEGMENTS: Whether there are segment ids.
         SCALE: Factor on the scores.
         FACTOR: SCALE times log2(e), since the kernels exponentiate with exp2.
@@ -51,12 +51,12 @@ class SelectedSpec:
     DV: int
     BD: int
     BV: int
-    SLOTS: int
+    LISTED_BLOCKS: int
     BS: int
     M: int
-    SIZE: int
-    STARTS: bool
-    POSITIONS: bool
+    BLOCK_SIZE: int
+    HAS_BLOCK_STARTS: bool
+    HAS_POSITIONS: bool
     SEGMENTS: bool
     SCALE: float
     FACTOR: float
@@ -79,12 +79,12 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         DV=dv,
         BD=padded_for_dot(d),
         BV=padded_for_dot(dv),
-        SLOTS=count,
+        LISTED_BLOCKS=count,
         BS=1 << (count - 1).bit_length(),
         M=blocks(record),
-        SIZE=record.block_size,
-        STARTS=record.block_starts is not None,
-        POSITIONS=record.q_positions is not None,
+        BLOCK_SIZE=record.block_size,
+        HAS_BLOCK_STARTS=record.block_starts is not None,
+        HAS_POSITIONS=record.q_positions is not None,
         SEGMENTS=record.q_segment_ids is not None,
         SCALE=record.softmax_scale,
         FACTOR=record.softmax_scale * LOG2E,

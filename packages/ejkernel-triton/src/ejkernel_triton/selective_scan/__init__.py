@@ -6,7 +6,7 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selective_scan import config, decode
 
 GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
-LARGEST = 32
+MAX_STATE_DIM = 32
 """The largest state dimension that fits registers."""
 
 
@@ -19,7 +19,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="selective_scan.backward:backward",
             gradients=GRADIENTS,
             requires=triton_requires(
-                head_dims=range(1, LARGEST + 1),
+                head_dims=range(1, MAX_STATE_DIM + 1),
                 handles=scan_sequences.HANDLES | {"initial_state"},
                 extra=decode.scan_reasons,
             ),

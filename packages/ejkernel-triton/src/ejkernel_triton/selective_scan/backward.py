@@ -8,7 +8,7 @@ from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanBackward
-from ejkernel_triton.selective_scan.forward import packed_operands, scan_operands, segment_starts
+from ejkernel_triton.selective_scan.forward import packed_sequence_operands, scan_operands, segment_initial_states
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 
 Gradients = dict[str, jax.Array]
@@ -33,35 +33,39 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         config.splits,
         prefetch=config.prefetch,
         prefetch_states=config.prefetch_states,
-        prefetched_columns=config.block_t if config.prefetch_recomputed else 0,
+        bc_prefetch_tokens=config.block_t if config.prefetch_recomputed_b else 0,
     )
-    outputs, final = pullback.cotangent
+    output_cotangent, final_states_cotangent = pullback.cotangent
     operands = scan_operands(record)
-    behind = jnp.swapaxes(final, 1, 2).astype(jnp.float32)
-    starts = behind[None] if spec.PACKED else behind[:, None]
-    if spec.SPLITS > 1 and not spec.PACKED:
+    final_cotangent = jnp.swapaxes(final_states_cotangent, 1, 2).astype(jnp.float32)
+    end_cotangents = final_cotangent[None] if spec.PACKED else final_cotangent[:, None]
+    if spec.NUM_SEGMENTS > 1 and not spec.PACKED:
         rates, _, read = operands
-        starts = segment_starts(record, spec, 1, (rates, read, outputs), behind, reverse=True)
-    dx, dstep, partial, ddecay, dskip, dfirst, _ = _launch(pullback, operands, outputs, starts, spec)
+        end_cotangents = segment_initial_states(
+            record, spec, 1, (rates, read, output_cotangent), final_cotangent, reverse=True
+        )
+    dx, dstep, partial_sums, ddecay, dskip, dinitial, _ = _launch(
+        pullback, operands, output_cotangent, end_cotangents, spec
+    )
     # Every program has summed dB and dC over its channels; the sum over tiles has a fixed order.
-    pairs = partial.sum(axis=1)
-    found = {
+    bc_gradients = partial_sums.sum(axis=1)
+    gradients = {
         "x": dx,
         "step": dstep,
         "decay": ddecay.sum(axis=(0, 1)).T,
-        "write": pairs[..., : spec.N],
-        "read": pairs[..., spec.BN : spec.BN + spec.N],
+        "write": bc_gradients[..., : spec.N],
+        "read": bc_gradients[..., spec.BN : spec.BN + spec.N],
         "skip": dskip.sum(axis=(0, 1)),
-        "initial_state": jnp.swapaxes(dfirst[0] if spec.PACKED else dfirst, 1, 2),
+        "initial_state": jnp.swapaxes(dinitial[0] if spec.PACKED else dinitial, 1, 2),
     }
-    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 
 
 def _launch(
     pullback: Pullback,
     operands: tuple[jax.Array, jax.Array, jax.Array],
-    outputs: jax.Array,
-    starts: jax.Array,
+    output_cotangent: jax.Array,
+    end_cotangents: jax.Array,
     spec: ScanSpec,
 ) -> tuple[jax.Array, ...]:
     """Returns gradients of the tokens, and sums over each program's channels and tokens."""
@@ -69,8 +73,8 @@ def _launch(
 
     record: SelectiveScan = pullback.record
     rates, write, read = operands
-    rows, float32 = record.x.shape[0], jnp.float32
-    programs = spec.SPLITS * spec.TILES
+    num_rows, float32 = record.x.shape[0], jnp.float32
+    programs = spec.NUM_SEGMENTS * spec.NUM_CHANNEL_TILES
     blocks = spec.INTERVAL // spec.BLOCK_T
     return launch(
         selective_scan_bwd_kernel,
@@ -82,22 +86,24 @@ def _launch(
             read,
             record.skip.astype(float32)[None],
             pullback.residuals.states,
-            outputs,
-            starts,
-            *packed_operands(record),
+            output_cotangent,
+            end_cotangents,
+            *packed_sequence_operands(record),
         ),
         (
             Shape(record.x.shape, record.x.dtype),
             Shape(record.step.shape, record.step.dtype),
-            Shape((rows, spec.TILES, spec.T, 2 * spec.BN), float32),
-            Shape((rows, spec.SPLITS, spec.N, spec.E), float32),
-            Shape((rows, spec.SPLITS, spec.E), float32),
-            Shape((rows, spec.SPLITS, spec.N, spec.E) if spec.PACKED else (rows, spec.N, spec.E), float32),
+            Shape((num_rows, spec.NUM_CHANNEL_TILES, spec.T, 2 * spec.BN), float32),
+            Shape((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), float32),
+            Shape((num_rows, spec.NUM_SEGMENTS, spec.E), float32),
+            Shape(
+                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.PACKED else (num_rows, spec.N, spec.E), float32
+            ),
             # Scratch for one interval per program, overwritten by the next: small enough to stay in L2.
-            Shape((rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
+            Shape((num_rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
         ),
-        batch=rows,
-        grid=rows * programs,
+        batch=num_rows,
+        grid=num_rows * programs,
         # Sums over channels are shuffles of one warp; a second warp would need shared memory and barriers.
         num_warps=1,
         num_stages=1,

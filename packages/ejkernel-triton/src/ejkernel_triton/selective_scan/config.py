@@ -20,7 +20,7 @@ class ScanForward:
         block_t: Tokens per load, a divisor of the interval.
         splits: Segments of the sequence that are scanned in parallel; more than one costs another pass.
         num_warps: Warps per program.
-        prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; each takes 2 registers
+        bc_prefetch_tokens: Tokens between the load of B and C and their use, at most `block_t`; each takes 2 registers
             per state element. 0 leaves the distance to the compiler.
     """
 
@@ -28,7 +28,7 @@ class ScanForward:
     block_t: int
     splits: int
     num_warps: int
-    prefetched_columns: int
+    bc_prefetch_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class ScanBackward:
         splits: Segments of the sequence that are scanned in parallel; more than one costs another pass.
         prefetch: Whether a block's tokens are loaded during the computation of the previous block; it takes registers.
         prefetch_states: Whether the states before a block are prefetched too, from the program's scratch.
-        prefetch_recomputed: Whether B of a block is prefetched by one block where states are recomputed.
+        prefetch_recomputed_b: Whether B of a block is prefetched by one block where states are recomputed.
     """
 
     block_e: int
@@ -49,7 +49,7 @@ class ScanBackward:
     splits: int
     prefetch: bool
     prefetch_states: bool
-    prefetch_recomputed: bool
+    prefetch_recomputed_b: bool
 
 
 PUBLIC_FIELDS = {"block_d": "block_e", "num_warps": "num_warps"}
@@ -63,65 +63,71 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     """Returns the default tiles for a record on a device: one warp, in which every lane has a channel."""
     block_e = 64 if device.vendor == "amd" else 32
     splits = _splits(record, device, block_e)
-    size = 1 << (record.decay.shape[1] - 1).bit_length()
+    state_dim = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
         # A thread has 255 registers, for five tiles of states in addition to those of a block.
         # Measured on an H200 with N 16 (docs/lab/selective_scan_gpu.md): blocks of 4 tokens 4.24 ms, of 2 tokens 5.66.
-        block_t = 1 if size > 16 else 2 if interpreting() or gpu_of(device).architecture == "ampere" else 4
+        block_t = 1 if state_dim > 16 else 2 if interpreting() or gpu_of(device).architecture == "ampere" else 4
         return ScanBackward(
             block_e=block_e,
             block_t=block_t,
             splits=splits,
             prefetch=interpreting(),
             prefetch_states=False,
-            prefetch_recomputed=False,
+            prefetch_recomputed_b=False,
         )
     # One warp and blocks of 16 tokens 2.85 ms, two warps 2.96, four 3.10; two segments 4.1 where one fills the chip.
-    block_t, columns = 4 if interpreting() or size > 16 else 16, 0
+    block_t, prefetch_tokens = 4 if interpreting() or state_dim > 16 else 16, 0
     # Measured on an H200 with N 16: 1.11 ms with columns prefetched by 3 tokens, instead of 3.11 ms without prefetch,
     # where every load waits. Wider columns leave too few registers for the prefetch.
-    if gpu_of(device).architecture == "hopper" and size <= 16 and record.write.dtype.itemsize == 2:
+    if gpu_of(device).architecture == "hopper" and state_dim <= 16 and record.write.dtype.itemsize == 2:
         # Masked loads of a last, partial block take registers as well: longer blocks with masks would spill. Each
         # packed sequence has such a block.
-        masked = record.cu_seqlens is not None or record.x.shape[1] % 8 > 0
-        block_t, columns = 4 if interpreting() or masked else 8, 3
-    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, prefetched_columns=columns)
+        has_masked_loads = record.cu_seqlens is not None or record.x.shape[1] % 8 > 0
+        block_t, prefetch_tokens = 4 if interpreting() or has_masked_loads else 8, 3
+    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, bc_prefetch_tokens=prefetch_tokens)
 
 
 def candidates(
     record: SelectiveScan, device: DeviceInfo, direction: Direction
 ) -> tuple[ScanForward | ScanBackward, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    first = heuristic(record, device, direction)
-    splits = (first.splits,) if record.cu_seqlens is not None else (first.splits, 2 * first.splits)
-    found: list[Any] = [dataclasses.replace(first, splits=n) for n in splits]
-    if isinstance(first, ScanForward):
-        found += _unhurried(first) + _prefetched(first, record.decay.shape[1])
-        return tuple(dict.fromkeys(found))
-    shapes = ((first.block_e // 2, 2), (first.block_e, 2))
-    found += [dataclasses.replace(first, block_e=e, block_t=t) for e, t in shapes]
-    found.append(dataclasses.replace(first, block_t=min(2, first.block_t), prefetch=True, prefetch_states=True))
-    found.append(dataclasses.replace(first, prefetch_recomputed=True))
-    return tuple(dict.fromkeys(found))
+    default = heuristic(record, device, direction)
+    splits = (default.splits,) if record.cu_seqlens is not None else (default.splits, 2 * default.splits)
+    configs: list[Any] = [dataclasses.replace(default, splits=n) for n in splits]
+    if isinstance(default, ScanForward):
+        configs += _configs_without_prefetch(default) + _configs_with_prefetch(default, record.decay.shape[1])
+        return tuple(dict.fromkeys(configs))
+    tile_fields = ((default.block_e // 2, 2), (default.block_e, 2))
+    configs += [dataclasses.replace(default, block_e=e, block_t=t) for e, t in tile_fields]
+    configs.append(dataclasses.replace(default, block_t=min(2, default.block_t), prefetch=True, prefetch_states=True))
+    configs.append(dataclasses.replace(default, prefetch_recomputed_b=True))
+    return tuple(dict.fromkeys(configs))
 
 
-def _unhurried(first: ScanForward) -> list[ScanForward]:
+def _configs_without_prefetch(default: ScanForward) -> list[ScanForward]:
     """Returns forward tiles that leave the placement of the columns' loads to the compiler."""
-    e = first.block_e
-    shapes = ((e, 16), (e // 2, 16), (e, 8))
-    return [dataclasses.replace(first, block_e=e, block_t=t, prefetched_columns=0) for e, t in shapes]
+    e = default.block_e
+    tile_fields = ((e, 16), (e // 2, 16), (e, 8))
+    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_tokens=0) for e, t in tile_fields]
 
 
-def _prefetched(first: ScanForward, size: int) -> list[ScanForward]:
+def _configs_with_prefetch(default: ScanForward, state_dim: int) -> list[ScanForward]:
     """Returns forward tiles with prefetched columns: as far as registers allow and less, and with two lanes per
     channel.
 
     Two lanes per channel have half of its state each, and half of the registers: 128 of N 16 with 3 tokens prefetched,
     as many as 16 warps per multiprocessor have.
     """
-    e, far = first.block_e, 4 if size <= 16 else 2
-    shapes = ((e, 8, far), (e, 8, far - 1), (e, 16, far - 1), (e, 4, far - 1), (e // 2, 8, far - 1))
-    return [dataclasses.replace(first, block_e=e, block_t=t, prefetched_columns=n) for e, t, n in shapes]
+    e, max_prefetch = default.block_e, 4 if state_dim <= 16 else 2
+    tile_fields = (
+        (e, 8, max_prefetch),
+        (e, 8, max_prefetch - 1),
+        (e, 16, max_prefetch - 1),
+        (e, 4, max_prefetch - 1),
+        (e // 2, 8, max_prefetch - 1),
+    )
+    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_tokens=n) for e, t, n in tile_fields]
 
 
 def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
@@ -133,5 +139,5 @@ def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
     chunks = cdiv(tokens, INTERVAL)
     if interpreting():
         return min(2, chunks)
-    wanted = WARPS_PER_SM * gpu_of(device).multiprocessors
-    return max(1, min(cdiv(wanted, warps) if warps < wanted else 1, chunks // 4))
+    min_warps = WARPS_PER_SM * gpu_of(device).multiprocessors
+    return max(1, min(cdiv(min_warps, warps) if warps < min_warps else 1, chunks // 4))

@@ -27,18 +27,20 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     from ejkernel_triton.selective_scan.kernels.selective_scan_fwd import selective_scan_fwd_kernel
 
     spec = make_spec(
-        record, config.block_e, config.block_t, config.splits, prefetched_columns=config.prefetched_columns
+        record, config.block_e, config.block_t, config.splits, bc_prefetch_tokens=config.bc_prefetch_tokens
     )
-    rows = record.x.shape[0]
+    num_rows = record.x.shape[0]
     rates, write, read = scan_operands(record)
-    first = None
+    first_state = None
     if record.initial_state is not None:
-        first = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
+        first_state = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
     # The initial states of packed sequences are passed as [1, N, E, I].
-    starts = None if first is None else first[None] if spec.PACKED else first[:, None]
-    if spec.SPLITS > 1 and not spec.PACKED:
-        starts = segment_starts(record, spec, config.num_warps, (rates, write, record.x), first, reverse=False)
-    output, states, final = launch(
+    initial_states = None if first_state is None else first_state[None] if spec.PACKED else first_state[:, None]
+    if spec.NUM_SEGMENTS > 1 and not spec.PACKED:
+        initial_states = segment_initial_states(
+            record, spec, config.num_warps, (rates, write, record.x), first_state, reverse=False
+        )
+    output, states, final_states = launch(
         selective_scan_fwd_kernel,
         (
             record.x,
@@ -47,26 +49,29 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
             write,
             read,
             record.skip.astype(jnp.float32)[None],
-            starts,
-            *packed_operands(record),
+            initial_states,
+            *packed_sequence_operands(record),
         ),
         (
             Shape(record.x.shape, record.x.dtype),
-            Shape((rows, spec.CHUNKS, spec.N, spec.E), jnp.float32),
-            Shape((rows, spec.SPLITS, spec.N, spec.E) if spec.PACKED else (rows, spec.N, spec.E), jnp.float32),
+            Shape((num_rows, spec.NUM_INTERVALS, spec.N, spec.E), jnp.float32),
+            Shape(
+                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.PACKED else (num_rows, spec.N, spec.E),
+                jnp.float32,
+            ),
         ),
-        batch=rows,
-        grid=rows * spec.SPLITS * spec.TILES,
+        batch=num_rows,
+        grid=num_rows * spec.NUM_SEGMENTS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
-        constants={"GIVEN": starts is not None, "spec": spec},
+        constants={"HAS_INITIAL_STATES": initial_states is not None, "spec": spec},
     )
     if record.cu_seqlens is not None:
-        final, states = final[0], packed_scan.stored_states(record.cu_seqlens, states)
-    return (output, jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
+        final_states, states = final_states[0], packed_scan.stored_states(record.cu_seqlens, states)
+    return (output, jnp.swapaxes(final_states, 1, 2)), ScanResiduals(states=states)
 
 
-def packed_operands(record: SelectiveScan) -> tuple[jax.Array | None, jax.Array | None]:
+def packed_sequence_operands(record: SelectiveScan) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the bounds of packed sequences and their first intervals, [1, N + 1] int32 both; None without packing."""
     if record.cu_seqlens is None:
         return None, None
@@ -81,48 +86,54 @@ def scan_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array, jax.Arra
     return rates, record.write.astype(jnp.float32), record.read.astype(jnp.float32)
 
 
-def segment_starts(
+def segment_initial_states(
     record: SelectiveScan,
     spec: ScanSpec,
     num_warps: int,
     operands: tuple[jax.Array, jax.Array, jax.Array],
-    first: jax.Array | None,
+    first_state: jax.Array | None,
     *,
     reverse: bool,
 ) -> jax.Array:
-    """Returns the states before every segment, [B, SPLITS, N, E]; in reverse, the cotangents of the states after it.
+    """Returns the states before every segment, [B, NUM_SEGMENTS, N, E]; in reverse, the cotangents of the states after
+    it.
 
     Args:
         record: The canonical arguments.
         spec: Constants.
         num_warps: Warps per program.
         operands: A^T * log2(e), B or C, and x or the output's cotangent.
-        first: [B, N, E], the state before the first segment, or in reverse the last cotangent; None for zeros.
+        first_state: [B, N, E], the state before the first segment, or in reverse the last cotangent; None for zeros.
         reverse: Whether to scan from the last token to the first.
     """
     from ejkernel_triton.selective_scan.kernels.segment_states import segment_states_kernel
 
     rates, column, values = operands
-    rows = record.x.shape[0]
-    ends, sums = launch(
+    num_rows = record.x.shape[0]
+    end_states, step_sums = launch(
         segment_states_kernel,
         (record.step, rates, column, values),
         (
-            Shape((rows, spec.SPLITS, spec.N, spec.E), jnp.float32),
-            Shape((rows, spec.SPLITS, spec.E), jnp.float32),
+            Shape((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), jnp.float32),
+            Shape((num_rows, spec.NUM_SEGMENTS, spec.E), jnp.float32),
         ),
-        batch=rows,
-        grid=rows * spec.SPLITS * spec.TILES,
+        batch=num_rows,
+        grid=num_rows * spec.NUM_SEGMENTS * spec.NUM_CHANNEL_TILES,
         num_warps=num_warps,
         num_stages=1,
         constants={"REVERSE": reverse, "spec": spec},
     )
 
-    def part(state: jax.Array, parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        end, total = parts
-        return jnp.exp2(rates * total[:, None]) * state + end, state
+    def pass_state(state: jax.Array, segment_summary: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        end_state, step_sum = segment_summary
+        return jnp.exp2(rates * step_sum[:, None]) * state + end_state, state
 
     # One step per segment, in float32: an error here would reach every later segment.
-    start = jnp.zeros((rows, spec.N, spec.E), jnp.float32) if first is None else first
-    found = lax.scan(part, start, (jnp.moveaxis(ends, 1, 0), jnp.moveaxis(sums, 1, 0)), reverse=reverse)[1]
-    return jnp.moveaxis(found, 0, 1)
+    zero_or_first_state = jnp.zeros((num_rows, spec.N, spec.E), jnp.float32) if first_state is None else first_state
+    states_before_segments = lax.scan(
+        pass_state,
+        zero_or_first_state,
+        (jnp.moveaxis(end_states, 1, 0), jnp.moveaxis(step_sums, 1, 0)),
+        reverse=reverse,
+    )[1]
+    return jnp.moveaxis(states_before_segments, 0, 1)

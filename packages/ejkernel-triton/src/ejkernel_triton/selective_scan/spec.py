@@ -17,17 +17,17 @@ class ScanSpec:
         N: Elements of a channel's state.
         BN: N, padded to a power of two.
         BLOCK_E: Channels per program.
-        TILES: Programs that share the channels.
+        NUM_CHANNEL_TILES: Programs that share the channels.
         INTERVAL: Tokens between the states that the forward pass stores.
-        CHUNKS: Intervals of the sequence.
+        NUM_INTERVALS: Intervals of the sequence.
         PACKED: Whether the row has packed sequences.
-        SPLITS: Segments of the sequence that are scanned in parallel, or packed sequences.
-        PART: Intervals per segment.
+        NUM_SEGMENTS: Segments of the sequence that are scanned in parallel, or packed sequences.
+        INTERVALS_PER_SEGMENT: Intervals per segment.
         BLOCK_T: Tokens that are loaded, computed and stored together.
         PREFETCH_STATES: Whether the backward scan loads the states before a block during the computation of the later
             block.
-        PREFETCH: Whether the backward scan loads a block's tokens during the computation of the previous block.
-        PREFETCHED_COLUMNS: Tokens between the load of B and C and their use in the forward scan, and between those of B
+        PREFETCH_TOKENS: Whether the backward scan loads a block's tokens during the computation of the previous block.
+        BC_PREFETCH_TOKENS: Tokens between the load of B and C and their use in the forward scan, and between those of B
             in the recomputation of states; 0 leaves it to the compiler.
     """
 
@@ -36,16 +36,16 @@ class ScanSpec:
     N: int
     BN: int
     BLOCK_E: int
-    TILES: int
+    NUM_CHANNEL_TILES: int
     INTERVAL: int
-    CHUNKS: int
+    NUM_INTERVALS: int
     PACKED: bool
-    SPLITS: int
-    PART: int
+    NUM_SEGMENTS: int
+    INTERVALS_PER_SEGMENT: int
     BLOCK_T: int
-    PREFETCH: bool
+    PREFETCH_TOKENS: bool
     PREFETCH_STATES: bool
-    PREFETCHED_COLUMNS: int
+    BC_PREFETCH_TOKENS: int
 
 
 def make_spec(
@@ -56,7 +56,7 @@ def make_spec(
     *,
     prefetch: bool = True,
     prefetch_states: bool = False,
-    prefetched_columns: int = 0,
+    bc_prefetch_tokens: int = 0,
 ) -> ScanSpec:
     """Returns the constants of a record's kernels.
 
@@ -67,28 +67,28 @@ def make_spec(
         splits: Requested segments of the sequence; a segment has whole intervals, so there may be fewer.
         prefetch_states: Whether the backward scan prefetches the states before a block.
         prefetch: Whether the backward scan prefetches a block's tokens.
-        prefetched_columns: Tokens between the load of B and C and their use, at most `block_t`; where states are
+        bc_prefetch_tokens: Tokens between the load of B and C and their use, at most `block_t`; where states are
             recomputed, `block_t`.
     """
-    (_, tokens, channels), size = record.x.shape, record.decay.shape[1]
+    (_, tokens, channels), state_dim = record.x.shape, record.decay.shape[1]
     packed = record.cu_seqlens is not None
-    chunks = packed_scan.interval_count(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
-    part = cdiv(chunks, max(1, splits))
+    num_intervals = packed_scan.interval_count(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
+    intervals_per_segment = cdiv(num_intervals, max(1, splits))
     return ScanSpec(
         T=tokens,
         E=channels,
-        N=size,
-        BN=1 << (size - 1).bit_length(),
+        N=state_dim,
+        BN=1 << (state_dim - 1).bit_length(),
         BLOCK_E=block_e,
-        TILES=cdiv(channels, block_e),
+        NUM_CHANNEL_TILES=cdiv(channels, block_e),
         INTERVAL=INTERVAL,
-        CHUNKS=chunks,
+        NUM_INTERVALS=num_intervals,
         PACKED=packed,
         # Packed sequences are scanned in parallel without a split.
-        SPLITS=sequences(record) if packed else cdiv(chunks, part),
-        PART=part,
+        NUM_SEGMENTS=sequences(record) if packed else cdiv(num_intervals, intervals_per_segment),
+        INTERVALS_PER_SEGMENT=intervals_per_segment,
         BLOCK_T=block_t,
-        PREFETCH=prefetch,
+        PREFETCH_TOKENS=prefetch,
         PREFETCH_STATES=prefetch_states,
-        PREFETCHED_COLUMNS=prefetched_columns,
+        BC_PREFETCH_TOKENS=bc_prefetch_tokens,
     )

@@ -5,62 +5,64 @@ import triton.language as tl
 
 from ejkernel_triton.causal_convolution.kernels.tile import (
     load_bias,
+    load_masked_tap,
     load_rows,
+    load_sequence_start,
     load_taps,
     load_weights,
-    masked_tap,
     program_tile,
     sigmoid,
-    start_of,
     tile_offsets,
-    widened,
+    to_float32,
 )
 
 
 @triton.jit
-def sum_cotangents(taps, weights, shift, starts, cotangents, token, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Returns the cotangents of the pre-activation sums of COUNT tokens; 0 for padding tokens. `taps` are the x of
-    the COUNT tokens and of the W - 1 tokens before them.
+def recompute_sum_gradients(
+    taps, weights, shift, sequence_starts, cotangents, token, NUM_ROWS: tl.constexpr, spec: tl.constexpr
+):
+    """Returns the cotangents of the pre-activation sums of NUM_ROWS tokens; 0 for padding tokens. `taps` are the x of
+    the NUM_ROWS tokens and of the W - 1 tokens before them.
     """
     W: tl.constexpr = spec.W
-    dsums = ()
-    for i in tl.static_range(COUNT):
-        d = widened(cotangents[i], spec)
-        start = start_of(starts, token + i, spec)
+    sum_gradients = ()
+    for i in tl.static_range(NUM_ROWS):
+        d = to_float32(cotangents[i], spec)
+        start = load_sequence_start(sequence_starts, token + i, spec)
         # Sums are recomputed instead of stored: the kernel is memory-bound, and reads x anyway.
         if spec.SILU:
             p = shift
             for k in tl.static_range(W):
-                p += weights[k] * masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
+                p += weights[k] * load_masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
             s = sigmoid(p, spec)
             # The derivative of p sigmoid(p).
             d *= s * (1.0 + p * (1.0 - s))
         if spec.PACKED:
             d = tl.where(token + i >= start, d, 0.0)
-        dsums += (d,)
-    return dsums
+        sum_gradients += (d,)
+    return sum_gradients
 
 
 @triton.jit
-def continued(carried, rows, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Returns the W - 1 carried rows and the next COUNT rows, as float32."""
+def append_rows(previous_rows, rows, NUM_ROWS: tl.constexpr, spec: tl.constexpr):
+    """Returns the W - 1 carried rows and the next NUM_ROWS rows, as float32."""
     W: tl.constexpr = spec.W
-    both = ()
+    all_rows = ()
     for i in tl.static_range(W - 1):
-        both += (carried[i],)
-    for i in tl.static_range(COUNT):
-        both += (widened(rows[i], spec),)
-    return both
+        all_rows += (previous_rows[i],)
+    for i in tl.static_range(NUM_ROWS):
+        all_rows += (to_float32(rows[i], spec),)
+    return all_rows
 
 
 @triton.jit
-def last_rows(rows, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Returns the last W - 1 of W - 1 + COUNT rows."""
+def keep_last_rows(rows, NUM_ROWS: tl.constexpr, spec: tl.constexpr):
+    """Returns the last W - 1 of W - 1 + NUM_ROWS rows."""
     W: tl.constexpr = spec.W
-    kept = ()
+    last_values = ()
     for i in tl.static_range(W - 1):
-        kept += (rows[COUNT + i],)
-    return kept
+        last_values += (rows[NUM_ROWS + i],)
+    return last_values
 
 
 @triton.jit
@@ -68,131 +70,174 @@ def causal_conv_bwd_kernel(
     x,
     weight,
     bias,
-    before,
-    starts,
+    initial_tokens,
+    sequence_starts,
     cotangent,
-    dfinal,
+    final_cotangent,
     dx,
     dweight,
-    dbefore,
+    dinitial_tokens,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Computes the gradients of STEPS blocks of tokens, from the first to the last.
+    """Computes the gradients of BLOCKS_PER_PROGRAM blocks of tokens, from the first to the last.
 
-    `dweight` [B, BLOCKS, W + 1, C] are the sums over a program's tokens, with the bias's gradient last; `dbefore` [B, W
-    - 1, C] are the state's gradients, and `dfinal` [B, W - 1, C] is the final state's cotangent.
+    `dweight` [B, NUM_TOKEN_PROGRAMS, W + 1, C] are the sums over a program's tokens, with the bias's gradient last;
+    `dinitial_tokens` [B, W
+    - 1, C] are the state's gradients, and `final_cotangent` [B, W - 1, C] is the final state's cotangent.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    STEPS: tl.constexpr = spec.STEPS
+    BLOCKS_PER_PROGRAM: tl.constexpr = spec.BLOCKS_PER_PROGRAM
     W: tl.constexpr = spec.W
     row, block, tile = program_tile(tl.program_id(0), spec)
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
-    places = tile_offsets(tile, spec)
+    offsets_in_row = tile_offsets(tile, spec)
     x, dx = x + (row // per.X) * (spec.T * spec.C), dx + row * (spec.T * spec.C)
     cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.C)
-    dbefore = dbefore + row * ((W - 1) * spec.C)
-    if spec.STATE:
-        before = before + (row // per.BEFORE) * ((W - 1) * spec.C)
+    dinitial_tokens = dinitial_tokens + row * ((W - 1) * spec.C)
+    if spec.HAS_STATE:
+        initial_tokens = initial_tokens + (row // per.INITIAL_TOKENS) * ((W - 1) * spec.C)
     if spec.PACKED:
-        starts = starts + (row // per.STARTS) * spec.T
+        sequence_starts = sequence_starts + (row // per.SEQUENCE_STARTS) * spec.T
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
-    if spec.BIAS:
+    if spec.HAS_BIAS:
         bias = bias + (row // per.BIAS) * spec.C
     shift = load_bias(bias, channels, spec)
-    first = block * (STEPS * BLOCK_T)
+    first_token = block * (BLOCKS_PER_PROGRAM * BLOCK_T)
     # The gradients of a program's tokens also depend on the sums of the W - 1 tokens after them.
-    end = tl.minimum(first + (STEPS * BLOCK_T + W - 1), spec.T)
-    dbias, dweights = tl.zeros_like(shift), zeros(shift, W)
-    taps = load_taps(x, before, first, channels, places, W - 1, spec)
+    end = tl.minimum(first_token + (BLOCKS_PER_PROGRAM * BLOCK_T + W - 1), spec.T)
+    dbias, weight_gradients = tl.zeros_like(shift), zeros(shift, W)
+    taps = load_taps(x, initial_tokens, first_token, channels, offsets_in_row, W - 1, spec)
     # Sums before the first token belong to another program, or do not exist: nothing is stored for them.
-    dsums = zeros(shift, W - 1)
+    sum_gradients = zeros(shift, W - 1)
     # The next blocks are copied to shared memory, where they take no registers, so that several are in flight.
-    for step in tl.range(0, STEPS, num_stages=spec.STAGES):
-        token = first + step * BLOCK_T
-        rows = load_rows(x, token, end, places, BLOCK_T, spec)
-        dys = load_rows(cotangent, token, end, places, BLOCK_T, spec)
-        taps = continued(taps, rows, BLOCK_T, spec)
-        made = sum_cotangents(taps, weights, shift, starts, dys, token, BLOCK_T, spec)
-        dweights = add_weights(dweights, made, taps, starts, token, spec)
+    for step in tl.range(0, BLOCKS_PER_PROGRAM, num_stages=spec.NUM_STAGES):
+        token = first_token + step * BLOCK_T
+        rows = load_rows(x, token, end, offsets_in_row, BLOCK_T, spec)
+        dys = load_rows(cotangent, token, end, offsets_in_row, BLOCK_T, spec)
+        taps = append_rows(taps, rows, BLOCK_T, spec)
+        new_dsums = recompute_sum_gradients(taps, weights, shift, sequence_starts, dys, token, BLOCK_T, spec)
+        weight_gradients = add_weight_gradients(weight_gradients, new_dsums, taps, sequence_starts, token, spec)
         for i in tl.static_range(BLOCK_T):
-            dbias += made[i]
-        dsums = continued(dsums, made, BLOCK_T, spec)
-        store_gradients(dx, dbefore, weights, dsums, starts, token - (W - 1), first, channels, BLOCK_T, spec)
-        taps, dsums = last_rows(taps, BLOCK_T, spec), last_rows(dsums, BLOCK_T, spec)
-    token = first + STEPS * BLOCK_T
-    rows = load_rows(x, token, end, places, W - 1, spec)
-    dys = load_rows(cotangent, token, end, places, W - 1, spec)
-    taps = continued(taps, rows, W - 1, spec)
-    dsums = continued(dsums, sum_cotangents(taps, weights, shift, starts, dys, token, W - 1, spec), W - 1, spec)
-    store_gradients(dx, dbefore, weights, dsums, starts, token - (W - 1), first, channels, W - 1, spec)
-    if spec.FINAL and token > spec.T - (W - 1):
-        add_final(dx, dfinal + (row // per.DFINAL) * ((W - 1) * spec.C), first, token, channels, spec)
-    dweight = dweight + (row * spec.BLOCKS + block) * ((W + 1) * spec.C) + channels
+            dbias += new_dsums[i]
+        sum_gradients = append_rows(sum_gradients, new_dsums, BLOCK_T, spec)
+        store_gradients(
+            dx,
+            dinitial_tokens,
+            weights,
+            sum_gradients,
+            sequence_starts,
+            token - (W - 1),
+            first_token,
+            channels,
+            BLOCK_T,
+            spec,
+        )
+        taps, sum_gradients = keep_last_rows(taps, BLOCK_T, spec), keep_last_rows(sum_gradients, BLOCK_T, spec)
+    token = first_token + BLOCKS_PER_PROGRAM * BLOCK_T
+    rows = load_rows(x, token, end, offsets_in_row, W - 1, spec)
+    dys = load_rows(cotangent, token, end, offsets_in_row, W - 1, spec)
+    taps = append_rows(taps, rows, W - 1, spec)
+    sum_gradients = append_rows(
+        sum_gradients,
+        recompute_sum_gradients(taps, weights, shift, sequence_starts, dys, token, W - 1, spec),
+        W - 1,
+        spec,
+    )
+    store_gradients(
+        dx,
+        dinitial_tokens,
+        weights,
+        sum_gradients,
+        sequence_starts,
+        token - (W - 1),
+        first_token,
+        channels,
+        W - 1,
+        spec,
+    )
+    if spec.ADD_FINAL_COTANGENT and token > spec.T - (W - 1):
+        add_final_cotangent(
+            dx, final_cotangent + (row // per.FINAL_COTANGENT) * ((W - 1) * spec.C), first_token, token, channels, spec
+        )
+    dweight = dweight + (row * spec.NUM_TOKEN_PROGRAMS + block) * ((W + 1) * spec.C) + channels
     for k in tl.static_range(W):
         # Partial sums of a program's tokens, which XLA adds up. The weights are stored in the record's order.
-        tl.store(dweight + (W - 1 - k) * spec.C, dweights[k], mask=channels < spec.C)
+        tl.store(dweight + (W - 1 - k) * spec.C, weight_gradients[k], mask=channels < spec.C)
     tl.store(dweight + W * spec.C, dbias, mask=channels < spec.C)
 
 
 @triton.jit
 def store_gradients(
-    dx, dbefore, weights, dsums, starts, token, first, channels, COUNT: tl.constexpr, spec: tl.constexpr
+    dx,
+    dinitial_tokens,
+    weights,
+    sum_gradients,
+    sequence_starts,
+    token,
+    first_token,
+    channels,
+    NUM_ROWS: tl.constexpr,
+    spec: tl.constexpr,
 ):
-    """Stores the gradients of COUNT tokens of x, from the sums of each and of the W - 1 after it.
+    """Stores the gradients of NUM_ROWS tokens of x, from the sums of each and of the W - 1 after it.
 
     Tokens before a program's first one belong to the program before it; those before token 0 are the state.
     """
     W: tl.constexpr = spec.W
     at = dx + tl.cast(token, tl.int64) * spec.C
-    for i in tl.static_range(COUNT):
-        d = weights[0] * dsums[i]
+    for i in tl.static_range(NUM_ROWS):
+        d = weights[0] * sum_gradients[i]
         for k in tl.static_range(1, W):
-            # `masked_tap` is 0 where the later token's sequence starts between the two tokens.
-            d += weights[k] * masked_tap(dsums[i + k], token + i + k, start_of(starts, token + i + k, spec), k, spec)
-        number = token + i + 0 * channels
-        mask = (channels < spec.C) & (number >= first) & (number < spec.T)
+            # `load_masked_tap` is 0 where the later token's sequence starts between the two tokens.
+            d += weights[k] * load_masked_tap(
+                sum_gradients[i + k], token + i + k, load_sequence_start(sequence_starts, token + i + k, spec), k, spec
+            )
+        token_index = token + i + 0 * channels
+        mask = (channels < spec.C) & (token_index >= first_token) & (token_index < spec.T)
         tl.store(at + (i * spec.C + channels), d.to(dx.dtype.element_ty), mask=mask)
-        if spec.STATE:
+        if spec.HAS_STATE:
             # Only the first program of a row has tokens before 0: token -1 is the state's last.
-            place = (token + i + (W - 1)) * spec.C + channels
-            tl.store(dbefore + place, d, mask=(channels < spec.C) & (number < 0))
+            state_offset = (token + i + (W - 1)) * spec.C + channels
+            tl.store(dinitial_tokens + state_offset, d, mask=(channels < spec.C) & (token_index < 0))
 
 
 @triton.jit
-def add_final(dx, dfinal, first, end, channels, spec: tl.constexpr):
+def add_final_cotangent(dx, final_cotangent, first_token, end, channels, spec: tl.constexpr):
     """Adds the final state's cotangent to the gradients of those of the last W - 1 tokens that the program has."""
     W: tl.constexpr = spec.W
     # The program reads back what it wrote, perhaps in another thread. This happens once per batch row; otherwise all
     # programs would carry another sum.
     tl.debug_barrier()
     for j in tl.static_range(W - 1):
-        number = spec.T - (W - 1) + j + 0 * channels
-        mask = (channels < spec.C) & (number >= first) & (number < end)
+        token_index = spec.T - (W - 1) + j + 0 * channels
+        mask = (channels < spec.C) & (token_index >= first_token) & (token_index < end)
         at = dx + tl.cast(spec.T - (W - 1) + j, tl.int64) * spec.C + channels
         d = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        d += tl.load(dfinal + j * spec.C + channels, mask=mask, other=0.0).to(tl.float32)
+        d += tl.load(final_cotangent + j * spec.C + channels, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, d.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def zeros(like, COUNT: tl.constexpr):
-    """Returns COUNT vectors of zeros."""
-    made = ()
-    for _ in tl.static_range(COUNT):
-        made += (tl.zeros_like(like),)
-    return made
+def zeros(template, NUM_ROWS: tl.constexpr):
+    """Returns NUM_ROWS vectors of zeros."""
+    new_dsums = ()
+    for _ in tl.static_range(NUM_ROWS):
+        new_dsums += (tl.zeros_like(template),)
+    return new_dsums
 
 
 @triton.jit
-def add_weights(dweights, dsums, taps, starts, token, spec: tl.constexpr):
+def add_weight_gradients(weight_gradients, sum_gradients, taps, sequence_starts, token, spec: tl.constexpr):
     """Adds the gradients of the weights of a block."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
-    added = ()
+    new_dweights = ()
     for k in tl.static_range(W):
-        d = dweights[k]
+        d = weight_gradients[k]
         for i in tl.static_range(BLOCK_T):
-            d += dsums[i] * masked_tap(taps[i + W - 1 - k], token + i, start_of(starts, token + i, spec), k, spec)
-        added += (d,)
-    return added
+            d += sum_gradients[i] * load_masked_tap(
+                taps[i + W - 1 - k], token + i, load_sequence_start(sequence_starts, token + i, spec), k, spec
+            )
+        new_dweights += (d,)
+    return new_dweights

@@ -14,9 +14,9 @@ over its blocks: it carries the last W - 1 rows of x and of ds, so that nothing 
 of the next blocks are in flight meanwhile. Only after its last block it computes W - 1 rows of ds that another program
 also computes.
 
-For packed sequences, `starts` holds the first token of each token's sequence, and T for padding tokens: a tap counts if
-it is not before that token. A program of the backward kernel adds up the gradients of the weights over its tokens, and
-XLA adds up the programs in a fixed order: without atomics, results are reproducible bit for bit.
+For packed sequences, `sequence_starts` holds the first token of each token's sequence, and T for padding tokens: a tap
+counts if it is not before that token. A program of the backward kernel adds up the gradients of the weights over its
+tokens, and XLA adds up the programs in a fixed order: without atomics, results are reproducible bit for bit.
 
 Source: the short convolution of H3 (Fu et al. 2022, arXiv:2212.14052) and of Mamba (Gu & Dao 2023, arXiv:2312.00752).
 """
@@ -26,18 +26,20 @@ import triton.language as tl
 
 from ejkernel_triton.causal_convolution.kernels.tile import (
     load_bias,
+    load_masked_tap,
+    load_sequence_start,
     load_taps,
     load_weights,
-    masked_tap,
     program_tile,
     sigmoid,
-    start_of,
     tile_offsets,
 )
 
 
 @triton.jit
-def causal_conv_fwd_kernel(x, weight, bias, before, starts, output, spec: tl.constexpr, per: tl.constexpr):
+def causal_conv_fwd_kernel(
+    x, weight, bias, initial_tokens, sequence_starts, output, spec: tl.constexpr, per: tl.constexpr
+):
     """Computes the activated sums of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
@@ -45,23 +47,23 @@ def causal_conv_fwd_kernel(x, weight, bias, before, starts, output, spec: tl.con
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
     x = x + (row // per.X) * (spec.T * spec.C)
     output = output + row * (spec.T * spec.C)
-    if spec.STATE:
-        before = before + (row // per.BEFORE) * ((W - 1) * spec.C)
+    if spec.HAS_STATE:
+        initial_tokens = initial_tokens + (row // per.INITIAL_TOKENS) * ((W - 1) * spec.C)
     if spec.PACKED:
-        starts = starts + (row // per.STARTS) * spec.T
+        sequence_starts = sequence_starts + (row // per.SEQUENCE_STARTS) * spec.T
     # The W weights and the bias of each channel stay in registers for all tokens of the program.
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
-    if spec.BIAS:
+    if spec.HAS_BIAS:
         bias = bias + (row // per.BIAS) * spec.C
     shift = load_bias(bias, channels, spec)
     token = block * BLOCK_T
-    taps = load_taps(x, before, token, channels, tile_offsets(tile, spec), BLOCK_T + W - 1, spec)
+    taps = load_taps(x, initial_tokens, token, channels, tile_offsets(tile, spec), BLOCK_T + W - 1, spec)
     outputs = ()
     for i in tl.static_range(BLOCK_T):
-        start = start_of(starts, token + i, spec)
+        start = load_sequence_start(sequence_starts, token + i, spec)
         p = shift
         for k in tl.static_range(W):
-            p += weights[k] * masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
+            p += weights[k] * load_masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
         if spec.SILU:
             p = p * sigmoid(p, spec)
         # Padding tokens have start T and an output of 0.

@@ -9,40 +9,40 @@ from ejkernel_triton.blocks import LOG2E
 @triton.jit
 def program_tile(program, spec: tl.constexpr):
     """Returns (row of the batch, block of tokens, tile of channels) of a program; the tile is the fastest index."""
-    tile = program % spec.TILES
-    block = (program // spec.TILES) % spec.BLOCKS
-    return tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64), block, tile
+    tile = program % spec.NUM_CHANNEL_TILES
+    block = (program // spec.NUM_CHANNEL_TILES) % spec.NUM_TOKEN_PROGRAMS
+    return tl.cast(program // (spec.NUM_CHANNEL_TILES * spec.NUM_TOKEN_PROGRAMS), tl.int64), block, tile
 
 
 @triton.jit
 def tile_offsets(tile, spec: tl.constexpr):
     """Returns the offsets of the elements that a program loads per row: channels, or pairs of channels."""
-    if spec.PAIRS:
+    if spec.LOAD_PAIRS:
         return tile * (spec.BLOCK_C // 2) + tl.arange(0, spec.BLOCK_C // 2)
     else:
         return tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
 
 
 @triton.jit
-def load_rows(base, token, end, places, COUNT: tl.constexpr, spec: tl.constexpr):
-    """Loads COUNT rows of a [T, C] array from `token` on, unconverted; 0 before the first and from `end` on."""
+def load_rows(base, token, end, offsets_in_row, NUM_ROWS: tl.constexpr, spec: tl.constexpr):
+    """Loads NUM_ROWS rows of a [T, C] array from `token` on, unconverted; 0 before the first and from `end` on."""
     # Two 16-bit channels are loaded as one 32-bit integer, since a loop carries each element in a register of its own.
-    WIDTH: tl.constexpr = spec.C // 2 if spec.PAIRS else spec.C
-    if spec.PAIRS:
+    WIDTH: tl.constexpr = spec.C // 2 if spec.LOAD_PAIRS else spec.C
+    if spec.LOAD_PAIRS:
         base = base.to(tl.pointer_type(tl.int32))
     start = base + tl.cast(token, tl.int64) * WIDTH
     # A tuple of vectors instead of a tile: taps are other rows of the same thread, so no product needs a shuffle or a
     # shift. Bounds are checked on both sides: a halo may begin before token 0 and end after T.
     rows = ()
-    for i in tl.static_range(COUNT):
-        at = token + i + 0 * places
-        mask = (places < WIDTH) & (at >= 0) & (at < end)
-        rows += (tl.load(start + (i * WIDTH + places), mask=mask, other=0),)
+    for i in tl.static_range(NUM_ROWS):
+        at = token + i + 0 * offsets_in_row
+        mask = (offsets_in_row < WIDTH) & (at >= 0) & (at < end)
+        rows += (tl.load(start + (i * WIDTH + offsets_in_row), mask=mask, other=0),)
     return rows
 
 
 @triton.jit
-def widened(row, spec: tl.constexpr):
+def to_float32(row, spec: tl.constexpr):
     """Returns [BLOCK_C] float32 of a row of `load_rows` or of floats."""
     if row.dtype == tl.int32:
         # A bfloat16 is the upper half of the equal float32, so a conversion is one instruction.
@@ -60,18 +60,20 @@ def widened(row, spec: tl.constexpr):
 
 
 @triton.jit
-def load_taps(x, before, token, channels, places, COUNT: tl.constexpr, spec: tl.constexpr):
+def load_taps(x, initial_tokens, token, channels, offsets_in_row, NUM_ROWS: tl.constexpr, spec: tl.constexpr):
     """Loads rows of x from W - 1 tokens before `token` on, as float32; rows before token 0 are those of the state."""
     STATE_TOKENS: tl.constexpr = spec.W - 1
-    rows = load_rows(x, token - STATE_TOKENS, spec.T, places, COUNT, spec)
+    rows = load_rows(x, token - STATE_TOKENS, spec.T, offsets_in_row, NUM_ROWS, spec)
     taps = ()
-    for i in tl.static_range(COUNT):
-        row = widened(rows[i], spec)
-        if spec.STATE and i < STATE_TOKENS:
+    for i in tl.static_range(NUM_ROWS):
+        row = to_float32(rows[i], spec)
+        if spec.HAS_STATE and i < STATE_TOKENS:
             # Only the first block reads the state's tokens; in other blocks the mask is false and nothing is loaded.
             at = token + i + 0 * channels  # index of the state's token, if it is one
             state_tokens = tl.load(
-                before + (token + i) * spec.C + channels, mask=(channels < spec.C) & (at < STATE_TOKENS), other=0.0
+                initial_tokens + (token + i) * spec.C + channels,
+                mask=(channels < spec.C) & (at < STATE_TOKENS),
+                other=0.0,
             )
             # Added instead of selected: rows of x before token 0 are loaded as 0.
             row += state_tokens.to(tl.float32)
@@ -92,23 +94,23 @@ def load_weights(weight, channels, spec: tl.constexpr):
 @triton.jit
 def load_bias(bias, channels, spec: tl.constexpr):
     """Loads the bias, [BLOCK_C] float32; zeros if there is none."""
-    if spec.BIAS:
+    if spec.HAS_BIAS:
         return tl.load(bias + channels, mask=channels < spec.C, other=0.0)
     else:
         return 0.0 * channels.to(tl.float32)
 
 
 @triton.jit
-def start_of(starts, token, spec: tl.constexpr):
+def load_sequence_start(sequence_starts, token, spec: tl.constexpr):
     """Returns the first token of a token's sequence; T for padding tokens."""
     if spec.PACKED:
-        return tl.load(starts + token, mask=token < spec.T, other=spec.T)
+        return tl.load(sequence_starts + token, mask=token < spec.T, other=spec.T)
     else:
         return 0
 
 
 @triton.jit
-def masked_tap(row, token, start, k, spec: tl.constexpr):
+def load_masked_tap(row, token, start, k, spec: tl.constexpr):
     """Returns a tap of a token, the row k tokens before it; 0 if that belongs to another sequence."""
     if spec.PACKED:
         return tl.where(token - k >= start, row, 0.0)
@@ -119,7 +121,7 @@ def masked_tap(row, token, start, k, spec: tl.constexpr):
 @triton.jit
 def sigmoid(p, spec: tl.constexpr):
     """Returns 1 / (1 + exp(-p)). If exp overflows to inf, the result is 0."""
-    if spec.FAST:
+    if spec.FAST_MATH:
         # The same operations without handling of subnormal numbers: 1 + exp(-p) is never subnormal, and rounds away a
         # subnormal exp(-p). It takes four instructions instead of nine, out of about 30 per element in the backward
         # pass.

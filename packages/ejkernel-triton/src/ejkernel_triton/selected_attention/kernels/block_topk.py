@@ -28,20 +28,20 @@ def block_topk_kernel(
     scratch,
     spec: tl.constexpr,
     per: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BM: tl.constexpr,
     TOPK_QUERIES: tl.constexpr,
 ):
-    """Persistent kernel: PROGRAMS programs per batch row loop over its tiles of QUERIES queries of every KV head.
+    """Persistent kernel: NUM_PROGRAMS programs per batch row loop over its tiles of QUERIES queries of every KV head.
 
     HEADS is the group size padded to a power of two, BLOCKS the blocks of a tile of scores, BM all blocks padded to a
     power of two that is no less, TOPK_QUERIES the queries whose largest weights are selected at once.
     """
-    program = tl.program_id(0) % PROGRAMS
-    batch = tl.program_id(0) // PROGRAMS
+    program = tl.program_id(0) % NUM_PROGRAMS
+    batch = tl.program_id(0) // NUM_PROGRAMS
     query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
     keys = at_batch(keys, batch, per.KEYS, spec.M * spec.HK * spec.D)
     shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
@@ -49,25 +49,27 @@ def block_topk_kernel(
     if spec.SEGMENTS:
         q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
         block_ids = at_batch(block_ids, batch, per.BLOCK_IDS, spec.M)
-    indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.SLOTS)
+    indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.LISTED_BLOCKS)
     scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES * BM)
     TILES: tl.constexpr = (spec.T + QUERIES - 1) // QUERIES
     # An item is a tile of queries and a KV head.
-    for item in tl.range(program, TILES * spec.HK, PROGRAMS):
-        head = item // TILES
-        start = (item % TILES) * QUERIES
+    for work_item in tl.range(program, TILES * spec.HK, NUM_PROGRAMS):
+        head = work_item // TILES
+        start = (work_item % TILES) * QUERIES
         token = start + tl.arange(0, QUERIES)
-        current = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
-        # No query of the tile can select a block from `last` on: those are not computed.
-        last = tl.max(current, 0)
+        current_block = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
+        # No query of the tile can select a block from `end_block` on: those are not computed.
+        end_block = tl.max(current_block, 0)
         ids = (q_ids, block_ids)
-        _block_weights(query, keys, shift, ids, scratch, head, start, current, last, spec, QUERIES, HEADS, BLOCKS, BM)
+        _block_weights(
+            query, keys, shift, ids, scratch, head, start, current_block, end_block, spec, QUERIES, HEADS, BLOCKS, BM
+        )
         # Barrier: threads read scratch rows that others wrote. A second one follows, before the next tile overwrites
         # them.
         tl.debug_barrier()
         for first in tl.range(0, QUERIES, TOPK_QUERIES):
             _store_largest(
-                current_blocks, scratch, indices, head, start + first, first, last, spec, BLOCKS, BM, TOPK_QUERIES
+                current_blocks, scratch, indices, head, start + first, first, end_block, spec, BLOCKS, BM, TOPK_QUERIES
             )
         tl.debug_barrier()
 
@@ -81,8 +83,8 @@ def _block_weights(
     scratch,
     head,
     start,
-    current,
-    last,
+    current_block,
+    end_block,
     spec: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -102,23 +104,23 @@ def _block_weights(
     q = tl.load(query + q_row[:, None] * spec.D + d[None, :], mask=valid[:, None] & in_row, other=0.0)
     lse = tl.load(shift + q_row, mask=valid, other=0.0)
     tokens = start + tl.arange(0, QUERIES)
-    for tile in tl.range(0, (last + BLOCKS - 1) // BLOCKS):
+    for tile in tl.range(0, (end_block + BLOCKS - 1) // BLOCKS):
         block = tile * BLOCKS + tl.arange(0, BLOCKS)
         at = keys + (block * spec.HK + head)[:, None] * spec.D + d[None, :]
         k = tl.load(at, mask=(block < spec.M)[:, None] & in_row, other=0.0)
         weights = tl.exp2(dot(q, tl.trans(k), spec) * spec.FACTOR - lse[:, None])
         # exp2 may overflow for blocks that the mask below excludes: their weights are replaced, never summed.
         weights = tl.where(valid[:, None], weights, 0.0)
-        summed = tl.sum(tl.reshape(weights, [QUERIES, HEADS, BLOCKS]), 1)
-        selectable = block[None, :] < current[:, None]
+        group_weights = tl.sum(tl.reshape(weights, [QUERIES, HEADS, BLOCKS]), 1)
+        is_selectable = block[None, :] < current_block[:, None]
         if spec.SEGMENTS:
             q_id = tl.load(q_ids + tokens, mask=tokens < spec.T, other=-1)
             # Padding ids differ: -1 for queries, -2 for blocks.
             block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
-            selectable = selectable & (q_id[:, None] == block_id[None, :])
+            is_selectable = is_selectable & (q_id[:, None] == block_id[None, :])
         offset = tl.arange(0, QUERIES)[:, None] * BM + block[None, :]
         # -1 is below every sum of weights: such a block is never selected while another is left.
-        tl.store(scratch + offset, tl.where(selectable, summed, -1.0), mask=(block < BM)[None, :])
+        tl.store(scratch + offset, tl.where(is_selectable, group_weights, -1.0), mask=(block < BM)[None, :])
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def _store_largest(
     head,
     start,
     first,
-    last,
+    end_block,
     spec: tl.constexpr,
     BLOCKS: tl.constexpr,
     BM: tl.constexpr,
@@ -138,18 +140,18 @@ def _store_largest(
     """Stores the lists of TOPK_QUERIES queries from `start` on, current block first; scratch rows begin at `first`."""
     token = start + tl.arange(0, TOPK_QUERIES)
     valid = token < spec.T
-    current = tl.load(current_blocks + token, mask=valid, other=-1)
-    at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.SLOTS
-    tl.store(at, current, mask=valid)
+    current_block = tl.load(current_blocks + token, mask=valid, other=-1)
+    at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.LISTED_BLOCKS
+    tl.store(at, current_block, mask=valid)
     block = tl.arange(0, BM)
     # Later columns hold weights of an earlier tile of queries, or are uninitialised; they count as -1.
-    written = (block < (last + BLOCKS - 1) // BLOCKS * BLOCKS)[None, :]
+    is_written = (block < (end_block + BLOCKS - 1) // BLOCKS * BLOCKS)[None, :]
     rows = scratch + (first + tl.arange(0, TOPK_QUERIES))[:, None] * BM + block[None, :]
-    weights = tl.load(rows, mask=written, other=-1.0)
+    weights = tl.load(rows, mask=is_written, other=-1.0)
     # Takes the largest for each slot: a few reductions over registers instead of a sort. Selected weights become -1.
-    for slot in tl.range(1, spec.SLOTS):
-        largest = tl.max(weights, 1)
+    for slot in tl.range(1, spec.LISTED_BLOCKS):
+        max_weight = tl.max(weights, 1)
         # If two blocks have equal weights, selects the later block, as the family's reference does.
-        found = tl.max(tl.where(weights == largest[:, None], block[None, :], -1), 1)
-        tl.store(at + slot, tl.where((largest >= 0.0) & (current >= 0), found, -1), mask=valid)
-        weights = tl.where(block[None, :] == found[:, None], -1.0, weights)
+        best_block = tl.max(tl.where(weights == max_weight[:, None], block[None, :], -1), 1)
+        tl.store(at + slot, tl.where((max_weight >= 0.0) & (current_block >= 0), best_block, -1), mask=valid)
+        weights = tl.where(block[None, :] == best_block[:, None], -1.0, weights)

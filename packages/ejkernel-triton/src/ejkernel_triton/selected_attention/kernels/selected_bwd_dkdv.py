@@ -19,15 +19,17 @@ from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.selected_attention.kernels.tile import at_batch, block_start, load_keys
 
 # Fields of a split of a list.
-BLOCK = tl.constexpr(0)
-FIRST_ENTRY = tl.constexpr(1)
-END_ENTRY = tl.constexpr(2)
-SLOT = tl.constexpr(3)
-SPLIT_FIELDS = tl.constexpr(4)
+BLOCK_FIELD = tl.constexpr(0)
+FIRST_ENTRY_FIELD = tl.constexpr(1)
+END_ENTRY_FIELD = tl.constexpr(2)
+SUM_SLOT_FIELD = tl.constexpr(3)
+FIELDS_PER_SPLIT = tl.constexpr(4)
 
 
 @triton.jit
-def _gather(base, token, group_head, head, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+def _gather_query_rows(
+    base, token, group_head, head, valid, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr
+):
     """Loads [ROWS, COLUMNS], each row of one token and one head of the group; 0 where `valid` is false."""
     d = tl.arange(0, COLUMNS)
     # 64-bit offsets for every row: the tokens of a tile come from a list and may be far apart.
@@ -40,10 +42,10 @@ def selected_bwd_dkdv_kernel(
     query,
     key,
     value,
-    readers,
-    parts,
-    starts,
-    ends,
+    query_lists,
+    splits,
+    block_starts,
+    block_ends,
     q_positions,
     q_ids,
     k_ids,
@@ -59,44 +61,50 @@ def selected_bwd_dkdv_kernel(
     BLOCK_KV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SUMS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    NUM_SUM_SLOTS: tl.constexpr,
 ):
     """Computes gradients of BLOCK_KV keys and values of one block and KV head, over one split of the block's list of
     queries.
 
-    A tile has ROWS rows: BLOCK_Q queries times the heads of the group, and padding. There are PARTS splits, and SUMS
-    slots for sums, per KV head.
-    slots for sums, of every KV head.
+    A tile has ROWS rows: BLOCK_Q queries times the heads of the group, and padding. There are NUM_SPLITS splits, and
+    NUM_SUM_SLOTS slots for sums, per KV head.
     """
-    TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    TILES: tl.constexpr = (spec.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
     program = tl.program_id(0)
     # Consecutive programs have the same split and other keys of its block: they gather the same queries from L2.
     tile = program % TILES
-    part = (program // TILES) % PARTS
-    head = (program // (TILES * PARTS)) % spec.HK
-    batch = program // (TILES * PARTS * spec.HK)
-    parts = at_batch(parts, batch, per.PARTS, spec.HK * PARTS * SPLIT_FIELDS) + (head * PARTS + part) * SPLIT_FIELDS
-    block = tl.load(parts + BLOCK)
+    split = (program // TILES) % NUM_SPLITS
+    head = (program // (TILES * NUM_SPLITS)) % spec.HK
+    batch = program // (TILES * NUM_SPLITS * spec.HK)
+    splits = (
+        at_batch(splits, batch, per.SPLITS, spec.HK * NUM_SPLITS * FIELDS_PER_SPLIT)
+        + (head * NUM_SPLITS + split) * FIELDS_PER_SPLIT
+    )
+    block = tl.load(splits + BLOCK_FIELD)
     if block >= 0:  # there may be fewer splits than programs
-        first_entry, end, slot = tl.load(parts + FIRST_ENTRY), tl.load(parts + END_ENTRY), tl.load(parts + SLOT)
+        first_entry, end, slot = (
+            tl.load(splits + FIRST_ENTRY_FIELD),
+            tl.load(splits + END_ENTRY_FIELD),
+            tl.load(splits + SUM_SLOT_FIELD),
+        )
         query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
         key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
         value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
         cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
         shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
         delta = at_batch(delta, batch, per.DELTA, spec.T * spec.H)
-        readers = at_batch(readers, batch, per.READERS, spec.HK * spec.T * spec.SLOTS)
-        readers += tl.cast(head, tl.int64) * (spec.T * spec.SLOTS)
-        if spec.STARTS:
-            starts = at_batch(starts, batch, per.STARTS, spec.M)
-        if spec.POSITIONS:
+        query_lists = at_batch(query_lists, batch, per.QUERY_LISTS, spec.HK * spec.T * spec.LISTED_BLOCKS)
+        query_lists += tl.cast(head, tl.int64) * (spec.T * spec.LISTED_BLOCKS)
+        if spec.HAS_BLOCK_STARTS:
+            block_starts = at_batch(block_starts, batch, per.BLOCK_STARTS, spec.M)
+        if spec.HAS_POSITIONS:
             q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
         BD: tl.constexpr = spec.BD
         BV: tl.constexpr = spec.BV
-        start = block_start(starts, block, spec)
+        start = block_start(block_starts, block, spec)
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        valid = (index < spec.SIZE) & (start + index < spec.S)
+        valid = (index < spec.BLOCK_SIZE) & (start + index < spec.S)
         if spec.SEGMENTS:
             q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
             k_id = tl.load(at_batch(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
@@ -110,21 +118,21 @@ def selected_bwd_dkdv_kernel(
         group_head = row % spec.G
         for at in tl.range(first_entry, end, BLOCK_Q):
             entry = at + row // spec.G
-            listed = (row < BLOCK_Q * spec.G) & (entry < end)
+            in_list = (row < BLOCK_Q * spec.G) & (entry < end)
             # Queries of a list may be anywhere, so q, do, lse and delta are gathered row by row; padding rows are 0.
-            token = tl.load(readers + entry, mask=listed, other=0)
-            q = _gather(query, token, group_head, head, listed, spec.D, BD, spec)
-            do = _gather(cotangent, token, group_head, head, listed, spec.DV, BV, spec)
+            token = tl.load(query_lists + entry, mask=in_list, other=0)
+            q = _gather_query_rows(query, token, group_head, head, in_list, spec.D, BD, spec)
+            do = _gather_query_rows(cotangent, token, group_head, head, in_list, spec.DV, BV, spec)
             q_row = token * spec.H + head * spec.G + group_head
-            lse = tl.load(shift + q_row, mask=listed, other=0.0)
-            delta_row = tl.load(delta + q_row, mask=listed, other=0.0)
-            last = token
-            if spec.POSITIONS:
-                last = tl.load(q_positions + token, mask=listed, other=-1)
+            lse = tl.load(shift + q_row, mask=in_list, other=0.0)
+            delta_row = tl.load(delta + q_row, mask=in_list, other=0.0)
+            last_visible_key = token
+            if spec.HAS_POSITIONS:
+                last_visible_key = tl.load(q_positions + token, mask=in_list, other=-1)
             # The list says that the query reads the block; within its own block it attends only up to its position.
-            attends = valid[:, None] & listed[None, :] & ((start + index)[:, None] <= last[None, :])
+            attends = valid[:, None] & in_list[None, :] & ((start + index)[:, None] <= last_visible_key[None, :])
             if spec.SEGMENTS:
-                attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=listed, other=-1)[None, :])
+                attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=in_list, other=-1)[None, :])
             scores = dot(k, tl.trans(q), spec) * spec.FACTOR
             # Transposed, [keys, queries]: p^T and ds^T are left operands with their layout in registers.
             weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
@@ -139,19 +147,19 @@ def selected_bwd_dkdv_kernel(
         if slot < 0:
             dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
             dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV
-            last_key = tl.load(at_batch(ends, batch, per.ENDS, spec.M) + block)
-            _store_keys(dkey, start, index, last_key, dk, spec.D, BD, spec)
-            _store_keys(dvalue, start, index, last_key, dv, spec.DV, BV, spec)
+            block_end = tl.load(at_batch(block_ends, batch, per.BLOCK_ENDS, spec.M) + block)
+            _store_key_rows(dkey, start, index, block_end, dk, spec.D, BD, spec)
+            _store_key_rows(dvalue, start, index, block_end, dv, spec.DV, BV, spec)
         else:
             # With several splits: stores float32 accumulators, whole tiles without masks, for `split_combine_kernel`,
             # the next launch.
-            sums = (tl.cast(batch * spec.HK + head, tl.int64) * SUMS + slot) * TILES + tile
-            _store_sums(key_sums, sums, dk, BLOCK_KV, BD)
-            _store_sums(value_sums, sums, dv, BLOCK_KV, BV)
+            sum_tile = (tl.cast(batch * spec.HK + head, tl.int64) * NUM_SUM_SLOTS + slot) * TILES + tile
+            _store_sums(key_sums, sum_tile, dk, BLOCK_KV, BD)
+            _store_sums(value_sums, sum_tile, dv, BLOCK_KV, BV)
 
 
 @triton.jit
-def _store_keys(base, start, index, end, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+def _store_key_rows(base, start, index, end, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Stores [keys, COLUMNS] to keys `start + index` before `end` of an array [S, HK, WIDTH]."""
     d = tl.arange(0, COLUMNS)
     at = base + tl.cast(start, tl.int64) * (spec.HK * WIDTH) + (index[:, None] * (spec.HK * WIDTH) + d[None, :])

@@ -6,13 +6,13 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.selected_attention.kernels.tile import (
     at_batch,
-    attending,
+    attending_keys,
+    block_list_end,
     block_start,
     load_heads,
     load_keys,
-    load_numbers,
+    load_per_head,
     query_position,
-    slots_in_use,
     store_heads,
 )
 
@@ -22,8 +22,8 @@ def selected_bwd_dq_kernel(
     query,
     key,
     value,
-    listed,
-    starts,
+    block_list,
+    block_starts,
     q_positions,
     q_ids,
     k_ids,
@@ -46,13 +46,13 @@ def selected_bwd_dq_kernel(
     cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
     shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
     delta = at_batch(delta, batch, per.DELTA, spec.T * spec.H)
-    listed = at_batch(listed, batch, per.LISTED, spec.T * spec.HK * spec.SLOTS)
-    listed += tl.cast(token * spec.HK + head, tl.int64) * spec.SLOTS
-    if spec.STARTS:
-        starts = at_batch(starts, batch, per.STARTS, spec.M)
-    if spec.POSITIONS:
+    block_list = at_batch(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
+    block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.LISTED_BLOCKS
+    if spec.HAS_BLOCK_STARTS:
+        block_starts = at_batch(block_starts, batch, per.BLOCK_STARTS, spec.M)
+    if spec.HAS_POSITIONS:
         q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
-    count = slots_in_use(listed, spec)
+    count = block_list_end(block_list, spec)
     q_id = 0
     if spec.SEGMENTS:
         k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
@@ -60,24 +60,24 @@ def selected_bwd_dq_kernel(
         # Padding attends to nothing: the loop has no steps, and the stored gradient is 0.
         count = tl.where(q_id >= 0, count, 0)
     q_position = query_position(q_positions, token, spec)
-    TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    TILES: tl.constexpr = (spec.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
     BG: tl.constexpr = spec.BG
     BD: tl.constexpr = spec.BD
     # The program's query, with all heads of the KV head, stays in registers.
     q = load_heads(query, token, head, spec.D, BD, spec)
     do = load_heads(cotangent, token, head, spec.DV, spec.BV, spec)
-    lse = load_numbers(shift, token, head, spec)
-    delta_row = load_numbers(delta, token, head, spec)
+    lse = load_per_head(shift, token, head, spec)
+    delta_row = load_per_head(delta, token, head, spec)
     acc = tl.zeros([BG, BD], tl.float32)
     # One loop over the tiles of all listed blocks, as in the forward kernel.
     for i in tl.range(0, count * TILES):
-        block = tl.load(listed + i // TILES)
+        block = tl.load(block_list + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        start = block_start(starts, block, spec)
-        valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
+        start = block_start(block_starts, block, spec)
+        valid = (index < tl.where(block >= 0, spec.BLOCK_SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
-        attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
+        attends = attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
         scores = dot(q, tl.trans(k), spec) * spec.FACTOR
         # Masked weights are replaced after exp2, which may be inf for keys that lse does not include.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)

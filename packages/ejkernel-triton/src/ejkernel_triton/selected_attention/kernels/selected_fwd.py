@@ -20,12 +20,12 @@ import triton.language as tl
 from ejkernel_triton.blocks import LN2, add_dot, dot, finite
 from ejkernel_triton.selected_attention.kernels.tile import (
     at_batch,
-    attending,
+    attending_keys,
+    block_list_end,
     block_start,
     load_heads,
     load_keys,
     query_position,
-    slots_in_use,
     store_heads,
 )
 
@@ -35,8 +35,8 @@ def selected_fwd_kernel(
     query,
     key,
     value,
-    listed,
-    starts,
+    block_list,
+    block_starts,
     q_positions,
     q_ids,
     k_ids,
@@ -54,14 +54,14 @@ def selected_fwd_kernel(
     query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
     key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
     value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
-    listed = at_batch(listed, batch, per.LISTED, spec.T * spec.HK * spec.SLOTS)
-    listed += tl.cast(token * spec.HK + head, tl.int64) * spec.SLOTS
-    if spec.STARTS:
-        starts = at_batch(starts, batch, per.STARTS, spec.M)
-    if spec.POSITIONS:
+    block_list = at_batch(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
+    block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.LISTED_BLOCKS
+    if spec.HAS_BLOCK_STARTS:
+        block_starts = at_batch(block_starts, batch, per.BLOCK_STARTS, spec.M)
+    if spec.HAS_POSITIONS:
         q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
     # Slots after the last listed block cost nothing; an empty slot before it is a tile without keys.
-    count = slots_in_use(listed, spec)
+    count = block_list_end(block_list, spec)
     q_id = 0
     if spec.SEGMENTS:
         k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
@@ -70,7 +70,7 @@ def selected_fwd_kernel(
     q_position = query_position(q_positions, token, spec)
     BG: tl.constexpr = spec.BG
     BV: tl.constexpr = spec.BV
-    TILES: tl.constexpr = (spec.SIZE + BLOCK_KV - 1) // BLOCK_KV
+    TILES: tl.constexpr = (spec.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
     # Rows that pad the group to 16 are 0; they are computed like the others and not stored.
     q = load_heads(query, token, head, spec.D, spec.BD, spec)
     row_max = tl.full([BG], float("-inf"), tl.float32)
@@ -79,14 +79,14 @@ def selected_fwd_kernel(
     # One loop over the tiles of all listed blocks: the pipeline drains at the end of each loop, so a loop per block
     # would be slower.
     for i in tl.range(0, count * TILES):
-        block = tl.load(listed + i // TILES)
+        block = tl.load(block_list + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        start = block_start(starts, block, spec)
+        start = block_start(block_starts, block, spec)
         # Keys out of bounds are read as 0: their weights are 0, and 0 x NaN would be NaN.
-        valid = (index < tl.where(block >= 0, spec.SIZE, 0)) & (start + index < spec.S)
+        valid = (index < tl.where(block >= 0, spec.BLOCK_SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
-        attends = attending(k_ids, start + index, valid, q_position, q_id, spec)
+        attends = attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
         row_max, row_sum, acc = softmax_step(q, k, v, attends, row_max, row_sum, acc, spec)
     # Epilogue. A query without keys has denominator 0: its output is 0, its lse -inf.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)

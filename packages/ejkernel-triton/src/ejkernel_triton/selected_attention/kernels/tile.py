@@ -38,30 +38,30 @@ def store_heads(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
-def load_numbers(base, token, head, spec: tl.constexpr):
+def load_per_head(base, token, head, spec: tl.constexpr):
     """Loads [BG] of an array [T, H]: one element per query head of a KV head."""
     g = tl.arange(0, spec.BG)
     return tl.load(base + tl.cast(token * spec.H + head * spec.G, tl.int64) + g, mask=g < spec.G, other=0.0)
 
 
 @triton.jit
-def slots_in_use(listed, spec: tl.constexpr):
+def block_list_end(block_list, spec: tl.constexpr):
     """Returns the index after the last used slot of a query's list."""
     slots = tl.arange(0, spec.BS)
     # One load for the list; empty slots may be between others.
-    blocks = tl.load(listed + slots, mask=slots < spec.SLOTS, other=-1)
+    blocks = tl.load(block_list + slots, mask=slots < spec.LISTED_BLOCKS, other=-1)
     return tl.max(tl.where(blocks >= 0, slots + 1, 0), 0)
 
 
 @triton.jit
-def block_start(starts, block, spec: tl.constexpr):
+def block_start(block_starts, block, spec: tl.constexpr):
     """Returns the first key of a block; that of the first block for -1."""
-    # An empty slot is -1: the load of `starts` has no mask and must not start before the array.
+    # An empty slot is -1: the load of `block_starts` has no mask and must not start before the array.
     block = tl.maximum(block, 0)
-    if spec.STARTS:
-        return tl.load(starts + block)
+    if spec.HAS_BLOCK_STARTS:
+        return tl.load(block_starts + block)
     else:
-        return block * spec.SIZE
+        return block * spec.BLOCK_SIZE
 
 
 @triton.jit
@@ -79,14 +79,14 @@ def load_keys(base, start, index, valid, WIDTH: tl.constexpr, COLUMNS: tl.conste
 @triton.jit
 def query_position(q_positions, token, spec: tl.constexpr):
     """Returns the query's position among the keys, which is the last key it may attend to."""
-    if spec.POSITIONS:
+    if spec.HAS_POSITIONS:
         return tl.load(q_positions + token)
     else:
         return token
 
 
 @triton.jit
-def attending(k_ids, key, valid, q_positions, q_id, spec: tl.constexpr):
+def attending_keys(k_ids, key, valid, q_positions, q_id, spec: tl.constexpr):
     """Returns which keys of a block one query attends to."""
     attends = valid & (key <= q_positions)
     if spec.SEGMENTS:

@@ -10,15 +10,15 @@ from ejkernel_triton.selective_scan.decode import config
 
 DTYPES = ("float16", "bfloat16", "float32")
 
-STEP = 8
+MAX_TOKENS_PER_SEQUENCE = 8
 """The largest number of tokens per sequence of the decode step; for packed sequences, on average."""
 
-LONGEST = 256
+MAX_EXTRA_TOKENS = 256
 """The largest number of tokens minus sequences in a packed call. One sequence may have all these tokens, and the kernel
 processes the tokens of a sequence one after another.
 """
 
-WIDEST = 256
+MAX_STATE_DIM = 256
 """The largest state dimension of the decode step."""
 
 
@@ -26,11 +26,12 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the decode step refuses a record that `Requires` cannot express."""
     tokens = record.x.shape[1]
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    if tokens > STEP * sequences:
-        yield f"x: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
-    if record.cu_seqlens is not None and tokens - sequences > LONGEST:
-        longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
-        yield f"x: {longest} of {tokens} tokens, which a step works on one after the other"
+    if tokens > MAX_TOKENS_PER_SEQUENCE * sequences:
+        maximum = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
+        yield f"x: {tokens} tokens of {sequences} sequences; {maximum}"
+    if record.cu_seqlens is not None and tokens - sequences > MAX_EXTRA_TOKENS:
+        longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
+        yield f"x: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1} in one sequence"
     yield from scan_reasons(record)
 
 
@@ -48,7 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
             name="triton_decode",
             forward="selective_scan.decode.forward:forward",
             requires=triton_requires(
-                head_dims=range(1, WIDEST + 1),
+                head_dims=range(1, MAX_STATE_DIM + 1),
                 handles=scan_sequences.HANDLES | {"initial_state"},
                 extra=_reasons,
             ),

@@ -12,7 +12,7 @@ from ejkernel_triton.sizes import (
     padded,
 )
 
-HELD = 16
+STATE_ELEMENTS_PER_THREAD = 16
 """State elements per thread, and as many of A."""
 
 
@@ -46,17 +46,22 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     """Returns the default tile for a record on a device, not measured."""
     if interpreting():
         return StepTile(block_e=16, num_warps=1)
-    lanes, numbers = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
-    block, programs = max(1, 4 * HELD * lanes // numbers), sequences(record)
+    warp_size, state_elements = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
+    block, programs = max(1, 4 * STATE_ELEMENTS_PER_THREAD * warp_size // state_elements), sequences(record)
     block = min(block, padded(record.x.shape[2]))
     # Few states are split more finely, to reach every multiprocessor.
-    while block * numbers > 16 * lanes and programs * cdiv(record.x.shape[2], block) < gpu_of(device).multiprocessors:
+    while (
+        block * state_elements > 16 * warp_size
+        and programs * cdiv(record.x.shape[2], block) < gpu_of(device).multiprocessors
+    ):
         block //= 2
-    return _sized(block, numbers, lanes)
+    return _make_tile(block, state_elements, warp_size)
 
 
-def _sized(block: int, numbers: int, lanes: int) -> StepTile:
-    return StepTile(block_e=block, num_warps=max(1, min(8, block * numbers // (HELD * lanes))))
+def _make_tile(block: int, state_elements: int, warp_size: int) -> StepTile:
+    return StepTile(
+        block_e=block, num_warps=max(1, min(8, block * state_elements // (STATE_ELEMENTS_PER_THREAD * warp_size)))
+    )
 
 
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[StepTile, ...]:
@@ -65,6 +70,6 @@ def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) 
     if interpreting():
         return (first, StepTile(block_e=4, num_warps=1))
     sizes = [max(1, first.block_e * n // 4) for n in (1, 2, 4, 8)]
-    made = [StepTile(block_e=n, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]
-    made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made if x.num_warps < 8]
-    return tuple(dict.fromkeys((first, *made)))
+    configs = [StepTile(block_e=n, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]
+    configs += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in configs if x.num_warps < 8]
+    return tuple(dict.fromkeys((first, *configs)))

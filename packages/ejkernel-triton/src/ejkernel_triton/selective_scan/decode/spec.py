@@ -25,7 +25,7 @@ class StepSpec:
         BLOCK_N: N, padded to a power of two.
         TILES: Programs per sequence.
         PACKED: Whether sequences are packed.
-        STATE: Whether there are initial states.
+        HAS_STATE: Whether there are initial states.
         SLOTS: Number of slots that hold them; 0 without slots.
         IN_PLACE: Whether the final states alias the initial ones, and are read from there.
     """
@@ -38,7 +38,7 @@ class StepSpec:
     BLOCK_N: int
     TILES: int
     PACKED: bool
-    STATE: bool
+    HAS_STATE: bool
     SLOTS: int
     IN_PLACE: bool
 
@@ -57,7 +57,7 @@ def make_spec(record: SelectiveScan, config: StepTile) -> StepSpec:
         BLOCK_N=padded(size),
         TILES=cdiv(channels, config.block_e),
         PACKED=packed,
-        STATE=states is not None,
+        HAS_STATE=states is not None,
         SLOTS=slots,
         IN_PLACE=states is not None and (slots > 0 or states.dtype == jnp.float32),
     )

@@ -4,19 +4,19 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.selective_scan.kernels.tile import (
-    channels_of,
     load_column,
     load_state,
     load_tokens,
     program_of,
     store_state,
-    zero_channels,
-    zero_state,
+    tile_channels,
+    zero_channel_vector,
+    zero_state_tile,
 )
 
 
 @triton.jit
-def column_at(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
+def load_directional_column(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
     """Returns the column of the ith token of a block in the direction of the scan."""
     if REVERSE:
         return load_column(column, token + (spec.BLOCK_T - 1 - i), spec.T, spec)
@@ -30,27 +30,28 @@ def segment_states_kernel(
     decay,
     column,
     values,
-    ends,
-    sums,
+    end_states,
+    step_sums,
     REVERSE: tl.constexpr,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
-    """Computes every segment's final state from zeros, [B, SPLITS, N, E], and its sum of dt, [B, SPLITS, E].
+    """Computes every segment's final state from zeros, [B, NUM_SEGMENTS, N, E], and its sum of dt, [B, NUM_SEGMENTS,
+    E].
 
     Forward, `column` is B and `values` x, and dt x B is added to the states. In REVERSE, `column` is C and `values` dy,
     and dy C is added to the cotangents of the states before they decay.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    row, part, tile = program_of(tl.program_id(0), spec)
-    channels = channels_of(tile, spec)
+    row, segment, tile = program_of(tl.program_id(0), spec)
+    channels = tile_channels(tile, spec)
     values, step = values + (row // per.VALUES) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
     column = column + (row // per.COLUMN) * (spec.T * spec.N)
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    state = zero_state(spec)
-    total = zero_channels(spec)
-    first_token = part * (spec.PART * spec.INTERVAL)
-    blocks = tl.cdiv(tl.minimum(spec.PART * spec.INTERVAL, spec.T - first_token), BLOCK_T)
+    state = zero_state_tile(spec)
+    step_sum = zero_channel_vector(spec)
+    first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.INTERVAL)
+    blocks = tl.cdiv(tl.minimum(spec.INTERVALS_PER_SEGMENT * spec.INTERVAL, spec.T - first_token), BLOCK_T)
     # In reverse the partial block comes first: its tokens after T have dt and values of 0 and change nothing.
     stride = -BLOCK_T if REVERSE else BLOCK_T
     token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
@@ -58,15 +59,18 @@ def segment_states_kernel(
     steps = load_tokens(step, token, spec.T, channels, spec)
     for _ in tl.range(0, blocks):
         next_token = token + stride
-        next_added, next_steps = (
+        next_values, next_steps = (
             load_tokens(values, next_token, spec.T, channels, spec),
             load_tokens(step, next_token, spec.T, channels, spec),
         )
-        columns = (column_at(column, token, 0, REVERSE, spec), column_at(column, token, 1, REVERSE, spec))
+        columns = (
+            load_directional_column(column, token, 0, REVERSE, spec),
+            load_directional_column(column, token, 1, REVERSE, spec),
+        )
         tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
-                columns += (column_at(column, token, i + 2, REVERSE, spec),)
+                columns += (load_directional_column(column, token, i + 2, REVERSE, spec),)
                 tl.debug_barrier()
             if REVERSE:
                 dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), token_values[BLOCK_T - 1 - i].to(tl.float32)
@@ -76,8 +80,8 @@ def segment_states_kernel(
                 dt, value = steps[i].to(tl.float32), token_values[i].to(tl.float32)
                 state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
             # exp(A dt) over all tokens is exp(A * sum of dt): [E] elements per segment instead of [N, E].
-            total += dt
-        token_values, steps, token = next_added, next_steps, next_token
-    at = row * spec.SPLITS + part
-    store_state(ends + at * (spec.N * spec.E), channels, state, spec)
-    tl.store(sums + at * spec.E + channels, total, mask=channels < spec.E)
+            step_sum += dt
+        token_values, steps, token = next_values, next_steps, next_token
+    at = row * spec.NUM_SEGMENTS + segment
+    store_state(end_states + at * (spec.N * spec.E), channels, state, spec)
+    tl.store(step_sums + at * spec.E + channels, step_sum, mask=channels < spec.E)

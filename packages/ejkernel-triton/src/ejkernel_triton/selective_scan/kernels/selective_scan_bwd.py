@@ -23,23 +23,23 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import LN2, zero_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
-    channels_of,
+    load_boundary_state,
     load_column,
     load_state,
     load_tokens,
     program_of,
-    segment_of,
-    sequence_of,
-    starting_state,
+    segment_range,
+    sequence_range,
     store_state,
     store_tokens,
-    zero_channels,
-    zero_state,
+    tile_channels,
+    zero_channel_vector,
+    zero_state_tile,
 )
 
 
 @triton.jit
-def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
+def exchange_lanes(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
     """Adds pairs of lanes of low and of high, [..., LANES]; each lane keeps one of the two sums, by bit SPAN of its
     index.
 
@@ -48,8 +48,8 @@ def exchange(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)[None, None, :]
     upper = (lane & SPAN) != 0
     # Each lane keeps half and sends half, so a shuffle transfers terms of two sums.
-    kept, sent = tl.where(upper, high, low), tl.where(upper, low, high)
-    return kept + tl.gather(sent, tl.broadcast_to(lane ^ SPAN, sent.shape), 2)
+    kept_values, sent_values = tl.where(upper, high, low), tl.where(upper, low, high)
+    return kept_values + tl.gather(sent_values, tl.broadcast_to(lane ^ SPAN, sent_values.shape), 2)
 
 
 @triton.jit
@@ -60,16 +60,16 @@ def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
     """
     for level in tl.static_range(7):
         if ROWS >> (level + 1) >= 1:
-            p = halve_rows(p, ROWS >> (level + 1), LANES)
+            p = reduce_to_half_rows(p, ROWS >> (level + 1), LANES)
     return p
 
 
 @triton.jit
-def halve_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
+def reduce_to_half_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
     """Reduces [G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
-    parts = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
-    low, high = tl.split(tl.permute(parts, (0, 2, 3, 1)))
-    return exchange(low, high, SPAN, LANES)
+    row_halves = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
+    low, high = tl.split(tl.permute(row_halves, (0, 2, 3, 1)))
+    return exchange_lanes(low, high, SPAN, LANES)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
     if 2 * BN <= LANES:
         # dB and dC fill one half of the lanes each, so that both are summed by the same shuffles: 31 per token with 32
         # channels and N 16, instead of the 160 of a reduction (docs/lab/selective_scan_gpu.md).
-        sums = exchange(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
+        sums = exchange_lanes(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
         sums = sum_lanes(sums, BN, LANES)
         lane = tl.arange(0, LANES)
         for level in tl.static_range(7):
@@ -100,11 +100,11 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
 
 
 @triton.jit
-def store_sums(partial, token, end, sums, spec: tl.constexpr):
+def store_sums(partial_sums, token, end, sums, spec: tl.constexpr):
     """Stores the sums of a token from `sum_channels`."""
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
-    at = partial + tl.cast(token, tl.int64) * (2 * BN)
+    at = partial_sums + tl.cast(token, tl.int64) * (2 * BN)
     lane = tl.arange(0, LANES)
     # Each program writes its own [T, 2 BN]; XLA adds up the programs in a fixed order.
     mask = token + 0 * lane < end
@@ -112,29 +112,34 @@ def store_sums(partial, token, end, sums, spec: tl.constexpr):
         tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
     else:
         GROUPS: tl.constexpr = BN // LANES
-        first, other = sums
+        first, second_array = sums
         row = tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]
         tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=mask[None, :])
-        tl.store(at + BN + row, tl.reshape(other, [GROUPS, LANES]), mask=mask[None, :])
+        tl.store(at + BN + row, tl.reshape(second_array, [GROUPS, LANES]), mask=mask[None, :])
 
 
 @triton.jit
-def recompute_states(x, step, rates, write, state, scratch, first_token, count, end, channels, spec: tl.constexpr):
-    """Recomputes the states of an interval, and stores those before each of its `count` blocks in the scratch."""
+def recompute_states(x, step, rates, write, state, scratch, first_token, num_blocks, end, channels, spec: tl.constexpr):
+    """Recomputes the states of an interval, and stores those before each of its `num_blocks` blocks in the scratch."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
-    columns = load_block(write, first_token, end, spec)
-    for block in tl.range(0, count):
+    columns = load_block_columns(write, first_token, end, spec)
+    for block in tl.range(0, num_blocks):
         # Stores only the states before blocks: the states of every token of an interval would not fit the registers.
         store_scratch(scratch, block, state, channels, spec)
         token = first_token + block * BLOCK_T
-        after = token + BLOCK_T  # prefetched during the computation of this block
-        next_xs, next_steps = load_tokens(x, after, end, channels, spec), load_tokens(step, after, end, channels, spec)
-        if spec.PREFETCHED_COLUMNS:
+        next_token = token + BLOCK_T  # prefetched during the computation of this block
+        next_xs, next_steps = (
+            load_tokens(x, next_token, end, channels, spec),
+            load_tokens(step, next_token, end, channels, spec),
+        )
+        if spec.BC_PREFETCH_TOKENS:
             # The loop also carries B of the next block. The last block reloads its own B, unmasked.
-            next_columns = load_block(write, first_token + tl.minimum(block + 1, count - 1) * BLOCK_T, end, spec)
+            next_columns = load_block_columns(
+                write, first_token + tl.minimum(block + 1, num_blocks - 1) * BLOCK_T, end, spec
+            )
         else:
-            columns = load_block(write, token, end, spec)
+            columns = load_block_columns(write, token, end, spec)
             next_columns = columns
         # The barrier keeps loads from sinking to their use, where every token would wait for memory.
         tl.debug_barrier()
@@ -144,14 +149,14 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, count, 
 
 
 @triton.jit
-def load_inputs(x, step, cotangent, token, end, channels, spec: tl.constexpr):
+def load_x_dt_dy(x, step, cotangent, token, end, channels, spec: tl.constexpr):
     """Returns x, dt and dy of a block of tokens."""
     xs, steps = load_tokens(x, token, end, channels, spec), load_tokens(step, token, end, channels, spec)
     return xs, steps, load_tokens(cotangent, token, end, channels, spec)
 
 
 @triton.jit
-def load_block(base, token, end, spec: tl.constexpr):
+def load_block_columns(base, token, end, spec: tl.constexpr):
     """Returns the columns of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     columns = ()
@@ -161,9 +166,9 @@ def load_block(base, token, end, spec: tl.constexpr):
 
 
 @triton.jit
-def next_state(state, now, dt, rates, b):
+def next_state(state, x_value, dt, rates, b):
     """Returns the states after a token."""
-    return tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
+    return tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * x_value)[None, :]
 
 
 @triton.jit
@@ -190,116 +195,127 @@ def selective_scan_bwd_kernel(
     skip,
     states,
     cotangent,
-    starts,
+    end_cotangents,
     bounds,
     intervals,
     dx,
     dstep,
-    partial,
+    partial_sums,
     ddecay,
     dskip,
-    dfirst,
+    dinitial,
     scratch,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
     """Computes all gradients of a segment of the sequence, for the channels of a program; see the top.
 
-    `starts` [B, SPLITS, N, E] are the cotangents of the states after every segment. `partial` [B, TILES, T, 2 BN] are
-    dB and dC summed over the program's channels, `ddecay` [B, SPLITS, N, E] and `dskip` [B, SPLITS, E] sums over its
-    tokens, `dfirst` [B, N, E] the cotangents of the initial states. Packed sequences are segments, as in
-    `selective_scan_fwd_kernel`.
+    `end_cotangents` [B, NUM_SEGMENTS, N, E] are the cotangents of the states after every segment. `partial_sums` [B,
+    NUM_CHANNEL_TILES, T, 2 BN] are dB and dC summed over the program's channels, `ddecay` [B, NUM_SEGMENTS, N, E] and
+    `dskip` [B, NUM_SEGMENTS, E] sums over its tokens, `dinitial` [B, N, E] the cotangents of the initial states. Packed
+    sequences are segments, as in `selective_scan_fwd_kernel`.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     program = tl.program_id(0)
-    row, part, tile = program_of(program, spec)
-    channels = channels_of(tile, spec)
+    row, segment, tile = program_of(program, spec)
+    channels = tile_channels(tile, spec)
     x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
     dx, dstep = dx + row * (spec.T * spec.E), dstep + row * (spec.T * spec.E)
     cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.E)
     write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
-    states = states + (row // per.STATES) * (spec.CHUNKS * spec.N * spec.E)
-    partial = partial + (row * spec.TILES + tile) * (spec.T * 2 * spec.BN)
+    states = states + (row // per.STATES) * (spec.NUM_INTERVALS * spec.N * spec.E)
+    partial_sums = partial_sums + (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * 2 * spec.BN)
     scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
     scratch -= tile * spec.BLOCK_E  # the scratch is indexed by the program's channels
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
-    starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, second_array=0.0)
+    end_cotangents = end_cotangents + (row // per.END_COTANGENTS) * (spec.NUM_SEGMENTS * spec.N * spec.E)
     # The cotangent of the states after the remaining tokens, which stays in registers through all intervals.
-    carry = starting_state(starts, part, channels, True, spec)
-    ddecay_acc = zero_state(spec)
-    dskip_acc = zero_channels(spec)
+    state_cotangent = load_boundary_state(end_cotangents, segment, channels, True, spec)
+    decay_gradient_acc = zero_state_tile(spec)
+    skip_gradient_acc = zero_channel_vector(spec)
     if spec.PACKED:
-        bounds = bounds + (row // per.BOUNDS) * (spec.SPLITS + 1)
-        begin, end, first = sequence_of(bounds, intervals + (row // per.INTERVALS) * (spec.SPLITS + 1), part)
+        bounds = bounds + (row // per.BOUNDS) * (spec.NUM_SEGMENTS + 1)
+        start_token, end, first_interval = sequence_range(
+            bounds, intervals + (row // per.INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
+        )
     else:
-        begin, end, first = segment_of(part, spec)
-    states = states + tl.cast(first, tl.int64) * (spec.N * spec.E)
-    chunks = tl.cdiv(end - begin, spec.INTERVAL)
+        start_token, end, first_interval = segment_range(segment, spec)
+    states = states + tl.cast(first_interval, tl.int64) * (spec.N * spec.E)
+    chunks = tl.cdiv(end - start_token, spec.INTERVAL)
     for reverse_index in tl.range(0, chunks):
         interval = chunks - 1 - reverse_index
-        first_token = begin + interval * spec.INTERVAL
-        count = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
+        first_token = start_token + interval * spec.INTERVAL
+        num_blocks = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
         # The state that the forward pass stored: before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
-        recompute_states(x, step, rates, write, state, scratch, first_token, count, end, channels, spec)
+        recompute_states(x, step, rates, write, state, scratch, first_token, num_blocks, end, channels, spec)
         tl.debug_barrier()  # threads read scratch elements that others wrote
-        # The first block's operands; without PREFETCH nothing reads them, and the compiler drops the loads.
-        tokens = load_inputs(x, step, cotangent, first_token + (count - 1) * BLOCK_T, end, channels, spec)
-        state = load_scratch(scratch, count - 1, channels, spec)
-        for reverse_block in tl.range(0, count):
-            block = count - 1 - reverse_block
+        # The first block's operands; without PREFETCH_TOKENS nothing reads them, and the compiler drops the loads.
+        tokens = load_x_dt_dy(x, step, cotangent, first_token + (num_blocks - 1) * BLOCK_T, end, channels, spec)
+        state = load_scratch(scratch, num_blocks - 1, channels, spec)
+        for reverse_block in tl.range(0, num_blocks):
+            block = num_blocks - 1 - reverse_block
             token = first_token + block * spec.BLOCK_T
-            block_state = state if spec.PREFETCH_STATES else load_scratch(scratch, block, channels, spec)
+            state_before_block = state if spec.PREFETCH_STATES else load_scratch(scratch, block, channels, spec)
             # The next block's states, loaded during this block's arithmetic; the first block reloads its own.
             if spec.PREFETCH_STATES:
                 state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
-            if spec.PREFETCH:
+            if spec.PREFETCH_TOKENS:
                 xs, steps, dys = tokens
-                tokens = load_inputs(x, step, cotangent, token - BLOCK_T, end, channels, spec)
+                tokens = load_x_dt_dy(x, step, cotangent, token - BLOCK_T, end, channels, spec)
             else:
-                xs, steps, dys = load_inputs(x, step, cotangent, token, end, channels, spec)
+                xs, steps, dys = load_x_dt_dy(x, step, cotangent, token, end, channels, spec)
             # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
-            columns = load_block(write, token, end, spec)
+            columns = load_block_columns(write, token, end, spec)
             tl.debug_barrier()
             # Forwards: BLOCK_T + 1 tiles of states in registers, the one before each token and the last one after.
-            block_states = (block_state,)
+            token_states = (state_before_block,)
             for i in tl.static_range(BLOCK_T):
-                now, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-                block_states += (next_state(block_states[i], now, dt, rates, columns[i]),)
+                x_value, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
+                token_states += (next_state(token_states[i], x_value, dt, rates, columns[i]),)
             # Scans backwards over the same tokens.
-            dxs, dsteps, sums = (), (), ()
+            dxs, step_gradients, sums = (), (), ()
             for j in tl.static_range(BLOCK_T):
-                now, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
+                x_value, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
                 dy, at = dys[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
                 # B is reloaded from L1: kept since the forward loop it would take registers.
                 b, c = load_column(write, at, end, spec)[:, None], load_column(read, at, end, spec)[:, None]
-                g = carry + c * dy[None, :]
-                carry = tl.exp2(rates * dt[None, :]) * g
+                g = state_cotangent + c * dy[None, :]
+                state_cotangent = tl.exp2(rates * dt[None, :]) * g
                 # a g h_{t-1}: the gradient of the exponent dt A; times dt it is dA's term, times A ddt's.
-                decayed_g = carry * block_states[BLOCK_T - 1 - j]
-                ddecay_acc += decayed_g * dt[None, :]
-                dx_terms = tl.sum(g * b, 0)
-                dxs += (dx_terms * dt + skip_weights * dy,)
+                exponent_gradient = state_cotangent * token_states[BLOCK_T - 1 - j]
+                decay_gradient_acc += exponent_gradient * dt[None, :]
+                x_gradient_terms = tl.sum(g * b, 0)
+                dxs += (x_gradient_terms * dt + skip_weights * dy,)
                 # `rates` is A log2(e), so the gradient is multiplied by LN2.
-                dsteps += (dx_terms * now + tl.sum(decayed_g * rates, 0) * LN2,)
-                dskip_acc += dy * now
-                sums += (sum_channels(g * (dt * now)[None, :], block_states[BLOCK_T - j] * dy[None, :], spec),)
-            # After the loop: tokens from `end` on are masked here, and with dy and dt of 0 `carry` passes through
-            # unchanged.
+                step_gradients += (x_gradient_terms * x_value + tl.sum(exponent_gradient * rates, 0) * LN2,)
+                skip_gradient_acc += dy * x_value
+                sums += (sum_channels(g * (dt * x_value)[None, :], token_states[BLOCK_T - j] * dy[None, :], spec),)
+            # After the loop: tokens from `end` on are masked here, and with dy and dt of 0 `state_cotangent` passes
+            # through unchanged.
             for j in tl.static_range(BLOCK_T):
-                store_sums(partial, token + (BLOCK_T - 1 - j), end, sums[j], spec)
+                store_sums(partial_sums, token + (BLOCK_T - 1 - j), end, sums[j], spec)
             store_tokens(dx, token, end, channels, dxs, True, spec)
-            store_tokens(dstep, token, end, channels, dsteps, True, spec)
+            store_tokens(dstep, token, end, channels, step_gradients, True, spec)
         # All reads of the scratch come before the next interval overwrites it.
         tl.debug_barrier()
-    segment_row = row * spec.SPLITS + part
-    store_state(ddecay + segment_row * (spec.N * spec.E), channels, ddecay_acc, spec)
-    tl.store(dskip + segment_row * spec.E + channels, dskip_acc, mask=channels < spec.E)
+    segment_row = row * spec.NUM_SEGMENTS + segment
+    store_state(ddecay + segment_row * (spec.N * spec.E), channels, decay_gradient_acc, spec)
+    tl.store(dskip + segment_row * spec.E + channels, skip_gradient_acc, mask=channels < spec.E)
     if spec.PACKED:
-        store_state(dfirst + segment_row * (spec.N * spec.E), channels, carry, spec)
-        zero_outputs(dx, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
-        zero_outputs(dstep, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
-        zero_outputs(partial, bounds, part, tl.arange(0, 2 * spec.BN), spec.SPLITS, spec.T, 2 * spec.BN, 2 * spec.BN)
-    elif part == 0:
-        store_state(dfirst + row * (spec.N * spec.E), channels, carry, spec)
+        store_state(dinitial + segment_row * (spec.N * spec.E), channels, state_cotangent, spec)
+        zero_outputs(dx, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        zero_outputs(dstep, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        zero_outputs(
+            partial_sums,
+            bounds,
+            segment,
+            tl.arange(0, 2 * spec.BN),
+            spec.NUM_SEGMENTS,
+            spec.T,
+            2 * spec.BN,
+            2 * spec.BN,
+        )
+    elif segment == 0:
+        store_state(dinitial + row * (spec.N * spec.E), channels, state_cotangent, spec)

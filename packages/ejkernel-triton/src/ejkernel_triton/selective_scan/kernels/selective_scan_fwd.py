@@ -22,21 +22,21 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import zero_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
-    channels_of,
+    load_boundary_state,
     load_columns,
     load_state,
     load_tokens,
     program_of,
-    segment_of,
-    sequence_of,
-    starting_state,
+    segment_range,
+    sequence_range,
     store_state,
     store_tokens,
+    tile_channels,
 )
 
 
 @triton.jit
-def store_boundary(states, offset, channels, state, spec: tl.constexpr):
+def store_interval_state(states, offset, channels, state, spec: tl.constexpr):
     """Stores the state before a token that starts an interval; `offset` is the token's offset in its segment."""
     # INTERVAL is a multiple of BLOCK_T, so only the first token of a block can start an interval.
     if offset % spec.INTERVAL == 0:
@@ -44,19 +44,19 @@ def store_boundary(states, offset, channels, state, spec: tl.constexpr):
 
 
 @triton.jit
-def scan_token(state, x, dt, rates, columns, skip_weights):
+def update_and_read_state(state, x, dt, rates, columns, skip_weights):
     """Returns the states after a token, and its output."""
     b, c = columns
-    now, dt = x.to(tl.float32), dt.to(tl.float32)
+    x_value, dt = x.to(tl.float32), dt.to(tl.float32)
     # `rates` includes log2(e), which saves a product per exponential. Padding rows of the state, and tokens after T,
     # have b, dt and x of 0, and leave the states unchanged.
-    state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * now)[None, :]
+    state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * x_value)[None, :]
     # A sum over a thread's registers: no shuffle.
-    return state, tl.sum(state * c[:, None], 0) + skip_weights * now
+    return state, tl.sum(state * c[:, None], 0) + skip_weights * x_value
 
 
 @triton.jit
-def scan_segment(
+def scan_segment_tokens(
     x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
 ):
     """Scans the tokens of a segment, and returns the states after it. B and C are loaded two tokens before their
@@ -65,7 +65,7 @@ def scan_segment(
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
     for token in tl.range(first_token, end, BLOCK_T):
-        store_boundary(states, token - first_token, channels, state, spec)
+        store_interval_state(states, token - first_token, channels, state, spec)
         # Prefetch: the next block's tokens are loaded while this one's are computed. They are carried through the loop,
         # since the compiler sinks a load to the use of its value. For columns, barriers prevent that only in part.
         next_xs, next_steps = (
@@ -80,7 +80,7 @@ def scan_segment(
             if i + 2 < BLOCK_T:
                 columns += (load_columns(write, read, token + i + 2, end, spec),)
                 tl.debug_barrier()
-            state, y = scan_token(state, xs[i], steps[i], rates, columns[i], skip_weights)
+            state, y = update_and_read_state(state, xs[i], steps[i], rates, columns[i], skip_weights)
             outputs += (y,)
         store_tokens(output, token, end, channels, outputs, False, spec)
         xs, steps = next_xs, next_steps
@@ -88,46 +88,49 @@ def scan_segment(
 
 
 @triton.jit
-def scan_prefetched(
+def scan_segment_prefetched(
     x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
 ):
-    """Like `scan_segment`, with B and C loaded PREFETCH tokens before their use, and carried through the loop.
+    """Like `scan_segment_tokens`, with B and C loaded PREFETCH_DISTANCE tokens before their use, and carried through
+    the loop.
 
-    A token's columns are loaded into the registers of those that were last used; with PREFETCH = 2:
+    A token's columns are loaded into the registers of those that were last used; with PREFETCH_DISTANCE = 2:
 
         token      t          t+1        t+2        t+3     ...
         use        slot 0     slot 1     slot 0     slot 1
         load            slot 0     slot 1     slot 0     slot 1
 
-    So a load is issued PREFETCH tokens before its use, and the compiler cannot sink it.
+    So a load is issued PREFETCH_DISTANCE tokens before its use, and the compiler cannot sink it.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    PREFETCH: tl.constexpr = spec.PREFETCHED_COLUMNS
+    PREFETCH_DISTANCE: tl.constexpr = spec.BC_PREFETCH_TOKENS
     xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
     columns = ()
-    for i in tl.static_range(PREFETCH):
+    for i in tl.static_range(PREFETCH_DISTANCE):
         columns += (load_columns(write, read, first_token + i, end, spec),)
     for token in tl.range(first_token, end, BLOCK_T):
-        store_boundary(states, token - first_token, channels, state, spec)
+        store_interval_state(states, token - first_token, channels, state, spec)
         next_token = token + BLOCK_T
         next_xs = load_tokens(x, next_token, end, channels, spec)
         next_steps = load_tokens(step, next_token, end, channels, spec)
         # In the last block its own columns are reloaded, so that the loads need no mask.
         next_block = tl.where(next_token < end, next_token, token)
-        slots, outputs = columns, ()
+        column_registers, outputs = columns, ()
         for i in tl.static_range(BLOCK_T):
-            state, y = scan_token(state, xs[i], steps[i], rates, slots[i], skip_weights)
+            state, y = update_and_read_state(state, xs[i], steps[i], rates, column_registers[i], skip_weights)
             outputs += (y,)
-            if i + PREFETCH < BLOCK_T:
-                slots += (load_columns(write, read, token + (i + PREFETCH), end, spec),)
+            if i + PREFETCH_DISTANCE < BLOCK_T:
+                column_registers += (load_columns(write, read, token + (i + PREFETCH_DISTANCE), end, spec),)
             else:
-                slots += (load_columns(write, read, next_block + (i + PREFETCH - BLOCK_T), end, spec),)
+                column_registers += (
+                    load_columns(write, read, next_block + (i + PREFETCH_DISTANCE - BLOCK_T), end, spec),
+                )
             tl.debug_barrier()  # keeps the loads of a token from sinking to their use
         store_tokens(output, token, end, channels, outputs, False, spec)
-        carried = ()
-        for i in tl.static_range(PREFETCH):
-            carried += (slots[BLOCK_T + i],)
-        xs, steps, columns = next_xs, next_steps, carried
+        next_columns = ()
+        for i in tl.static_range(PREFETCH_DISTANCE):
+            next_columns += (column_registers[BLOCK_T + i],)
+        xs, steps, columns = next_xs, next_steps, next_columns
     return state
 
 
@@ -139,50 +142,53 @@ def selective_scan_fwd_kernel(
     write,
     read,
     skip,
-    starts,
+    initial_states,
     bounds,
     intervals,
     output,
     states,
     final,
-    GIVEN: tl.constexpr,
+    HAS_INITIAL_STATES: tl.constexpr,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
     """Computes output, states before every interval and final states; `decay` is A^T * log2(e), [N, E].
 
-    `starts` [B, SPLITS, N, E] are the initial states of every segment, if GIVEN. Packed sequences are segments, too,
-    with the tokens between their `bounds` and their first stored state at `intervals`; they are independent.
+    `initial_states` [B, NUM_SEGMENTS, N, E] are the initial states of every segment, if HAS_INITIAL_STATES. Packed
+    sequences are segments, too, with the tokens between their `bounds` and their first stored state at `intervals`;
+    they are independent.
     """
-    row, part, tile = program_of(tl.program_id(0), spec)
-    channels = channels_of(tile, spec)
+    row, segment, tile = program_of(tl.program_id(0), spec)
+    channels = tile_channels(tile, spec)
     x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
     output = output + row * (spec.T * spec.E)
     write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
-    states = states + row * (spec.CHUNKS * spec.N * spec.E)
+    states = states + row * (spec.NUM_INTERVALS * spec.N * spec.E)
     # A^T and D stay in registers for the whole segment.
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
-    if GIVEN:
-        starts = starts + (row // per.STARTS) * (spec.SPLITS * spec.N * spec.E)
-    state = starting_state(starts, part, channels, GIVEN, spec)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, second_array=0.0)
+    if HAS_INITIAL_STATES:
+        initial_states = initial_states + (row // per.INITIAL_STATES) * (spec.NUM_SEGMENTS * spec.N * spec.E)
+    state = load_boundary_state(initial_states, segment, channels, HAS_INITIAL_STATES, spec)
     if spec.PACKED:
-        bounds = bounds + (row // per.BOUNDS) * (spec.SPLITS + 1)
-        first_token, end, interval = sequence_of(bounds, intervals + (row // per.INTERVALS) * (spec.SPLITS + 1), part)
+        bounds = bounds + (row // per.BOUNDS) * (spec.NUM_SEGMENTS + 1)
+        first_token, end, interval = sequence_range(
+            bounds, intervals + (row // per.INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
+        )
     else:
-        first_token, end, interval = segment_of(part, spec)
+        first_token, end, interval = segment_range(segment, spec)
     states = states + tl.cast(interval, tl.int64) * (spec.N * spec.E)
-    if spec.PREFETCHED_COLUMNS:
-        state = scan_prefetched(
+    if spec.BC_PREFETCH_TOKENS:
+        state = scan_segment_prefetched(
             x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
         )
     else:
-        state = scan_segment(
+        state = scan_segment_tokens(
             x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
         )
     if spec.PACKED:
-        store_state(final + (row * spec.SPLITS + part) * (spec.N * spec.E), channels, state, spec)
-        zero_outputs(output, bounds, part, channels, spec.SPLITS, spec.T, spec.E, spec.E)
+        store_state(final + (row * spec.NUM_SEGMENTS + segment) * (spec.N * spec.E), channels, state, spec)
+        zero_outputs(output, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
     # Only the last segment's final state is an output of the scan.
-    elif part == spec.SPLITS - 1:
+    elif segment == spec.NUM_SEGMENTS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)

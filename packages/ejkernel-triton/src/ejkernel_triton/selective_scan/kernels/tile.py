@@ -15,35 +15,39 @@ from ejkernel_triton.blocks import tokens_of
 @triton.jit
 def program_of(program, spec: tl.constexpr):
     """Returns (batch row, segment of the sequence, tile of channels) of a program; the tile is the fastest index."""
-    tile = program % spec.TILES
-    part = (program // spec.TILES) % spec.SPLITS
-    return tl.cast(program // (spec.TILES * spec.SPLITS), tl.int64), part, tile
+    tile = program % spec.NUM_CHANNEL_TILES
+    segment = (program // spec.NUM_CHANNEL_TILES) % spec.NUM_SEGMENTS
+    return tl.cast(program // (spec.NUM_CHANNEL_TILES * spec.NUM_SEGMENTS), tl.int64), segment, tile
 
 
 @triton.jit
-def segment_of(part, spec: tl.constexpr):
+def segment_range(segment, spec: tl.constexpr):
     """Returns (first token, end, first interval) of a segment of the row."""
     # Segments are whole intervals, so each starts at a stored state.
-    first = part * (spec.PART * spec.INTERVAL)
-    return first, tl.minimum(first + spec.PART * spec.INTERVAL, spec.T), part * spec.PART
+    first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.INTERVAL)
+    return (
+        first_token,
+        tl.minimum(first_token + spec.INTERVALS_PER_SEGMENT * spec.INTERVAL, spec.T),
+        segment * spec.INTERVALS_PER_SEGMENT,
+    )
 
 
 @triton.jit
-def sequence_of(bounds, intervals, part):
+def sequence_range(bounds, intervals, segment):
     """Returns (first token, end, first interval) of a packed sequence."""
-    first, end = tokens_of(bounds, part)
-    return first, end, tl.load(intervals + part).to(tl.int64)
+    first_token, end = tokens_of(bounds, segment)
+    return first_token, end, tl.load(intervals + segment).to(tl.int64)
 
 
 @triton.jit
-def channels_of(tile, spec: tl.constexpr):
+def tile_channels(tile, spec: tl.constexpr):
     """Returns the channels of a tile.
 
     The opaque zero hides that the tile starts at a multiple of its size. Otherwise Triton gives a thread several
     channels, to vectorise loads, and spreads a state's elements over lanes: sums over elements then need shuffles.
     """
-    zero = tile >> 31
-    return tile * spec.BLOCK_E + zero + tl.arange(0, spec.BLOCK_E)
+    opaque_zero = tile >> 31
+    return tile * spec.BLOCK_E + opaque_zero + tl.arange(0, spec.BLOCK_E)
 
 
 @triton.jit
@@ -54,15 +58,17 @@ def load_tokens(base, token, end, channels, spec: tl.constexpr):
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     start = base + tl.cast(token, tl.int64) * spec.E
-    rows = ()
+    token_rows = ()
     for i in tl.static_range(BLOCK_T):
         # A tuple of vectors instead of a tile: every token is a register that no loop has to index.
-        rows += (tl.load(start + (i * spec.E + channels), mask=_in_array(token + i, end, channels, spec), other=0.0),)
-    return rows
+        token_rows += (
+            tl.load(start + (i * spec.E + channels), mask=in_bounds(token + i, end, channels, spec), second_array=0.0),
+        )
+    return token_rows
 
 
 @triton.jit
-def store_tokens(base, token, end, channels, rows, REVERSED: tl.constexpr, spec: tl.constexpr):
+def store_tokens(base, token, end, channels, token_rows, REVERSED: tl.constexpr, spec: tl.constexpr):
     """Stores BLOCK_T vectors [BLOCK_E], in reverse order if REVERSED, to a [T, E] array from `token` on, up to
     `end`.
     """
@@ -70,12 +76,12 @@ def store_tokens(base, token, end, channels, rows, REVERSED: tl.constexpr, spec:
     start = base + tl.cast(token, tl.int64) * spec.E
     for i in tl.static_range(BLOCK_T):
         at = start + (i * spec.E + channels)
-        row = rows[BLOCK_T - 1 - i] if REVERSED else rows[i]
-        tl.store(at, row.to(base.dtype.element_ty), mask=_in_array(token + i, end, channels, spec))
+        row = token_rows[BLOCK_T - 1 - i] if REVERSED else token_rows[i]
+        tl.store(at, row.to(base.dtype.element_ty), mask=in_bounds(token + i, end, channels, spec))
 
 
 @triton.jit
-def _in_array(token, end, channels, spec: tl.constexpr):
+def in_bounds(token, end, channels, spec: tl.constexpr):
     # A vector, since the interpreter has no & of a vector and a scalar.
     at = token + 0 * channels
     return (channels < spec.E) & (at >= 0) & (at < end)
@@ -91,13 +97,13 @@ def load_column(base, token, end, spec: tl.constexpr):
         return tl.load(at)
     else:
         # The next token of a packed row belongs to another sequence: read 0 instead of its value, which may be NaN.
-        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < end), other=0.0)
+        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < end), second_array=0.0)
 
 
 @triton.jit
-def load_columns(one, other, token, end, spec: tl.constexpr):
+def load_columns(first_array, second_array, token, end, spec: tl.constexpr):
     """Returns a token's columns of two arrays."""
-    return load_column(one, token, end, spec), load_column(other, token, end, spec)
+    return load_column(first_array, token, end, spec), load_column(second_array, token, end, spec)
 
 
 @triton.jit
@@ -111,7 +117,7 @@ def state_offsets(channels, spec: tl.constexpr):
 def load_state(base, channels, spec: tl.constexpr):
     """Returns [BN, BLOCK_E] of an [N, E] array; 0 outside of it."""
     at, mask = state_offsets(channels, spec)
-    return tl.load(base + at, mask=mask, other=0.0)
+    return tl.load(base + at, mask=mask, second_array=0.0)
 
 
 @triton.jit
@@ -122,16 +128,16 @@ def store_state(base, channels, state, spec: tl.constexpr):
 
 
 @triton.jit
-def starting_state(starts, part, channels, GIVEN: tl.constexpr, spec: tl.constexpr):
-    """Returns the states at one end of a segment, from [SPLITS, N, E]; zeros if `starts` is not passed."""
-    if GIVEN:
-        return load_state(starts + part * (spec.N * spec.E), channels, spec)
+def load_boundary_state(boundary_states, segment, channels, HAS_INITIAL_STATES: tl.constexpr, spec: tl.constexpr):
+    """Returns the states at one end of a segment, from [NUM_SEGMENTS, N, E]; zeros if `boundary_states` is not passed."""
+    if HAS_INITIAL_STATES:
+        return load_state(boundary_states + segment * (spec.N * spec.E), channels, spec)
     else:
-        return zero_state(spec)
+        return zero_state_tile(spec)
 
 
 @triton.jit
-def zero_state(spec: tl.constexpr):
+def zero_state_tile(spec: tl.constexpr):
     """Returns [BN, BLOCK_E] of zeros."""
     ROWS: tl.constexpr = spec.BN
     COLUMNS: tl.constexpr = spec.BLOCK_E
@@ -139,7 +145,7 @@ def zero_state(spec: tl.constexpr):
 
 
 @triton.jit
-def zero_channels(spec: tl.constexpr):
+def zero_channel_vector(spec: tl.constexpr):
     """Returns [BLOCK_E] of zeros."""
     COLUMNS: tl.constexpr = spec.BLOCK_E
     return tl.zeros([COLUMNS], tl.float32)

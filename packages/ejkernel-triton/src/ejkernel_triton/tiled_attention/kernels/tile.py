@@ -17,7 +17,7 @@ import triton.language as tl
 from ejkernel_triton.blocks import load_vector, round_bfloat16, tanh, within
 from ejkernel_triton.tiled_attention import spec as tiled_spec
 
-LOWEST_LOG2_SCORE = tl.constexpr(tiled_spec.LOWEST)
+LOWEST_LOG2_SCORE = tl.constexpr(tiled_spec.LOWEST_LOG2_SCORE)
 
 
 @triton.jit

@@ -18,16 +18,16 @@ from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_out
 
 
 @triton.jit
-def load_token(x, step, write, read, token, there, channels, numbers, spec: tl.constexpr):
+def load_token(x, step, write, read, token, token_exists, channels, state_elements, spec: tl.constexpr):
     """Loads a token: x and dt by channel, B and C by state element; zeros for a missing token."""
     # Vectors instead of scalars: the interpreter has no & of a vector and a scalar.
-    of_channels = channels < tl.where(there > 0, spec.E, 0)
-    of_numbers = numbers < tl.where(there > 0, spec.N, 0)
+    channel_mask = channels < tl.where(token_exists > 0, spec.E, 0)
+    state_mask = state_elements < tl.where(token_exists > 0, spec.N, 0)
     return (
-        tl.load(x + token * spec.E + channels, mask=of_channels, other=0.0).to(tl.float32),
-        tl.load(step + token * spec.E + channels, mask=of_channels, other=0.0).to(tl.float32),
-        tl.load(write + token * spec.N + numbers, mask=of_numbers, other=0.0).to(tl.float32),
-        tl.load(read + token * spec.N + numbers, mask=of_numbers, other=0.0).to(tl.float32),
+        tl.load(x + token * spec.E + channels, mask=channel_mask, other=0.0).to(tl.float32),
+        tl.load(step + token * spec.E + channels, mask=channel_mask, other=0.0).to(tl.float32),
+        tl.load(write + token * spec.N + state_elements, mask=state_mask, other=0.0).to(tl.float32),
+        tl.load(read + token * spec.N + state_elements, mask=state_mask, other=0.0).to(tl.float32),
     )
 
 
@@ -57,50 +57,52 @@ def selective_state_update_kernel(
     sequence = program % spec.SEQUENCES
     tile = program // spec.SEQUENCES % spec.TILES
     row = tl.cast(program // (spec.SEQUENCES * spec.TILES), tl.int64)
-    channels, numbers = tile * spec.BLOCK_E + tl.arange(0, spec.BLOCK_E), tl.arange(0, spec.BLOCK_N)
-    at = channels[:, None] * spec.N + numbers[None, :]
-    inside = (channels < spec.E)[:, None] & (numbers < spec.N)[None, :]
-    mask = inside
+    channels, state_elements = tile * spec.BLOCK_E + tl.arange(0, spec.BLOCK_E), tl.arange(0, spec.BLOCK_N)
+    at = channels[:, None] * spec.N + state_elements[None, :]
+    in_bounds = (channels < spec.E)[:, None] & (state_elements < spec.N)[None, :]
+    mask = in_bounds
     # 64 bits: a token's index times its stride may need more than 31.
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
     if spec.PACKED:
         bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
         first, end = tokens_of(bounds, sequence)
-    place = tl.cast(sequence, tl.int64)
+    state_index = tl.cast(sequence, tl.int64)
     if spec.SLOTS > 0:
         slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
-        place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
-        mask = (channels < tl.where(used > 0, spec.E, 0))[:, None] & (numbers < spec.N)[None, :]
+        state_index, uses_slot = slot_of(slots, sequence, first, end, spec.SLOTS)
+        mask = (channels < tl.where(uses_slot > 0, spec.E, 0))[:, None] & (state_elements < spec.N)[None, :]
     STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.E * spec.N
-    target = final + row * STATES + place * (spec.E * spec.N) + at
+    final_address = final + row * STATES + state_index * (spec.E * spec.N) + at
     # The state is loaded first, since it is most of the traffic.
     if spec.IN_PLACE:
-        state = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    elif spec.STATE:
-        source = at_batch(initial, row, per.INITIAL, STATES) + place * (spec.E * spec.N) + at
-        state = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        state = tl.load(final_address, mask=mask, other=0.0).to(tl.float32)
+    elif spec.HAS_STATE:
+        initial_address = at_batch(initial, row, per.INITIAL, STATES) + state_index * (spec.E * spec.N) + at
+        state = tl.load(initial_address, mask=mask, other=0.0).to(tl.float32)
     else:
         state = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
     # The next sequence's program reads A again.
     rates = at_batch(decay, row, per.DECAY, spec.E * spec.N) + at
-    rates = tl.load(rates, mask=inside, other=0.0, eviction_policy="evict_last")
+    rates = tl.load(rates, mask=in_bounds, other=0.0, eviction_policy="evict_last")
     rates = rates.to(tl.float32) * LOG2E
-    weight = tl.load(at_batch(skip, row, per.SKIP, spec.E) + channels, mask=channels < spec.E, other=0.0)
+    skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.E) + channels, mask=channels < spec.E, other=0.0)
     x, step = at_batch(x, row, per.X, spec.T * spec.E), at_batch(step, row, per.STEP, spec.T * spec.E)
     write, read = at_batch(write, row, per.WRITE, spec.T * spec.N), at_batch(read, row, per.READ, spec.T * spec.N)
     output += row * spec.T * spec.E
-    value, dt, b, c = load_token(x, step, write, read, first, tl.cast(first < end, tl.int32), channels, numbers, spec)
+    x_value, dt, b, c = load_token(
+        x, step, write, read, first, tl.cast(first < end, tl.int32), channels, state_elements, spec
+    )
     for token in tl.range(first, end):
         # Issued before this token's arithmetic, which hides the latency.
-        next_value, next_dt, next_b, next_c = load_token(
-            x, step, write, read, token + 1, tl.cast(token + 1 < end, tl.int32), channels, numbers, spec
+        next_x, next_dt, next_b, next_c = load_token(
+            x, step, write, read, token + 1, tl.cast(token + 1 < end, tl.int32), channels, state_elements, spec
         )
-        state = tl.exp2(rates * dt[:, None]) * state + (dt * value)[:, None] * b[None, :]
-        made = tl.sum(state * c[None, :], axis=1) + weight.to(tl.float32) * value
-        tl.store(output + token * spec.E + channels, made.to(output.dtype.element_ty), mask=channels < spec.E)
-        value, dt, b, c = next_value, next_dt, next_b, next_c
+        state = tl.exp2(rates * dt[:, None]) * state + (dt * x_value)[:, None] * b[None, :]
+        y = tl.sum(state * c[None, :], axis=1) + skip_weight.to(tl.float32) * x_value
+        tl.store(output + token * spec.E + channels, y.to(output.dtype.element_ty), mask=channels < spec.E)
+        x_value, dt, b, c = next_x, next_dt, next_b, next_c
     # In place, only this program read the tile, at the top.
-    tl.store(target, state.to(final.dtype.element_ty), mask=mask)
+    tl.store(final_address, state.to(final.dtype.element_ty), mask=mask)
     if spec.PACKED:
         zero_outputs(output, bounds, sequence, channels, spec.SEQUENCES, spec.T, spec.E, spec.E)
