@@ -147,7 +147,7 @@ def test_selected_attention_fits_or_is_refused(target):
     device, chip = DEVICES[target], chips.gpu_named(target)
     for heads, size, dtype in itertools.product((1, 4, 16, 48, 64), (64, 128, 256), (jnp.float32, jnp.bfloat16)):
         record = selected_record(heads, size, dtype)
-        if selected_config.too_large(record, device):
+        if selected_config.shared_memory_refusal(record, device):
             assert dtype == jnp.float32
             assert heads >= 48
             continue

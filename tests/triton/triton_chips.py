@@ -28,7 +28,7 @@ def on_chips(cases, chips=tuple(CHIPS)):
 
 
 def assert_fits(calls, chip):
-    """Every launch compiles for the chip without what `miscompiled_shifts` finds, in no more shared memory than it has."""
+    """Checks that every launch compiles for the chip without miscompiled shifts and fits its shared memory."""
     for call in calls:
         took = ahead.compile_for(call, chip)
         assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)

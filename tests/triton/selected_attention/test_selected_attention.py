@@ -17,7 +17,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.selected_attention import config, plan
 from ejkernel_triton.selected_attention.backward import selected_gradients
-from ejkernel_triton.selected_attention.forward import select, selected
+from ejkernel_triton.selected_attention.forward import attend_to_selected_blocks, select_blocks
 
 VALUES = "test_value and not shapes and not residuals and not eager"
 GRADIENTS = "test_gradients and not determinism"
@@ -133,8 +133,8 @@ def launches(chip, size, value_size, dtype):
     branch = Branch(output=shape((*rows, value_size), dtype), lse=shape((1, 32, tokens), jnp.float32))
 
     def run(given, branch):
-        listed = dataclasses.replace(given, block_indices=select(given, branch))
-        made = selected(listed, config.heuristic(given, device, "forward"))
+        listed = dataclasses.replace(given, block_indices=select_blocks(given, branch))
+        made = attend_to_selected_blocks(listed, config.heuristic(given, device, "forward"))
         shared = frozenset({"query", "key", "value"})
         part = config.heuristic(given, device, "backward")
         return selected_gradients(listed, made, made.output, shared, part)

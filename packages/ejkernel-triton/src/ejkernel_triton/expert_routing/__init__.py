@@ -7,15 +7,15 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.expert_routing import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 """The largest number of experts: the logits of a token must fit in the registers of one program."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     experts = record.logits.shape[1]
-    if experts > MOST_EXPERTS:
-        yield f"{experts} experts, more than {MOST_EXPERTS}"
+    if experts > MAX_EXPERTS:
+        yield f"{experts} experts, more than {MAX_EXPERTS}"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -8,7 +8,7 @@ from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
-THREAD_LOGITS = 32
+LOGITS_PER_THREAD = 32
 """Logits per thread: with 64 the kernel spills on an H200."""
 
 
@@ -39,12 +39,12 @@ def heuristic(record: ExpertRouting, device: DeviceInfo, direction: Direction) -
     """Returns the default tiles for a record on a device: as many tokens as registers can hold logits of."""
     if interpreting():
         return RoutingTiles(block_t=16, num_warps=1)
-    warps, lanes = 4, 64 if device.vendor == "amd" else 32
-    block_t = warps * lanes * THREAD_LOGITS // padded(record.logits.shape[1])
+    warps, warp_size = 4, 64 if device.vendor == "amd" else 32
+    block_t = warps * warp_size * LOGITS_PER_THREAD // padded(record.logits.shape[1])
     return RoutingTiles(block_t=max(1, min(64, block_t, padded(record.logits.shape[0]))), num_warps=warps)
 
 
 def candidates(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> tuple[RoutingTiles, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    first = heuristic(record, device, direction)
-    return first, dataclasses.replace(first, block_t=max(1, first.block_t // 2))
+    default = heuristic(record, device, direction)
+    return default, dataclasses.replace(default, block_t=max(1, default.block_t // 2))

@@ -26,29 +26,29 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
 
     spec = make_spec(record, config)
     options: dict[str, Any] = {"batch": 1, "num_stages": 1, "constants": {"spec": spec}}
-    pairs, counted = ((1, spec.T, spec.K), (1, spec.BLOCKS, spec.PADDED_E))
-    experts, ranks, counts = launch(
+    pairs_shape, counts_shape = ((1, spec.T, spec.K), (1, spec.NUM_BLOCKS, spec.PADDED_E))
+    experts, indices_within_expert, counts = launch(
         topk_kernel,
         (record.logits[None],),
-        tuple(Shape(shape, jnp.int32) for shape in (pairs, pairs, counted)),
-        grid=spec.BLOCKS,
+        tuple(Shape(shape, jnp.int32) for shape in (pairs_shape, pairs_shape, counts_shape)),
+        grid=spec.NUM_BLOCKS,
         num_warps=config.num_warps,
         **options,
     )
-    sums, sizes = launch(
+    earlier_block_counts, group_sizes = launch(
         expert_offsets_kernel,
         (counts,),
-        tuple(Shape(shape, jnp.int32) for shape in (counted, (1, spec.E))),
+        tuple(Shape(shape, jnp.int32) for shape in (counts_shape, (1, spec.E))),
         grid=spec.PADDED_E // spec.BLOCK_E,
         num_warps=8,
         **options,
     )
-    places, order = launch(
+    sorted_positions, sorted_pairs = launch(
         sorted_rows_kernel,
-        (experts, ranks, sums, sizes),
-        tuple(Shape(shape, jnp.int32) for shape in (pairs, (1, spec.T * spec.K))),
-        grid=spec.BLOCKS,
+        (experts, indices_within_expert, earlier_block_counts, group_sizes),
+        tuple(Shape(shape, jnp.int32) for shape in (pairs_shape, (1, spec.T * spec.K))),
+        grid=spec.NUM_BLOCKS,
         num_warps=config.num_warps,
         **options,
     )
-    return (experts[0], places[0], order[0], sizes[0]), ()
+    return (experts[0], sorted_positions[0], sorted_pairs[0], group_sizes[0]), ()

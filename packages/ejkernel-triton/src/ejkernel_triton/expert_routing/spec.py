@@ -9,7 +9,7 @@ from ejkernel_triton.sizes import (
     padded,
 )
 
-COUNTS = 4096
+COUNTS_PER_STEP = 4096
 """Counts that a program of `expert_offsets_kernel` adds up at a time, with eight warps."""
 BLOCK_E = 8
 """Experts per program: with all of them in one program the kernel took 22 us of a layer on an H200."""
@@ -26,7 +26,7 @@ class RoutingSpec:
         PADDED_E: E, padded to a power of two.
         PADDED_K: K, padded to a power of two.
         BLOCK_T: Tokens per program.
-        BLOCKS: Programs that share the tokens.
+        NUM_BLOCKS: Programs that share the tokens.
         BLOCK_E: Experts per program of `expert_offsets_kernel`.
         BLOCK_B: Blocks whose counts are added up at a time.
     """
@@ -37,7 +37,7 @@ class RoutingSpec:
     PADDED_E: int
     PADDED_K: int
     BLOCK_T: int
-    BLOCKS: int
+    NUM_BLOCKS: int
     BLOCK_E: int
     BLOCK_B: int
 
@@ -53,7 +53,7 @@ def make_spec(record: ExpertRouting, config: RoutingTiles) -> RoutingSpec:
         PADDED_E=padded(experts),
         PADDED_K=padded(top_k),
         BLOCK_T=config.block_t,
-        BLOCKS=blocks,
+        NUM_BLOCKS=blocks,
         BLOCK_E=min(BLOCK_E, padded(experts)),
-        BLOCK_B=min(padded(blocks), COUNTS // BLOCK_E),
+        BLOCK_B=min(padded(blocks), COUNTS_PER_STEP // BLOCK_E),
     )

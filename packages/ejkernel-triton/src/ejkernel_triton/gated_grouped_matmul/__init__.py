@@ -5,11 +5,11 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.gated_grouped_matmul import config
-from ejkernel_triton.grouped_matmul import LARGEST
+from ejkernel_triton.grouped_matmul import MAX_MATRIX_ELEMENTS
 from ejkernel_triton.grouped_matmul.config import GroupedBackward
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-OPTIONAL = (
+OPTIONAL_FIELDS = (
     *("indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated", "alpha", "beta", "limit"),
     "precision",
 )
@@ -18,8 +18,8 @@ OPTIONAL = (
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if record.rhs.shape[1] * record.rhs.shape[2] > LARGEST:
-        yield f"matrices of {record.rhs.shape[1]} by {record.rhs.shape[2]} have more than {LARGEST} elements"
+    if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
+        yield f"matrices of {record.rhs.shape[1]} by {record.rhs.shape[2]} have more than {MAX_MATRIX_ELEMENTS} elements"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -30,7 +30,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="gated_grouped_matmul.forward:forward",
             backward="gated_grouped_matmul.backward:backward",
             gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
-            requires=triton_requires(handles=OPTIONAL, extra=_reasons),
+            requires=triton_requires(handles=OPTIONAL_FIELDS, extra=_reasons),
             config=ConfigSpace(
                 forward=config.GatedTiles,
                 backward=GroupedBackward,

@@ -50,7 +50,7 @@ SMALL_TILES = {
     16: (TileChoice(16, 64, 128, 4, 4), TileChoice(16, 64, 64, 4, 5)),
 }
 """Tiles by their rows, for groups of few rows, where reading the matrices from HBM is the bottleneck."""
-WIDE_TILES = (TileChoice(64, 32, 32, 4, 3), TileChoice(32, 32, 32, 4, 3))
+FLOAT32_TILES = (TileChoice(64, 32, 32, 4, 3), TileChoice(32, 32, 32, 4, 3))
 """Tiles for float32 operands."""
 
 
@@ -64,22 +64,25 @@ def candidates(
 ) -> tuple[GatedTiles | GroupedForward, ...]:
     """Returns tiles worth measuring for a record on a device, the best first; backward, those of the product."""
     if direction == "backward":
-        product = product_record(record, rows_shape(record), dtype_of_sums(record.lhs.dtype))
-        return grouped_config.candidates(product, device, direction)
+        multiply_tile = product_record(record, gathered_rows_shape(record), dtype_of_sums(record.lhs.dtype))
+        return grouped_config.candidates(multiply_tile, device, direction)
     if interpreting():
-        return (_configured(TileChoice(32, 32, 32, 4, 1), gpu_of(device)),)
-    chip, few = gpu_of(device), average_rows(product_record(record, rows_shape(record), record.lhs.dtype))
-    height = next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
+        return (_tile_config(TileChoice(32, 32, 32, 4, 1), gpu_of(device)),)
+    chip, rows_per_group = (
+        gpu_of(device),
+        average_rows(product_record(record, gathered_rows_shape(record), record.lhs.dtype)),
+    )
+    tile_rows = next((rows for rows in (16, 32, 64) if rows_per_group <= rows + rows // 2), 128)
     if record.lhs.dtype.itemsize > 2:
-        tiles = WIDE_TILES
-    elif height < 128:
-        tiles = SMALL_TILES[height]
+        tiles = FLOAT32_TILES
+    elif tile_rows < 128:
+        tiles = SMALL_TILES[tile_rows]
     else:
         tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else AMPERE_TILES
-    return tuple(dict.fromkeys(_configured(_shrunk(tile, record, chip), chip) for tile in tiles))
+    return tuple(dict.fromkeys(_tile_config(_reduce_stages(tile, record, chip), chip) for tile in tiles))
 
 
-def rows_shape(record: GatedGroupedMatmul) -> Any:
+def gathered_rows_shape(record: GatedGroupedMatmul) -> Any:
     """Returns shape and dtype of the gathered rows, which are never in memory."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
     return Shape((rows, record.lhs.shape[1]), record.lhs.dtype)
@@ -89,7 +92,7 @@ def _stage_bytes(tile: TileChoice, size: int) -> int:
     return (tile.m + 2 * tile.n) * tile.k * size
 
 
-def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Gpu) -> TileChoice:
+def _reduce_stages(tile: TileChoice, record: GatedGroupedMatmul, chip: Gpu) -> TileChoice:
     """Returns a tile with at most as many stages as the chip's shared memory holds; AMD's chips have two."""
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     while stages > 1 and stages * _stage_bytes(tile, record.lhs.dtype.itemsize) > chip.shared_memory - 2 * KIBI:
@@ -97,15 +100,15 @@ def _shrunk(tile: TileChoice, record: GatedGroupedMatmul, chip: Gpu) -> TileChoi
     return tile._replace(stages=stages)
 
 
-def _configured(tile: TileChoice, chip: Gpu) -> GatedTiles:
+def _tile_config(tile: TileChoice, chip: Gpu) -> GatedTiles:
     # Programs per multiprocessor, limited by shared memory and to 16 warps.
-    held = chip.shared_memory // (tile.stages * _stage_bytes(tile, 2))
-    resident = max(1, min(held, 16 // tile.warps))
+    programs_in_shared_memory = chip.shared_memory // (tile.stages * _stage_bytes(tile, 2))
+    programs_per_sm = max(1, min(programs_in_shared_memory, 16 // tile.warps))
     return GatedTiles(
         block_m=tile.m,
         block_n=tile.n,
         block_k=tile.k,
-        num_programs=3 if interpreting() else resident * chip.multiprocessors,
+        num_programs=3 if interpreting() else programs_per_sm * chip.multiprocessors,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -5,9 +5,9 @@ import jax
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul import columns
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
-from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, rows_shape
+from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, gathered_rows_shape
 from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
-from ejkernel_triton.grouped_matmul.spec import as_row, dot_precision, widens
+from ejkernel_triton.grouped_matmul.spec import add_batch_axis, converts_to_float32, dot_precision
 from ejkernel_triton.launch import Shape, launch
 
 
@@ -23,19 +23,19 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
     """
     from ejkernel_triton.gated_grouped_matmul.kernels.gated_grouped_gemm import gated_grouped_gemm_kernel
 
-    product = product_record(record, rows_shape(record), record.lhs.dtype)
-    (rows, contracted), matrix_columns = product.lhs.shape, columns(product)
+    product_call = product_record(record, gathered_rows_shape(record), record.lhs.dtype)
+    (rows, contracted), matrix_columns = product_call.lhs.shape, columns(product_call)
     matrices = record.rhs.shape[0]
     spec = GatedSpec(
-        TOKENS=record.lhs.shape[0],
+        NUM_TOKENS=record.lhs.shape[0],
         CONTRACTED=contracted,
         ROWS=rows,
         COLUMNS=matrix_columns // 2 if record.gated else matrix_columns,
-        MATRICES=matrices,
+        NUM_MATRICES=matrices,
         RHS_STRIDES=(1, contracted) if record.transpose_rhs else (matrix_columns, 1),
         LAYOUT="no gate" if not record.gated else "interleaved" if record.interleaved else "halves",
-        GATHERS=record.indices is not None,
-        BIAS=record.rhs_bias is not None,
+        GATHERS_ROWS=record.indices is not None,
+        HAS_BIAS=record.rhs_bias is not None,
         ACTIVATION=record.activation,
         ALPHA=record.alpha,
         BETA=record.beta,
@@ -43,19 +43,25 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        ENTRIES=most_tiles(rows, matrices, config.block_m),
-        PROGRAMS=config.num_programs,
+        TILE_LIST_LENGTH=most_tiles(rows, matrices, config.block_m),
+        NUM_PROGRAMS=config.num_programs,
         GROUP_M=GROUP_M,
-        PRECISION=dot_precision(product),
-        WIDEN=widens(record.lhs.dtype),
+        PRECISION=dot_precision(product_call),
+        WIDEN=converts_to_float32(record.lhs.dtype),
     )
-    tiles = find_row_tiles(product, config.block_m)
+    tiles = find_row_tiles(product_call, config.block_m)
     (output,) = launch(
         gated_grouped_gemm_kernel,
-        (record.lhs[None], record.rhs[None], as_row(record.rhs_bias), as_row(record.indices), tiles[None]),
+        (
+            record.lhs[None],
+            record.rhs[None],
+            add_batch_axis(record.rhs_bias),
+            add_batch_axis(record.indices),
+            tiles[None],
+        ),
         (Shape((1, rows, spec.COLUMNS), record.lhs.dtype),),
         batch=1,
-        grid=spec.PROGRAMS,
+        grid=spec.NUM_PROGRAMS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},

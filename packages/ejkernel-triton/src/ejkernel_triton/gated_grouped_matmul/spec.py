@@ -8,15 +8,15 @@ class GatedSpec:
     """Constants of `gated_grouped_gemm_kernel`: T tokens, C contracted elements, M rows, F columns.
 
     Attributes:
-        TOKENS: T.
+        NUM_TOKENS: T.
         CONTRACTED: C.
         ROWS: M.
         COLUMNS: F; a matrix has twice as many, of gate and values, but without a gate.
-        MATRICES: E.
+        NUM_MATRICES: E.
         RHS_STRIDES: Strides of a matrix along contracted elements and along columns, in elements.
         LAYOUT: Columns of a matrix: the gate's and the values' in `"halves"` or `"interleaved"`, or `"no gate"`.
-        GATHERS: Whether rows name tokens; otherwise row m is token m.
-        BIAS: Whether there is a bias.
+        GATHERS_ROWS: Whether rows name tokens; otherwise row m is token m.
+        HAS_BIAS: Whether there is a bias.
         ACTIVATION: The gate's activation function: `"silu"`, `"gelu"` or `"relu2"`.
         ALPHA: Factor in the sigmoid of silu.
         BETA: Added to the values.
@@ -24,22 +24,22 @@ class GatedSpec:
         BLOCK_M: Rows per tile.
         BLOCK_N: Output columns per tile.
         BLOCK_K: Contracted elements per step.
-        ENTRIES: Entries of the tile list.
-        PROGRAMS: Programs that share the tiles.
+        TILE_LIST_LENGTH: Entries of the tile list.
+        NUM_PROGRAMS: Programs that share the tiles.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
-    TOKENS: int
+    NUM_TOKENS: int
     CONTRACTED: int
     ROWS: int
     COLUMNS: int
-    MATRICES: int
+    NUM_MATRICES: int
     RHS_STRIDES: tuple[int, int]
     LAYOUT: str
-    GATHERS: bool
-    BIAS: bool
+    GATHERS_ROWS: bool
+    HAS_BIAS: bool
     ACTIVATION: str
     ALPHA: float
     BETA: float
@@ -47,8 +47,8 @@ class GatedSpec:
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    ENTRIES: int
-    PROGRAMS: int
+    TILE_LIST_LENGTH: int
+    NUM_PROGRAMS: int
     GROUP_M: int
     PRECISION: str
     WIDEN: bool

@@ -24,33 +24,35 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
     from ejkernel_triton.gather_reduce.kernels.gather_bwd import gather_bwd_kernel
 
     record: GatherReduce = pullback.record
-    rows, terms = record.inverse.shape
-    dots = "weights" in pullback.wanted
-    spec = make_spec(record, config, sums=rows, terms=terms, dots=dots)
-    pairs = spec.T * spec.K
-    made, shares = launch(
+    rows, num_terms = record.inverse.shape
+    weight_gradient = "weights" in pullback.wanted
+    spec = make_spec(record, config, num_sums=rows, num_terms=num_terms, weight_gradient=weight_gradient)
+    num_pairs = spec.T * spec.K
+    row_gradients, weight_gradient_terms = launch(
         gather_bwd_kernel,
         (
             pullback.cotangent[None],
             record.inverse[None],
             with_batch_axis(record.weights),
-            record.rows[None] if dots else None,
+            record.rows[None] if weight_gradient else None,
         ),
         (
             Shape((1, rows, spec.D), record.rows.dtype),
-            Shape((1, spec.TILES, pairs if dots else 1), jnp.float32),
+            Shape((1, spec.NUM_CHANNEL_TILES, num_pairs if weight_gradient else 1), jnp.float32),
         ),
         batch=1,
-        grid=spec.BLOCKS * spec.TILES,
+        grid=spec.NUM_BLOCKS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},
     )
-    gradients = {"rows": made[0]}
-    if dots:
+    gradients = {"rows": row_gradients[0]}
+    if weight_gradient:
         assert record.weights is not None  # its gradient is requested
         # No row lists a pair whose index is out of range, so the kernel stored nothing for it.
         valid = named(record.indices, spec.R)
-        total = jnp.where(valid, jnp.sum(shares[0].reshape(spec.TILES, spec.T, spec.K), axis=0), 0)
-        gradients["weights"] = total.astype(record.weights.dtype)
+        weight_gradient_sum = jnp.where(
+            valid, jnp.sum(weight_gradient_terms[0].reshape(spec.NUM_CHANNEL_TILES, spec.T, spec.K), axis=0), 0
+        )
+        gradients["weights"] = weight_gradient_sum.astype(record.weights.dtype)
     return {name: gradients[name] for name in pullback.wanted}

@@ -8,7 +8,7 @@ from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.sizes import padded
 
-IN_FLIGHT = 4
+LOADS_IN_FLIGHT = 4
 """Loads in flight per thread, of 16 bytes each; the fastest of 1 to 8 on an H200."""
 
 
@@ -41,24 +41,24 @@ PUBLIC_FIELDS = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_w
 
 def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) -> GatherTiles:
     """Returns the default tiles for a record on a device: a thread has 16 bytes of each row that it loads."""
-    sums, terms = record.indices.shape if direction == "forward" else record.inverse.shape
-    lanes, each = 64 if device.vendor == "amd" else 32, 16 // record.rows.dtype.itemsize
+    num_sums, num_terms = record.indices.shape if direction == "forward" else record.inverse.shape
+    warp_size, elements_per_load = 64 if device.vendor == "amd" else 32, 16 // record.rows.dtype.itemsize
     channels = padded(record.rows.shape[1])
-    scatter = direction == "forward" and is_copy(record)
+    scatter = direction == "forward" and is_row_copy(record)
     if interpreting():
-        return GatherTiles(block_t=min(8, padded(sums)), block_d=min(64, channels), num_warps=1, scatter=scatter)
-    num_warps = max(1, min(4, channels // (lanes * each)))
+        return GatherTiles(block_t=min(8, padded(num_sums)), block_d=min(64, channels), num_warps=1, scatter=scatter)
+    num_warps = max(1, min(4, channels // (warp_size * elements_per_load)))
     # Every row is read once: 0.090 ms instead of 0.118 (docs/lab/grouped_matmul_gpu.md).
-    block_t = 1 if scatter else min(padded(sums), max(1, IN_FLIGHT // padded(terms)))
+    block_t = 1 if scatter else min(padded(num_sums), max(1, LOADS_IN_FLIGHT // padded(num_terms)))
     return GatherTiles(
         block_t=block_t,
-        block_d=max(16, min(channels, num_warps * lanes * each)),
+        block_d=max(16, min(channels, num_warps * warp_size * elements_per_load)),
         num_warps=num_warps,
         scatter=scatter,
     )
 
 
-def is_copy(record: GatherReduce) -> bool:
+def is_row_copy(record: GatherReduce) -> bool:
     """Returns whether every token is a copy of a row, with several tokens per row: the dispatch of a mixture of
     experts.
     """
@@ -67,10 +67,12 @@ def is_copy(record: GatherReduce) -> bool:
 
 def candidates(record: GatherReduce, device: DeviceInfo, direction: Direction) -> tuple[GatherTiles, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    first = heuristic(record, device, direction)
-    gathers = dataclasses.replace(first, scatter=False)
-    found = [dataclasses.replace(first, block_t=2)] if first.scatter else []
-    found += [dataclasses.replace(gathers, block_t=n) for n in (2, 1, 4, 8)]
-    found += [dataclasses.replace(gathers, block_d=2 * first.block_d, num_warps=n) for n in (first.num_warps, 8)]
-    found += [dataclasses.replace(gathers, block_t=max(1, first.block_t // 2), block_d=2 * first.block_d)]
-    return tuple(dict.fromkeys((first, *found[: 2 if interpreting() else None])))
+    default = heuristic(record, device, direction)
+    gather_config = dataclasses.replace(default, scatter=False)
+    configs = [dataclasses.replace(default, block_t=2)] if default.scatter else []
+    configs += [dataclasses.replace(gather_config, block_t=n) for n in (2, 1, 4, 8)]
+    configs += [
+        dataclasses.replace(gather_config, block_d=2 * default.block_d, num_warps=n) for n in (default.num_warps, 8)
+    ]
+    configs += [dataclasses.replace(gather_config, block_t=max(1, default.block_t // 2), block_d=2 * default.block_d)]
+    return tuple(dict.fromkeys((default, *configs[: 2 if interpreting() else None])))

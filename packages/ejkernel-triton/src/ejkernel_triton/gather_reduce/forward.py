@@ -3,7 +3,7 @@
 import jax
 
 from ejkernel.families.gather_reduce import GatherReduce
-from ejkernel_triton.gather_reduce.config import GatherTiles, is_copy
+from ejkernel_triton.gather_reduce.config import GatherTiles, is_row_copy
 from ejkernel_triton.gather_reduce.spec import make_spec
 from ejkernel_triton.launch import Shape, launch
 
@@ -22,17 +22,17 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
         ValueError: The configuration has `scatter`, but tokens are not copies of rows.
     """
     if config.scatter:
-        return _copies(record, config), ()
+        return _scatter_copies(record, config), ()
     from ejkernel_triton.gather_reduce.kernels.gather_sum import gather_sum_kernel
 
     tokens, count = record.indices.shape
-    spec = make_spec(record, config, sums=tokens, terms=count)
+    spec = make_spec(record, config, num_sums=tokens, num_terms=count)
     (output,) = launch(
         gather_sum_kernel,
         (record.rows[None], record.indices[None], with_batch_axis(record.weights)),
         (Shape((1, tokens, spec.D), record.rows.dtype),),
         batch=1,
-        grid=spec.BLOCKS * spec.TILES,
+        grid=spec.NUM_BLOCKS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},
@@ -40,20 +40,20 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
     return output[0], ()
 
 
-def _copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
+def _scatter_copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
     """Returns the output of a record whose tokens are copies of rows."""
     from ejkernel_triton.gather_reduce.kernels.scatter_copies import scatter_copies_kernel
 
-    if not is_copy(record):
+    if not is_row_copy(record):
         raise ValueError("cfg: got scatter=True, wants one index a token, several pairs a row and no weights")
-    rows, terms = record.inverse.shape
-    spec = make_spec(record, config, sums=rows, terms=terms)
+    rows, num_terms = record.inverse.shape
+    spec = make_spec(record, config, num_sums=rows, num_terms=num_terms)
     (output,) = launch(
         scatter_copies_kernel,
         (record.rows[None], record.indices[None], record.inverse[None]),
         (Shape((1, spec.T, spec.D), record.rows.dtype),),
         batch=1,
-        grid=(spec.BLOCKS + spec.EMPTY_BLOCKS) * spec.TILES,
+        grid=(spec.NUM_BLOCKS + spec.NUM_EMPTY_BLOCKS) * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},

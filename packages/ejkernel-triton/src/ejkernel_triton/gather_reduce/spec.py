@@ -6,11 +6,11 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel_triton.gather_reduce.config import GatherTiles
 
-EMPTY_T = 256
+EMPTY_BLOCK_TOKENS = 256
 """Tokens that a program checks for a missing row."""
-EMPTY_STEP = 16
+EMPTY_STEP_TOKENS = 16
 """Tokens that such a program fills at a time."""
-UNROLLED = 16
+MAX_UNROLLED_TERMS = 16
 """The largest number of terms of a sum for which its loop is unrolled, so that all loads are in flight together."""
 
 
@@ -24,16 +24,16 @@ class GatherSpec:
         K: Indices per token.
         M: Pairs per row.
         D: Channels.
-        WEIGHTS: Whether there are weights.
-        DOTS: Whether the gradient of the weights is requested.
-        UNROLL: Whether the loop over terms is unrolled.
+        HAS_WEIGHTS: Whether there are weights.
+        WEIGHT_GRADIENT: Whether the gradient of the weights is requested.
+        UNROLL_TERMS: Whether the loop over terms is unrolled.
         BLOCK_T: Sums per program.
-        BLOCKS: Programs that share the sums.
+        NUM_BLOCKS: Programs that share the sums.
         BLOCK_D: Channels per program.
-        TILES: Programs that share the channels.
-        EMPTY_T: Tokens that a program of `scatter_copies_kernel` checks for a missing row.
-        EMPTY_STEP: Tokens that it fills at a time.
-        EMPTY_BLOCKS: Such programs that share the tokens.
+        NUM_CHANNEL_TILES: Programs that share the channels.
+        EMPTY_BLOCK_TOKENS: Tokens that a program of `scatter_copies_kernel` checks for a missing row.
+        EMPTY_STEP_TOKENS: Tokens that it fills at a time.
+        NUM_EMPTY_BLOCKS: Such programs that share the tokens.
     """
 
     R: int
@@ -41,20 +41,22 @@ class GatherSpec:
     K: int
     M: int
     D: int
-    WEIGHTS: bool
-    DOTS: bool
-    UNROLL: bool
+    HAS_WEIGHTS: bool
+    WEIGHT_GRADIENT: bool
+    UNROLL_TERMS: bool
     BLOCK_T: int
-    BLOCKS: int
+    NUM_BLOCKS: int
     BLOCK_D: int
-    TILES: int
-    EMPTY_T: int
-    EMPTY_STEP: int
-    EMPTY_BLOCKS: int
+    NUM_CHANNEL_TILES: int
+    EMPTY_BLOCK_TOKENS: int
+    EMPTY_STEP_TOKENS: int
+    NUM_EMPTY_BLOCKS: int
 
 
-def make_spec(record: GatherReduce, config: GatherTiles, *, sums: int, terms: int, dots: bool = False) -> GatherSpec:
-    """Returns the constants of a kernel that computes `sums` sums of `terms` terms."""
+def make_spec(
+    record: GatherReduce, config: GatherTiles, *, num_sums: int, num_terms: int, weight_gradient: bool = False
+) -> GatherSpec:
+    """Returns the constants of a kernel that computes `num_sums` sums of `num_terms` terms."""
     (rows, channels), (tokens, count) = record.rows.shape, record.indices.shape
     return GatherSpec(
         R=rows,
@@ -62,14 +64,14 @@ def make_spec(record: GatherReduce, config: GatherTiles, *, sums: int, terms: in
         K=count,
         M=record.inverse.shape[1],
         D=channels,
-        WEIGHTS=record.weights is not None,
-        DOTS=dots,
-        UNROLL=terms <= UNROLLED,
+        HAS_WEIGHTS=record.weights is not None,
+        WEIGHT_GRADIENT=weight_gradient,
+        UNROLL_TERMS=num_terms <= MAX_UNROLLED_TERMS,
         BLOCK_T=config.block_t,
-        BLOCKS=cdiv(sums, config.block_t),
+        NUM_BLOCKS=cdiv(num_sums, config.block_t),
         BLOCK_D=config.block_d,
-        TILES=cdiv(channels, config.block_d),
-        EMPTY_T=EMPTY_T,
-        EMPTY_STEP=EMPTY_STEP,
-        EMPTY_BLOCKS=cdiv(tokens, EMPTY_T),
+        NUM_CHANNEL_TILES=cdiv(channels, config.block_d),
+        EMPTY_BLOCK_TOKENS=EMPTY_BLOCK_TOKENS,
+        EMPTY_STEP_TOKENS=EMPTY_STEP_TOKENS,
+        NUM_EMPTY_BLOCKS=cdiv(tokens, EMPTY_BLOCK_TOKENS),
     )

@@ -14,20 +14,20 @@ from ejkernel_triton.grouped_matmul import config
 from ejkernel_triton.grouped_matmul.spec import FLOAT8
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
+OPTIONAL_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
 DTYPES = ("float16", "bfloat16", "float32")
-NARROW_DTYPES = ("int8", "float8_e5m2", "float8_e4m3fn")
+EIGHT_BIT_DTYPES = ("int8", "float8_e5m2", "float8_e4m3fn")
 """Dtypes of matrices with scales. The chip must convert float8_e4m3fn, which NVIDIA's chips do from Ada on."""
-LARGEST = 2**31 - 1
+MAX_MATRIX_ELEMENTS = 2**31 - 1
 """The largest number of elements of a matrix: offsets in it have 32 bits."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if str(record.rhs.dtype) not in (*DTYPES, *NARROW_DTYPES):
-        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW_DTYPES))}"
+    if str(record.rhs.dtype) not in (*DTYPES, *EIGHT_BIT_DTYPES):
+        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
     chip = gpu_of(current_device())
     if str(record.rhs.dtype) == "float8_e4m3fn" and (chip.vendor == "amd" or chip.capability < 89):
         yield f"rhs has dtype float8_e4m3fn, which {chip.target} does not convert"
@@ -35,8 +35,9 @@ def _reasons(record: Any) -> Iterable[str]:
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", existing)):
         if dtype is not None and str(dtype) not in DTYPES:
             yield f"{name} {dtype} is not among {', '.join(DTYPES)}"
-    if record.rhs.shape[1] * record.rhs.shape[2] > LARGEST:
-        yield f"matrices of {record.rhs.shape[1]} by {record.rhs.shape[2]} have more than {LARGEST} elements"
+    if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
+        rows, columns = record.rhs.shape[1:3]
+        yield f"matrices of {rows} by {columns} have more than {MAX_MATRIX_ELEMENTS} elements"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -48,7 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=dataclasses.replace(
-                triton_requires(handles=OPTIONAL, extra=_reasons), dtypes=requirements.DTYPES | {FLOAT8}
+                triton_requires(handles=OPTIONAL_FIELDS, extra=_reasons), dtypes=requirements.DTYPES | {FLOAT8}
             ),
             config=ConfigSpace(
                 forward=config.GroupedForward,

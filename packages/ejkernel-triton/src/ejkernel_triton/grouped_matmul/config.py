@@ -11,7 +11,7 @@ from ejkernel.families.grouped_matmul.kinds import average_rows
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.grouped_matmul.spec import blocks_of_scales, float8_step, operand_dtype, scaled_rows
+from ejkernel_triton.grouped_matmul.spec import float8_step_length, fold_lhs_scale, operand_dtype, scale_blocks
 from ejkernel_triton.launch import interpreting
 
 
@@ -144,70 +144,78 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:
     """Returns tile sizes worth measuring for a record on a device, the best first."""
     chip = gpu_of(device)
-    step = float8_step(record) if direction == "forward" else 0
-    tiles = _float8_tiles(record, step, chip) if step else _row_tiles(scaled_rows(record), chip, direction)
+    step = float8_step_length(record) if direction == "forward" else 0
+    tiles = _float8_tiles(record, step, chip) if step else _row_tiles(fold_lhs_scale(record), chip, direction)
     if interpreting():
         tiles = (TileChoice(32, 32, 32, 4, 1),)
-    found = [_forward(tile, chip) for tile in tiles]
+    forward_configs = [_forward_config(tile, chip) for tile in tiles]
     if direction == "forward":
-        return tuple(found)
-    others = (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(scaled_rows(record), chip)
-    pairs = [(found[0], tile) for tile in others] + [(forward, others[0]) for forward in found[1:]]
-    return tuple(_backward(forward, tile) for forward, tile in pairs)
+        return tuple(forward_configs)
+    matrix_tiles = (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(fold_lhs_scale(record), chip)
+    pairs = [(forward_configs[0], tile) for tile in matrix_tiles] + [
+        (forward, matrix_tiles[0]) for forward in forward_configs[1:]
+    ]
+    return tuple(_backward_config(forward, tile) for forward, tile in pairs)
 
 
 def _row_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple[TileChoice, ...]:
     """Returns tiles of `grouped_gemm_kernel` for operands of 16 and 32 bits."""
-    adds = record.existing_out is not None or record.rhs_bias is not None
-    adds = direction == "forward" and (adds or (_is_wide_output(record) and chip.architecture != "hopper"))
-    height = _height(record)
-    if _wide(record, direction):
-        tiles = tuple(TileChoice(min(height, 64), n, 32, _warps(record), s) for n, s in ((64, 3), (128, 3)))
-    elif height < 128:
-        tiles = SMALL_TILES[height]
+    has_epilogue_inputs = record.existing_out is not None or record.rhs_bias is not None
+    has_epilogue_inputs = direction == "forward" and (
+        has_epilogue_inputs or (_has_float32_output(record) and chip.architecture != "hopper")
+    )
+    tile_rows = _tile_rows(record)
+    if _multiplies_float32(record, direction):
+        tiles = tuple(TileChoice(min(tile_rows, 64), n, 32, _float32_warps(record), s) for n, s in ((64, 3), (128, 3)))
+    elif tile_rows < 128:
+        tiles = SMALL_TILES[tile_rows]
     elif record.rhs.dtype.itemsize == 1 or record.rhs_scale is not None:
         # 8-bit matrices are converted in registers before the product, which leaves too few registers for larger tiles.
         tiles = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 64, 64, 4, 4))
     elif chip.architecture not in ("hopper", "blackwell"):
-        tiles = (TileChoice(128, 128, 32, 8 if adds else 4, 4), TileChoice(128, 128, 64, 8, 3))
+        tiles = (TileChoice(128, 128, 32, 8 if has_epilogue_inputs else 4, 4), TileChoice(128, 128, 64, 8, 3))
     else:
-        tiles = LHS_GRADIENT_TILES if direction == "backward" else EPILOGUE_TILES if adds else LARGE_TILES
-    stored = jnp.dtype(record.out_dtype if direction == "forward" else record.lhs.dtype).itemsize
-    shrunk = tuple(_shrunk(tile, chip, stored=stored) for tile in tiles)
-    return tuple(tile for tile in shrunk if tile.stages > 2) or shrunk
+        tiles = (
+            LHS_GRADIENT_TILES if direction == "backward" else EPILOGUE_TILES if has_epilogue_inputs else LARGE_TILES
+        )
+    output_itemsize = jnp.dtype(record.out_dtype if direction == "forward" else record.lhs.dtype).itemsize
+    fitting_tiles = tuple(_reduce_stages(tile, chip, output_itemsize=output_itemsize) for tile in tiles)
+    return tuple(tile for tile in fitting_tiles if tile.stages > 2) or fitting_tiles
 
 
 def _float8_tiles(record: GroupedMatmul, step: int, chip: Gpu) -> tuple[TileChoice, ...]:
     """Returns tiles of the forward kernel where tensor cores multiply 8-bit operands."""
-    height = _height(record)
-    if height < 128:
-        tiles = tuple(tile._replace(k=128) for tile in SMALL_TILES[height])
+    tile_rows = _tile_rows(record)
+    if tile_rows < 128:
+        tiles = tuple(tile._replace(k=128) for tile in SMALL_TILES[tile_rows])
     else:
         tiles = FAST_FLOAT8_TILES if record.precision == lax.Precision.DEFAULT else FLOAT8_TILES
-        if max(blocks_of_scales(record)) > 1:
+        if max(scale_blocks(record)) > 1:
             tiles = FLOAT8_TILES if chip.architecture == "hopper" else BLOCK_SCALE_TILES
-    stored = jnp.dtype(record.out_dtype).itemsize
-    return tuple(dict.fromkeys(_shrunk(tile._replace(k=min(tile.k, step)), chip, 1, stored) for tile in tiles))
+    output_itemsize = jnp.dtype(record.out_dtype).itemsize
+    return tuple(
+        dict.fromkeys(_reduce_stages(tile._replace(k=min(tile.k, step)), chip, 1, output_itemsize) for tile in tiles)
+    )
 
 
-def _height(record: GroupedMatmul) -> int:
+def _tile_rows(record: GroupedMatmul) -> int:
     """Returns the rows of a tile."""
-    few = average_rows(record)
-    return next((rows for rows in (16, 32, 64) if few <= rows + rows // 2), 128)
+    rows_per_group = average_rows(record)
+    return next((rows for rows in (16, 32, 64) if rows_per_group <= rows + rows // 2), 128)
 
 
-def _wide(record: GroupedMatmul, direction: Direction) -> bool:
+def _multiplies_float32(record: GroupedMatmul, direction: Direction) -> bool:
     """Returns whether operands are multiplied in float32."""
-    others = () if record.rhs_scale is None else (jnp.float32,)
-    others += (record.out_dtype,) if direction == "backward" else ()  # the dtype of the cotangent
-    return operand_dtype(record, *others).itemsize > 2
+    operand_dtypes = () if record.rhs_scale is None else (jnp.float32,)
+    operand_dtypes += (record.out_dtype,) if direction == "backward" else ()  # the dtype of the cotangent
+    return operand_dtype(record, *operand_dtypes).itemsize > 2
 
 
-def _is_wide_output(record: GroupedMatmul) -> bool:
+def _has_float32_output(record: GroupedMatmul) -> bool:
     return jnp.dtype(record.out_dtype).itemsize > 2
 
 
-def _warps(record: GroupedMatmul) -> int:
+def _float32_warps(record: GroupedMatmul) -> int:
     """Returns the warps of float32 tiles: products without tensor cores keep operands in registers, so they need
     more.
     """
@@ -216,52 +224,56 @@ def _warps(record: GroupedMatmul) -> int:
 
 def _matrix_tiles(record: GroupedMatmul, chip: Gpu) -> tuple[TileChoice, ...]:
     """Returns tiles of `grouped_gemm_drhs_kernel`."""
-    if _wide(record, "backward"):
-        tiles = (TileChoice(64, 64, 32, _warps(record), 3), TileChoice(64, 128, 32, 8, 3))
+    if _multiplies_float32(record, "backward"):
+        tiles = (TileChoice(64, 64, 32, _float32_warps(record), 3), TileChoice(64, 128, 32, 8, 3))
     elif chip.architecture not in ("hopper", "blackwell"):
         tiles = (TileChoice(128, 128, 32, 8, 4), TileChoice(128, 64, 32, 4, 4))
     else:
         tiles = MATRIX_TILES
-    return tuple(_shrunk(tile, chip) for tile in tiles)
+    return tuple(_reduce_stages(tile, chip) for tile in tiles)
 
 
-def _shrunk(tile: TileChoice, chip: Gpu, size: int = 2, stored: int = 2) -> TileChoice:
+def _reduce_stages(tile: TileChoice, chip: Gpu, size: int = 2, output_itemsize: int = 2) -> TileChoice:
     """Returns a tile with at most as many stages as the chip's shared memory holds; AMD's chips have two.
 
     Args:
         tile: The preferred tile.
         chip: The chip.
         size: Bytes per element of the operands.
-        stored: Bytes per element of the output.
+        output_itemsize: Bytes per element of the output.
     """
-    room = chip.shared_memory - 2 * KIBI
+    shared_memory_budget = chip.shared_memory - 2 * KIBI
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     # Operands that are converted before the product take another tile of columns in shared memory.
-    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > room:
+    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > shared_memory_budget:
         stages -= 1
     # In a flattened loop the next tile's operands are copied while this tile's output is in shared memory.
-    while tile.flatten and stages > 1 and stages * (tile.m + tile.n) * tile.k * size + tile.m * tile.n * stored > room:
+    while (
+        tile.flatten
+        and stages > 1
+        and stages * (tile.m + tile.n) * tile.k * size + tile.m * tile.n * output_itemsize > shared_memory_budget
+    ):
         stages -= 1
     return tile._replace(stages=stages)
 
 
-def _forward(tile: TileChoice, chip: Gpu) -> GroupedForward:
-    bytes_of_stages = tile.stages * (tile.m + tile.n) * tile.k * 2
+def _forward_config(tile: TileChoice, chip: Gpu) -> GroupedForward:
+    stage_bytes = tile.stages * (tile.m + tile.n) * tile.k * 2
     # Programs per multiprocessor, limited by shared memory and to 16 warps.
-    resident = max(1, min(chip.shared_memory // max(1, bytes_of_stages), 16 // tile.warps))
+    programs_per_sm = max(1, min(chip.shared_memory // max(1, stage_bytes), 16 // tile.warps))
     return GroupedForward(
         block_m=tile.m,
         block_n=tile.n,
         block_k=tile.k,
         flatten=tile.flatten,
         # The interpreter runs programs one after the other; a few suffice to test that they share the tiles.
-        num_programs=3 if interpreting() else resident * chip.multiprocessors,
+        num_programs=3 if interpreting() else programs_per_sm * chip.multiprocessors,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
 
 
-def _backward(forward: GroupedForward, tile: TileChoice) -> GroupedBackward:
+def _backward_config(forward: GroupedForward, tile: TileChoice) -> GroupedBackward:
     return GroupedBackward(
         **dataclasses.asdict(forward),
         rhs_block_m=tile.m,

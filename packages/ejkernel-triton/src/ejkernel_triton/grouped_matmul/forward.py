@@ -12,13 +12,13 @@ from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tile
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedForward
 from ejkernel_triton.grouped_matmul.spec import (
     GroupedRowsSpec,
-    as_row,
-    blocks_of_scales,
+    add_batch_axis,
+    converts_to_float32,
     dot_precision,
-    float8_step,
+    float8_step_length,
+    fold_lhs_scale,
     operand_dtype,
-    scaled_rows,
-    widens,
+    scale_blocks,
 )
 from ejkernel_triton.launch import Shape, launch
 
@@ -36,32 +36,32 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
-    if float8_step(record):
-        return _float8_product(record, config), ()
-    record = scaled_rows(record)
-    spread = () if record.rhs_scale is None else (jnp.float32,)
-    spec = _spec(record, config, operand_dtype(record, *spread))
+    if float8_step_length(record):
+        return _multiply_float8(record, config), ()
+    record = fold_lhs_scale(record)
+    scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
+    spec = _make_spec(record, config, operand_dtype(record, *scale_dtypes))
     if record.rhs_scale is not None and record.rhs_scale.shape[1] == 1:
-        spec = dataclasses.replace(spec, SCALES="columns")
-    return multiply(record, record.lhs, spec, config, record.out_dtype), ()
+        spec = dataclasses.replace(spec, SCALE_MODE="columns")
+    return multiply_rows(record, record.lhs, spec, config, record.out_dtype), ()
 
 
-def _float8_product(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
+def _multiply_float8(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
     """Returns the output of 8-bit rows and matrices, multiplied by tensor cores without conversion."""
-    step, (lhs_blocks, rhs_blocks) = float8_step(record), blocks_of_scales(record)
+    step, (lhs_blocks, rhs_blocks) = float8_step_length(record), scale_blocks(record)
     if step % config.block_k:
         raise ValueError(f"cfg: got block_k={config.block_k}, wants a divisor of {step}, which share a scale")
     spec = dataclasses.replace(
-        _spec(record, config, record.lhs.dtype),
-        SCALES="columns" if rhs_blocks == 1 else "steps",
-        LHS_SCALES="rows" if lhs_blocks == 1 else "steps",
-        LHS_BLOCKS=lhs_blocks,
-        IMPRECISE=None if record.precision == lax.Precision.DEFAULT else config.block_k,
+        _make_spec(record, config, record.lhs.dtype),
+        SCALE_MODE="columns" if rhs_blocks == 1 else "steps",
+        LHS_SCALE_MODE="rows" if lhs_blocks == 1 else "steps",
+        LHS_SCALES_PER_ROW=lhs_blocks,
+        MAX_IMPRECISE_ACC=None if record.precision == lax.Precision.DEFAULT else config.block_k,
     )
-    return multiply(record, record.lhs, spec, config, record.out_dtype)
+    return multiply_rows(record, record.lhs, spec, config, record.out_dtype)
 
 
-def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
+def lhs_gradient(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
     """Returns the cotangent's rows times the transposed matrix of their group; 0 for unassigned rows.
 
     Args:
@@ -70,7 +70,7 @@ def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: Grouped
         config: Tile sizes, programs, warps and stages.
     """
     record = dataclasses.replace(record, left_over="zero")
-    spec = _spec(record, config, cotangent.dtype)
+    spec = _make_spec(record, config, cotangent.dtype)
     spec = dataclasses.replace(
         spec,
         # The matrices are read transposed by exchanging strides, without a copy.
@@ -78,14 +78,14 @@ def gradient_of_lhs(record: GroupedMatmul, cotangent: jax.Array, config: Grouped
         COLUMNS=spec.CONTRACTED,
         RHS_STRIDES=spec.RHS_STRIDES[::-1],
         SCALE_STRIDES=spec.SCALE_STRIDES[::-1],
-        PER_SCALE=spec.PER_SCALE[::-1],
-        BIAS=False,
-        EXISTING=False,
+        SCALE_BLOCK=spec.SCALE_BLOCK[::-1],
+        HAS_BIAS=False,
+        HAS_EXISTING_OUT=False,
     )
-    return multiply(record, cotangent, spec, config, record.lhs.dtype)
+    return multiply_rows(record, cotangent, spec, config, record.lhs.dtype)
 
 
-def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> GroupedRowsSpec:
+def _make_spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> GroupedRowsSpec:
     """Returns the constants of the forward kernel."""
     (rows, contracted), width, scale = record.lhs.shape, columns(record), record.rhs_scale
     blocks = 1 if scale is None else scale.shape[1]
@@ -93,31 +93,31 @@ def _spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> Groupe
         ROWS=rows,
         CONTRACTED=contracted,
         COLUMNS=width,
-        MATRICES=record.rhs.shape[0],
+        NUM_MATRICES=record.rhs.shape[0],
         RHS_STRIDES=(1, contracted) if record.transpose_rhs else (width, 1),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        FLATTEN=config.flatten,
-        ENTRIES=most_tiles(rows, record.rhs.shape[0], config.block_m),
-        PROGRAMS=config.num_programs,
+        FLATTEN_LOOPS=config.flatten,
+        TILE_LIST_LENGTH=most_tiles(rows, record.rhs.shape[0], config.block_m),
+        NUM_PROGRAMS=config.num_programs,
         GROUP_M=GROUP_M,
-        SCALES="no" if scale is None else "elements",
+        SCALE_MODE="no" if scale is None else "elements",
         SCALE_STRIDES=(width, 1),
-        PER_SCALE=(contracted // blocks, 1),
-        SCALE_ELEMENTS=blocks * width,
-        LHS_SCALES="no",
-        LHS_BLOCKS=1,
-        BIAS=record.rhs_bias is not None,
-        EXISTING=record.existing_out is not None,
-        OPERAND=jnp.dtype(operand).name,
+        SCALE_BLOCK=(contracted // blocks, 1),
+        SCALES_PER_MATRIX=blocks * width,
+        LHS_SCALE_MODE="no",
+        LHS_SCALES_PER_ROW=1,
+        HAS_BIAS=record.rhs_bias is not None,
+        HAS_EXISTING_OUT=record.existing_out is not None,
+        OPERAND_DTYPE=jnp.dtype(operand).name,
         PRECISION=dot_precision(record),
-        WIDEN=widens(operand),
-        IMPRECISE=None,
+        WIDEN=converts_to_float32(operand),
+        MAX_IMPRECISE_ACC=None,
     )
 
 
-def multiply(
+def multiply_rows(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedRowsSpec, config: GroupedForward, dtype: Any
 ) -> jax.Array:
     """Multiplies the rows by the matrices of their groups, as the spec says.
@@ -134,21 +134,21 @@ def multiply(
     """
     from ejkernel_triton.grouped_matmul.kernels.grouped_gemm import grouped_gemm_kernel
 
-    scale = _floats(record.rhs_scale)
+    scale = _as_float32(record.rhs_scale)
     (output,) = launch(
         grouped_gemm_kernel,
         (
             rows[None],
             record.rhs[None],
-            as_row(scale),
-            None if spec.LHS_SCALES == "no" else as_row(_floats(record.lhs_scale)),
-            as_row(record.rhs_bias) if spec.BIAS else None,
-            as_row(record.existing_out) if spec.EXISTING else None,
+            add_batch_axis(scale),
+            None if spec.LHS_SCALE_MODE == "no" else add_batch_axis(_as_float32(record.lhs_scale)),
+            add_batch_axis(record.rhs_bias) if spec.HAS_BIAS else None,
+            add_batch_axis(record.existing_out) if spec.HAS_EXISTING_OUT else None,
             find_row_tiles(record, spec.BLOCK_M)[None],
         ),
         (Shape((1, spec.ROWS, spec.COLUMNS), dtype),),
         batch=1,
-        grid=spec.PROGRAMS,
+        grid=spec.NUM_PROGRAMS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},
@@ -156,5 +156,5 @@ def multiply(
     return output[0]
 
 
-def _floats(scale: jax.Array | None) -> jax.Array | None:
+def _as_float32(scale: jax.Array | None) -> jax.Array | None:
     return None if scale is None else scale.astype(jnp.float32)

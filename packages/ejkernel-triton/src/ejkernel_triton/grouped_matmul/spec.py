@@ -23,57 +23,57 @@ class GroupedRowsSpec:
         ROWS: M.
         CONTRACTED: C.
         COLUMNS: N.
-        MATRICES: E.
+        NUM_MATRICES: E.
         RHS_STRIDES: Strides of a matrix along contracted elements and along columns, in elements.
         BLOCK_M: Rows per tile.
         BLOCK_N: Columns per tile.
         BLOCK_K: Contracted elements per step.
-        FLATTEN: Whether the loops over tiles and over steps are flattened into one, so that a tile's first copies are
-            in flight while the epilogue stores the previous tile.
-        ENTRIES: Entries of the tile list.
-        PROGRAMS: Programs that share the tiles.
+        FLATTEN_LOOPS: Whether the loops over tiles and over steps are flattened into one, so that a tile's first copies
+            are in flight while the epilogue stores the previous tile.
+        TILE_LIST_LENGTH: Entries of the tile list.
+        NUM_PROGRAMS: Programs that share the tiles.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
-        SCALES: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the matrix, or to
-            the product of each of the `"steps"`.
+        SCALE_MODE: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the matrix, or
+            to the product of each of the `"steps"`.
         SCALE_STRIDES: Strides of the scales along contracted elements and along columns, in elements.
-        PER_SCALE: Contracted elements, and columns, per scale.
-        SCALE_ELEMENTS: Scales per matrix.
-        LHS_SCALES: How scales of rows are applied: `"no"`, to `"rows"` of the accumulator, or to the product of each of
-            the `"steps"`.
-        LHS_BLOCKS: Scales per row.
-        BIAS: Whether there is a bias.
-        EXISTING: Whether there is an `existing_out`.
-        OPERAND: Dtype of the product's operands.
+        SCALE_BLOCK: Contracted elements, and columns, per scale.
+        SCALES_PER_MATRIX: Scales per matrix.
+        LHS_SCALE_MODE: How scales of rows are applied: `"no"`, to `"rows"` of the accumulator, or to the product of
+            each of the `"steps"`.
+        LHS_SCALES_PER_ROW: Scales per row.
+        HAS_BIAS: Whether there is a bias.
+        HAS_EXISTING_OUT: Whether there is an `existing_out`.
+        OPERAND_DTYPE: Dtype of the product's operands.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
-        IMPRECISE: Contracted elements whose 8-bit products Hopper's matrix unit may sum by itself, with about 14 bits,
-            before they are added in float32; None for all.
+        MAX_IMPRECISE_ACC: Contracted elements whose 8-bit products Hopper's matrix unit may sum by itself, with about
+            14 bits, before they are added in float32; None for all.
     """
 
     ROWS: int
     CONTRACTED: int
     COLUMNS: int
-    MATRICES: int
+    NUM_MATRICES: int
     RHS_STRIDES: tuple[int, int]
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    FLATTEN: bool
-    ENTRIES: int
-    PROGRAMS: int
+    FLATTEN_LOOPS: bool
+    TILE_LIST_LENGTH: int
+    NUM_PROGRAMS: int
     GROUP_M: int
-    SCALES: str
+    SCALE_MODE: str
     SCALE_STRIDES: tuple[int, int]
-    PER_SCALE: tuple[int, int]
-    SCALE_ELEMENTS: int
-    LHS_SCALES: str
-    LHS_BLOCKS: int
-    BIAS: bool
-    EXISTING: bool
-    OPERAND: str
+    SCALE_BLOCK: tuple[int, int]
+    SCALES_PER_MATRIX: int
+    LHS_SCALE_MODE: str
+    LHS_SCALES_PER_ROW: int
+    HAS_BIAS: bool
+    HAS_EXISTING_OUT: bool
+    OPERAND_DTYPE: str
     PRECISION: str
     WIDEN: bool
-    IMPRECISE: int | None
+    MAX_IMPRECISE_ACC: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,24 +82,24 @@ class GroupedMatricesSpec:
 
     Attributes:
         ROWS: M.
-        HEIGHT: P.
-        WIDTH: Q.
+        OUTPUT_ROWS: P.
+        OUTPUT_COLUMNS: Q.
         BLOCK_P: Rows per tile of the result.
         BLOCK_Q: Columns per tile of the result.
         BLOCK_K: Rows of the operands per step.
-        MATRICES: E.
+        NUM_MATRICES: E.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first, as in `GroupedRowsSpec`.
     """
 
     ROWS: int
-    HEIGHT: int
-    WIDTH: int
+    OUTPUT_ROWS: int
+    OUTPUT_COLUMNS: int
     BLOCK_P: int
     BLOCK_Q: int
     BLOCK_K: int
-    MATRICES: int
+    NUM_MATRICES: int
     GROUP_M: int
     PRECISION: str
     WIDEN: bool
@@ -107,45 +107,45 @@ class GroupedMatricesSpec:
 
 FLOAT8 = "float8_e4m3fn"
 """Dtype of rows and matrices that tensor cores multiply without conversion."""
-MAX_STEP = 128
+MAX_FLOAT8_STEP = 128
 """Contracted elements per step, at most."""
-MIN_STEP = 32
+MIN_FLOAT8_STEP = 32
 """Contracted elements of one 8-bit MMA, and so of the shortest step."""
 
 
-def blocks_of_scales(record: GroupedMatmul) -> tuple[int, int]:
+def scale_blocks(record: GroupedMatmul) -> tuple[int, int]:
     """Returns how many scales rows and matrices have along the contracted axis; 1 without scales."""
     left, right = (1 if x is None else x.shape[1] for x in (record.lhs_scale, record.rhs_scale))
     return left, right
 
 
-def float8_step(record: GroupedMatmul) -> int:
+def float8_step_length(record: GroupedMatmul) -> int:
     """Returns the longest step with one scale for 8-bit tensor core products; 0 if the chip or dtypes do not have
     them.
     """
     if record.lhs_scale is None or record.rhs_scale is None:
         return 0
     chip = gpu_of(current_device())
-    able = interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
-    if not able or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8:
+    has_float8_dot = interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
+    if not has_float8_dot or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8:
         return 0
-    depth = record.lhs.shape[1]
-    lengths = [depth // blocks for blocks in blocks_of_scales(record) if blocks > 1]
-    common = math.gcd(*lengths) if lengths else MAX_STEP
-    step = min(common & -common, MAX_STEP)
-    return step if step >= MIN_STEP else 0
+    contracted = record.lhs.shape[1]
+    scale_block_lengths = [contracted // blocks for blocks in scale_blocks(record) if blocks > 1]
+    common_length = math.gcd(*scale_block_lengths) if scale_block_lengths else MAX_FLOAT8_STEP
+    step = min(common_length & -common_length, MAX_FLOAT8_STEP)
+    return step if step >= MIN_FLOAT8_STEP else 0
 
 
-def scaled_rows(record: GroupedMatmul) -> GroupedMatmul:
+def fold_lhs_scale(record: GroupedMatmul) -> GroupedMatmul:
     """Returns the record with scales multiplied into the rows; 8-bit rows become float32."""
     if record.lhs_scale is None:
         return record
     dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_dtype(record, jnp.float32)
-    given: Any = record.lhs
-    if isinstance(given, jax.Array):
-        lhs = rows(record, given, record.lhs_scale).astype(dtype)
+    lhs_array: Any = record.lhs
+    if isinstance(lhs_array, jax.Array):
+        lhs = rows(record, lhs_array, record.lhs_scale).astype(dtype)
     else:  # a record of shapes only
-        lhs = jax.ShapeDtypeStruct(given.shape, dtype)
+        lhs = jax.ShapeDtypeStruct(lhs_array.shape, dtype)
     return dataclasses.replace(record, lhs=lhs, lhs_scale=None)
 
 
@@ -158,9 +158,9 @@ def operand_dtype(record: GroupedMatmul, *others: Any) -> Any:
         *others: Dtypes of the operands that lhs, or the cotangent, is multiplied with.
     """
     asked = product_precision(record.lhs.dtype, record.precision)
-    exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
-    wider = any(jnp.promote_types(record.lhs.dtype, x) != record.lhs.dtype for x in others)
-    return jnp.dtype(jnp.float32) if exact and wider else record.lhs.dtype
+    needs_float32 = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    has_wider_operand = any(jnp.promote_types(record.lhs.dtype, x) != record.lhs.dtype for x in others)
+    return jnp.dtype(jnp.float32) if needs_float32 and has_wider_operand else record.lhs.dtype
 
 
 def dot_precision(record: GroupedMatmul) -> str:
@@ -170,11 +170,11 @@ def dot_precision(record: GroupedMatmul) -> str:
     return "tf32" if record.precision == lax.Precision.DEFAULT else "tf32x3"
 
 
-def widens(dtype: Any) -> bool:
+def converts_to_float32(dtype: Any) -> bool:
     """Returns whether operands of a dtype are converted to float32 first."""
     return interpreting() and jnp.dtype(dtype) != jnp.float32
 
 
-def as_row(x: jax.Array | None) -> jax.Array | None:
+def add_batch_axis(x: jax.Array | None) -> jax.Array | None:
     """Returns an array with a leading batch axis of 1."""
     return None if x is None else x[None]

@@ -9,9 +9,9 @@ from ejkernel.ops.params import Direction
 from ejkernel_triton.quantized_matmul import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """Rows of x above which dequantising the matrix once is faster than dequantising it for every tile."""
-LARGEST = 2**31 - 1
+MAX_MATRIX_WORDS = 2**31 - 1
 """The largest number of words of a matrix: offsets in it have 32 bits."""
 
 
@@ -19,13 +19,13 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.format.bits not in (4, 8):
         yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
-    if record.packed.size > LARGEST:
-        yield f"w has {record.packed.size} words, more than {LARGEST}"
+    if record.packed.size > MAX_MATRIX_WORDS:
+        yield f"w has {record.packed.size} words, more than {MAX_MATRIX_WORDS}"
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     """Returns a priority above XLA's, which dequantises once, for as many rows as that takes longer for."""
-    return 10 if record.x.shape[0] <= MOST_ROWS else -1
+    return 10 if record.x.shape[0] <= MAX_ROWS else -1
 
 
 def implementations() -> tuple[Implementation, ...]:

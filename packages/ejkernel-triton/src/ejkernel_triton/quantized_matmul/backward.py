@@ -19,5 +19,5 @@ def backward(pullback: Pullback, config: QuantizedTiles) -> dict[str, jax.Array]
         The gradient [M, K] in x's dtype, if it is requested.
     """
     record: QuantizedMatmul = pullback.record
-    run = matmul_over_rows if record.transpose else matmul_over_words
-    return {name: run(record, pullback.cotangent, config) for name in sorted(pullback.wanted)}
+    matmul = matmul_over_rows if record.transpose else matmul_over_words
+    return {name: matmul(record, pullback.cotangent, config) for name in sorted(pullback.wanted)}

@@ -35,9 +35,9 @@ class QuantizedTiles:
 PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)} | {"split_k": "splits"}
 """Maps fields of the public configuration to fields of this one."""
 
-OVER_ROWS = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
+ROW_KERNEL_TILES = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
 """Rows, words, warps and stages of the kernel that contracts the rows of the packed matrix."""
-OVER_WORDS = ((32, 64, 4, 3), (64, 32, 4, 3), (128, 16, 4, 3), (32, 32, 4, 4))
+WORD_KERNEL_TILES = ((32, 64, 4, 3), (64, 32, 4, 3), (128, 16, 4, 3), (32, 32, 4, 4))
 """Rows, words, warps and stages of the kernel that contracts the codes inside of words."""
 PROGRAMS_PER_SM = 4
 """The number of programs per multiprocessor that split-K aims at."""
@@ -50,14 +50,14 @@ def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction)
 
 def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedTiles, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    over_rows = record.transpose == (direction == "backward")
+    contracts_rows = record.transpose == (direction == "backward")
     # Tiles of 32 rows are slower than tiles of 64: 112 us instead of 49 (docs/lab/quantized_matmul_gpu.md).
     block_m = 16 if record.x.shape[0] <= 16 else 64
-    found: list[Any] = []
-    for block_r, block_w, warps, stages in OVER_ROWS if over_rows else OVER_WORDS:
+    configs: list[Any] = []
+    for block_r, block_w, warps, stages in ROW_KERNEL_TILES if contracts_rows else WORD_KERNEL_TILES:
         for per_sm in (PROGRAMS_PER_SM, 2 * PROGRAMS_PER_SM):
-            splits = _splits(record, device, over_rows, (block_m, block_r, block_w), per_sm)
-            found.append(
+            splits = _num_splits(record, device, contracts_rows, (block_m, block_r, block_w), per_sm)
+            configs.append(
                 QuantizedTiles(
                     block_m=block_m,
                     block_r=block_r,
@@ -67,19 +67,19 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
                     num_stages=stages,
                 )
             )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(configs))
 
 
-def _splits(
-    record: QuantizedMatmul, device: DeviceInfo, over_rows: bool, blocks: tuple[int, int, int], per_sm: int
+def _num_splits(
+    record: QuantizedMatmul, device: DeviceInfo, contracts_rows: bool, blocks: tuple[int, int, int], per_sm: int
 ) -> int:
     """Returns the splits of the contracted axis that fill the device, with at least four tiles each."""
     if interpreting():
         return 2
     block_m, block_r, block_w = blocks
     rows, words = record.packed.shape
-    tiles = cdiv(rows, block_r) if over_rows else cdiv(words, block_w)
-    programs = (cdiv(words, block_w) if over_rows else cdiv(rows, block_r)) * cdiv(record.x.shape[0], block_m)
-    wanted = cdiv(per_sm * gpu_of(device).multiprocessors, programs)
+    tiles = cdiv(rows, block_r) if contracts_rows else cdiv(words, block_w)
+    programs = (cdiv(words, block_w) if contracts_rows else cdiv(rows, block_r)) * cdiv(record.x.shape[0], block_m)
+    target_splits = cdiv(per_sm * gpu_of(device).multiprocessors, programs)
     # Four tiles fill the pipeline of a program; every split also stores float32 sums that are read again.
-    return max(1, min(wanted, tiles // 4))
+    return max(1, min(target_splits, tiles // 4))

@@ -21,8 +21,8 @@ def forward(record: QuantizedMatmul, config: QuantizedTiles) -> tuple[jax.Array,
     Returns:
         [M, N] in x's dtype. There are no residuals.
     """
-    run = matmul_over_words if record.transpose else matmul_over_rows
-    return run(record, record.x, config), ()
+    matmul = matmul_over_words if record.transpose else matmul_over_rows
+    return matmul(record, record.x, config), ()
 
 
 def matmul_over_rows(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
@@ -30,11 +30,11 @@ def matmul_over_rows(record: QuantizedMatmul, left: jax.Array, config: Quantized
     from ejkernel_triton.quantized_matmul.kernels.matmul_over_rows import matmul_over_rows_kernel
 
     spec = make_spec(record, config)
-    made = _launch(
+    kernel_output = _launch_kernel(
         matmul_over_rows_kernel, record, left, spec, config, (spec.PER, spec.M, spec.W), spec.W, config.block_w
     )
     # Column `word * PER + n` is code n of the word.
-    return finished(record, jnp.moveaxis(made, 0, 2).reshape(spec.M, -1))
+    return finished(record, jnp.moveaxis(kernel_output, 0, 2).reshape(spec.M, -1))
 
 
 def matmul_over_words(record: QuantizedMatmul, left: jax.Array, config: QuantizedTiles) -> jax.Array:
@@ -43,36 +43,38 @@ def matmul_over_words(record: QuantizedMatmul, left: jax.Array, config: Quantize
 
     spec = make_spec(record, config)
     # x is small compared with the matrix, so x is permuted to the order of codes, not the weights.
-    by_code = jnp.moveaxis(left.reshape(spec.M, spec.W, spec.PER), 2, 0)
+    x_by_code = jnp.moveaxis(left.reshape(spec.M, spec.W, spec.PER), 2, 0)
     shape = (1, spec.M, spec.R)
-    made = _launch(matmul_over_words_kernel, record, by_code, spec, config, shape, spec.R, config.block_r)
-    return finished(record, made[0])
+    kernel_output = _launch_kernel(
+        matmul_over_words_kernel, record, x_by_code, spec, config, shape, spec.R, config.block_r
+    )
+    return finished(record, kernel_output[0])
 
 
-def _launch(
+def _launch_kernel(
     kernel: object,
     record: QuantizedMatmul,
     left: jax.Array,
     spec: QuantizedSpec,
     config: QuantizedTiles,
     shape: tuple[int, ...],
-    extent: int,
+    output_size: int,
     block: int,
 ) -> jax.Array:
-    """Returns the sum of all splits' outputs, float32 of shape `shape`; `extent` is split into blocks, one per
+    """Returns the sum of all splits' outputs, float32 of shape `shape`; `output_size` is split into blocks, one per
     program.
     """
     zeros = None if record.zeros is None else record.zeros[None]
-    table = jnp.asarray(NF4, jnp.float32)[None] if spec.TABLE else None
-    (parts,) = launch(
+    nf4_table = jnp.asarray(NF4, jnp.float32)[None] if spec.HAS_TABLE else None
+    (split_outputs,) = launch(
         kernel,
-        (left.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zeros, table),
-        (Shape((1, spec.SPLITS, *shape), jnp.float32),),
+        (left.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zeros, nf4_table),
+        (Shape((1, spec.NUM_SPLITS, *shape), jnp.float32),),
         batch=1,
-        grid=cdiv(extent, block) * cdiv(spec.M, spec.BLOCK_M) * spec.SPLITS,
+        grid=cdiv(output_size, block) * cdiv(spec.M, spec.BLOCK_M) * spec.NUM_SPLITS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
     # Split-K: a sum in a fixed order, so that results are reproducible bit for bit; atomics would not be.
-    return parts[0].sum(axis=0)
+    return split_outputs[0].sum(axis=0)

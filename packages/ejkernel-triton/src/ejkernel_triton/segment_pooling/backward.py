@@ -29,7 +29,7 @@ def backward(pullback: Pullback, config: PoolingBackward) -> dict[str, jax.Array
         (pullback.cotangent.reshape(rows, spec.M, spec.C), record.lengths, pool_ranges(record)),
         (Shape((rows, spec.T, spec.C), record.values.dtype),),
         batch=rows,
-        grid=rows * spec.BLOCKS * spec.GROUPS,
+        grid=rows * spec.NUM_BLOCKS * spec.NUM_CHANNEL_PROGRAMS,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},

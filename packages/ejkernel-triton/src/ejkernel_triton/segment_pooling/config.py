@@ -13,10 +13,10 @@ from ejkernel_triton.sizes import (
     padded,
 )
 
-RESIDENT = {True: 12, False: 21}
+PROGRAMS_PER_SM = {True: 12, False: 21}
 """Programs of one warp that fit a multiprocessor, by whether they prefetch a tile."""
 
-LONGEST = 1024
+MAX_TOKENS_PER_BLOCK = 1024
 """Tokens per block from which on a second wave of programs has no measurable cost."""
 
 
@@ -25,21 +25,22 @@ class PoolingForward:
     """Configuration of the forward pass.
 
     Attributes:
-        span: Tokens per block; a program sums the block's pools, and pools of several blocks take a second kernel.
+        tokens_per_block: Tokens per block; a program sums the block's pools, and pools of several blocks take a second
+            kernel.
         block_t: Tokens per load; a power of two.
         block_c: Channels per program; a power of two.
         num_warps: Warps per program.
         prefetch: Whether the next tile of tokens is loaded while the current one is added; it takes registers.
     """
 
-    span: int
+    tokens_per_block: int
     block_t: int
     block_c: int
     num_warps: int
     prefetch: bool
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_config(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class PoolingBackward:
     num_warps: int
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_config(self)
 
 
 PUBLIC_FIELDS = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warps"}
@@ -68,37 +69,43 @@ PUBLIC_FIELDS = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "
 
 def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) -> PoolingForward | PoolingBackward:
     """Returns the default tiles for a record on a device: a warp loads 16 bytes per thread of one token's channels."""
-    rows, tokens, heads, size = record.values.shape
-    channels, lanes = heads * size, 64 if device.vendor == "amd" else 32
-    block_c = max(16, min(padded(channels), lanes * 16 // record.values.dtype.itemsize))
+    rows, tokens, heads, head_dim = record.values.shape
+    channels, warp_size = heads * head_dim, 64 if device.vendor == "amd" else 32
+    block_c = max(16, min(padded(channels), warp_size * 16 // record.values.dtype.itemsize))
     if direction == "backward":
         block_t = 4 if interpreting() else min(16, padded(tokens))
         return PoolingBackward(block_t=block_t, block_c=block_c, tiles=4, num_warps=4)
     # Short pools are loops of few steps, with nothing to prefetch.
-    long = _typical(record) >= 64
+    has_long_pools = _average_pool_length(record) >= 64
     block_t = 8 if interpreting() else min(8, padded(tokens))
-    span = 32 if interpreting() else _span(rows * cdiv(channels, block_c), tokens, device, RESIDENT[long])
+    tokens_per_block = (
+        32
+        if interpreting()
+        else _tokens_per_block(rows * cdiv(channels, block_c), tokens, device, PROGRAMS_PER_SM[has_long_pools])
+    )
     # Blocks are whole chunks, if chunks have equal lengths: then no pool crosses blocks.
-    if record.ranges is None and record.chunk_size <= span:
-        span -= span % record.chunk_size
+    if record.ranges is None and record.chunk_size <= tokens_per_block:
+        tokens_per_block -= tokens_per_block % record.chunk_size
     # Measured on an H200, 64 documents of about 1024 tokens: 0.0763 ms; two warps, 16 tokens and no prefetch 0.0787 in
     # one wave and 0.0837 in two. Pools of 32 tokens: 0.0928 ms, two warps and blocks of 256 tokens 0.1137.
-    return PoolingForward(span=span, block_t=block_t, block_c=block_c, num_warps=1, prefetch=long)
+    return PoolingForward(
+        tokens_per_block=tokens_per_block, block_t=block_t, block_c=block_c, num_warps=1, prefetch=has_long_pools
+    )
 
 
-def _span(programs: int, tokens: int, device: DeviceInfo, resident: int) -> int:
+def _tokens_per_block(programs: int, tokens: int, device: DeviceInfo, programs_per_sm: int) -> int:
     """Returns the tokens per block that fill one wave of programs, or several equal ones.
 
     Args:
         programs: Number of programs per block of tokens, over all rows.
         tokens: Tokens per row.
         device: The device, whose multiprocessors they fill.
-        resident: Resident programs per multiprocessor.
+        programs_per_sm: Resident programs per multiprocessor.
     """
-    resident *= gpu_of(device).multiprocessors
+    programs_per_sm *= gpu_of(device).multiprocessors
     # All programs of a wave wait for their pools first, and for their last tokens: fewer waves wait less often.
-    waves = max(1, cdiv(tokens * programs, LONGEST * resident))
-    blocks = max(1, waves * resident // programs)
+    waves = max(1, cdiv(tokens * programs, MAX_TOKENS_PER_BLOCK * programs_per_sm))
+    blocks = max(1, waves * programs_per_sm // programs)
     return max(32, 8 * cdiv(tokens, 8 * blocks))
 
 
@@ -106,34 +113,41 @@ def candidates(
     record: SegmentPooling, device: DeviceInfo, direction: Direction
 ) -> tuple[PoolingForward | PoolingBackward, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    first = heuristic(record, device, direction)
+    default = heuristic(record, device, direction)
     if interpreting():
-        other = dataclasses.replace(first, block_t=4)
-        return (first, dataclasses.replace(other, prefetch=True) if isinstance(other, PoolingForward) else other)
-    found: list[Any] = [dataclasses.replace(first, num_warps=n) for n in (1, 2, 4, 8)]
-    if isinstance(first, PoolingForward):
+        other = dataclasses.replace(default, block_t=4)
+        return (default, dataclasses.replace(other, prefetch=True) if isinstance(other, PoolingForward) else other)
+    configs: list[Any] = [dataclasses.replace(default, num_warps=n) for n in (1, 2, 4, 8)]
+    if isinstance(default, PoolingForward):
         # One warp has too few registers for larger tiles, and for two warps they bring less.
-        wide = dataclasses.replace(first, num_warps=2, prefetch=False)
-        found += [dataclasses.replace(wide, block_t=t, span=n * first.span) for t, n in ((8, 1), (16, 1), (32, 3))]
-        found += [dataclasses.replace(wide, block_c=2 * first.block_c)]
-        found += [dataclasses.replace(first, span=n * first.span) for n in (2, 3)]
-        found += [dataclasses.replace(first, span=first.span // n) for n in (2, 3) if first.span >= 32 * n]
-        found += [dataclasses.replace(first, prefetch=not first.prefetch)]
+        two_warp_config = dataclasses.replace(default, num_warps=2, prefetch=False)
+        configs += [
+            dataclasses.replace(two_warp_config, block_t=t, tokens_per_block=n * default.tokens_per_block)
+            for t, n in ((8, 1), (16, 1), (32, 3))
+        ]
+        configs += [dataclasses.replace(two_warp_config, block_c=2 * default.block_c)]
+        configs += [dataclasses.replace(default, tokens_per_block=n * default.tokens_per_block) for n in (2, 3)]
+        configs += [
+            dataclasses.replace(default, tokens_per_block=default.tokens_per_block // n)
+            for n in (2, 3)
+            if default.tokens_per_block >= 32 * n
+        ]
+        configs += [dataclasses.replace(default, prefetch=not default.prefetch)]
     else:
-        found += [dataclasses.replace(first, block_t=n) for n in (8, 16, 32)]
-        found += [dataclasses.replace(first, block_c=2 * first.block_c)]
-        found += [dataclasses.replace(first, tiles=n) for n in (1, 2, 8)]
-    return tuple(dict.fromkeys((first, *found)))
+        configs += [dataclasses.replace(default, block_t=n) for n in (8, 16, 32)]
+        configs += [dataclasses.replace(default, block_c=2 * default.block_c)]
+        configs += [dataclasses.replace(default, tiles=n) for n in (1, 2, 8)]
+    return tuple(dict.fromkeys((default, *configs)))
 
 
-def _check(config: Any) -> None:
+def _check_config(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name != "prefetch" and (value < 1 or (field.name.startswith("block_") and value & (value - 1))):
             raise ValueError(f"{field.name}: got {value}, wants at least 1, and a power of two of a block")
 
 
-def _typical(record: SegmentPooling) -> int:
+def _average_pool_length(record: SegmentPooling) -> int:
     """Returns the approximate number of tokens per pool."""
     if record.ranges is None:
         return record.chunk_size

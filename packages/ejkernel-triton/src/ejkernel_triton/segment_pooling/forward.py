@@ -22,32 +22,32 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
     from ejkernel_triton.segment_pooling.kernels.pool_fwd import pool_fwd_kernel
     from ejkernel_triton.segment_pooling.kernels.split_combine import split_combine_kernel
 
-    spec, (rows, _, heads, size) = forward_spec(record, config), record.values.shape
+    spec, (rows, _, heads, head_dim) = forward_spec(record, config), record.values.shape
     values, lengths, ranges = record.values.reshape(rows, spec.T, spec.C), record.lengths, pool_ranges(record)
     output, sums = launch(
         pool_fwd_kernel,
         (values, lengths, ranges),
-        (Shape((rows, spec.M, spec.C), values.dtype), Shape((rows, spec.BLOCKS, 2, spec.C), jnp.float32)),
+        (Shape((rows, spec.M, spec.C), values.dtype), Shape((rows, spec.NUM_BLOCKS, 2, spec.C), jnp.float32)),
         batch=rows,
-        grid=rows * spec.BLOCKS * spec.TILES,
+        grid=rows * spec.NUM_BLOCKS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},
     )
     # If blocks are whole chunks, no pool crosses them, and one kernel suffices.
-    if spec.RANGES or spec.SPAN % spec.CHUNK:
+    if spec.HAS_RANGES or spec.TOKENS_PER_BLOCK % spec.CHUNK_SIZE:
         (output,) = launch(
             split_combine_kernel,
             (sums, lengths, ranges, output),
             # Aliases the first kernel's output, whose pools that cross no block are final.
             (3,),
             batch=rows,
-            grid=rows * spec.M * spec.WIDE_TILES,
+            grid=rows * spec.M * spec.COMBINE_CHANNEL_TILES,
             num_warps=4,
             num_stages=1,
             constants={"spec": spec},
         )
-    return output.reshape(rows, spec.M, heads, size), ()
+    return output.reshape(rows, spec.M, heads, head_dim), ()
 
 
 def pool_ranges(record: SegmentPooling) -> jax.Array | None:

@@ -8,7 +8,7 @@ from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.segment_pooling.config import PoolingBackward, PoolingForward
 
-AT_ONCE = 8
+SUMS_PER_LOAD = 8
 """Sums of a pool that the second kernel loads at a time."""
 
 
@@ -20,21 +20,21 @@ class PoolingSpec:
         T: Tokens.
         C: Channels per token, over all heads.
         M: Pools.
-        CHUNK: Tokens per pool, if all have the same number.
-        RANGES: Whether pools are ranges of an array.
-        LENGTHS: Whether rows have lengths of their own.
-        STEP: The largest power of two up to M, the first step of a search.
-        LEVELS: Steps of a search.
+        CHUNK_SIZE: Tokens per pool, if all have the same number.
+        HAS_RANGES: Whether pools are ranges of an array.
+        HAS_LENGTHS: Whether rows have lengths of their own.
+        FIRST_SEARCH_STEP: The largest power of two up to M, the first step of a search.
+        BINARY_SEARCH_STEPS: Steps of a search.
     """
 
     T: int
     C: int
     M: int
-    CHUNK: int
-    RANGES: bool
-    LENGTHS: bool
-    STEP: int
-    LEVELS: int
+    CHUNK_SIZE: int
+    HAS_RANGES: bool
+    HAS_LENGTHS: bool
+    FIRST_SEARCH_STEP: int
+    BINARY_SEARCH_STEPS: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,29 +42,29 @@ class ForwardSpec(PoolingSpec):
     """Constants of the forward kernels.
 
     Attributes:
-        SPAN: Tokens per block.
-        BLOCKS: Blocks per row.
+        TOKENS_PER_BLOCK: Tokens per block.
+        NUM_BLOCKS: Blocks per row.
         BLOCK_T: Tokens per load.
         BLOCK_C: Channels per program.
-        TILES: Programs that share the channels.
-        AT_ONCE: Sums that the second kernel loads at a time.
-        WIDE: Channels per program of the second kernel; large, since most programs have nothing to do.
-        WIDE_TILES: Its programs that share the channels.
-        WAYS: Pools that a step of the search for a block's pools compares.
-        WIDE_LEVELS: Steps of that search.
+        NUM_CHANNEL_TILES: Programs that share the channels.
+        SUMS_PER_LOAD: Sums that the second kernel loads at a time.
+        COMBINE_BLOCK_C: Channels per program of the second kernel; large, since most programs have nothing to do.
+        COMBINE_CHANNEL_TILES: Its programs that share the channels.
+        SEARCH_WAYS: Pools that a step of the search for a block's pools compares.
+        SEARCH_STEPS: Steps of that search.
         PREFETCH: Whether the next tile is loaded while the current one is added.
     """
 
-    SPAN: int
-    BLOCKS: int
+    TOKENS_PER_BLOCK: int
+    NUM_BLOCKS: int
     BLOCK_T: int
     BLOCK_C: int
-    TILES: int
-    AT_ONCE: int
-    WIDE: int
-    WIDE_TILES: int
-    WAYS: int
-    WIDE_LEVELS: int
+    NUM_CHANNEL_TILES: int
+    SUMS_PER_LOAD: int
+    COMBINE_BLOCK_C: int
+    COMBINE_CHANNEL_TILES: int
+    SEARCH_WAYS: int
+    SEARCH_STEPS: int
     PREFETCH: bool
 
 
@@ -74,67 +74,67 @@ class BackwardSpec(PoolingSpec):
 
     Attributes:
         BLOCK_T: Tokens per program.
-        BLOCKS: Programs that share the tokens.
+        NUM_BLOCKS: Programs that share the tokens.
         BLOCK_C: Channels per store.
-        STEPS: Tiles of channels per program.
-        GROUPS: Programs that share the channels.
+        TILES_PER_PROGRAM: Tiles of channels per program.
+        NUM_CHANNEL_PROGRAMS: Programs that share the channels.
     """
 
     BLOCK_T: int
-    BLOCKS: int
+    NUM_BLOCKS: int
     BLOCK_C: int
-    STEPS: int
-    GROUPS: int
+    TILES_PER_PROGRAM: int
+    NUM_CHANNEL_PROGRAMS: int
 
 
-def _shared(record: SegmentPooling) -> dict[str, Any]:
-    _, tokens, heads, size = record.values.shape
+def _shared_constants(record: SegmentPooling) -> dict[str, Any]:
+    _, tokens, heads, head_dim = record.values.shape
     pools = cdiv(tokens, record.chunk_size) if record.ranges is None else record.ranges.shape[0]
-    levels = pools.bit_length()
+    search_steps = pools.bit_length()
     return {
         "T": tokens,
-        "C": heads * size,
+        "C": heads * head_dim,
         "M": pools,
-        "CHUNK": record.chunk_size,
-        "RANGES": record.ranges is not None,
-        "LENGTHS": record.lengths is not None,
-        "STEP": 1 << (levels - 1),
-        "LEVELS": levels,
+        "CHUNK_SIZE": record.chunk_size,
+        "HAS_RANGES": record.ranges is not None,
+        "HAS_LENGTHS": record.lengths is not None,
+        "FIRST_SEARCH_STEP": 1 << (search_steps - 1),
+        "BINARY_SEARCH_STEPS": search_steps,
     }
 
 
 def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
     """Returns the constants of a record's forward kernels."""
-    shared = _shared(record)
-    channels = shared["C"]
-    ways = 4 if interpreting() else 128  # interpreted tests have few pools, and should take several steps
-    wide = min(1 << (channels - 1).bit_length(), 64 if interpreting() else 512)
+    shared_constants = _shared_constants(record)
+    channels = shared_constants["C"]
+    search_ways = 4 if interpreting() else 128  # interpreted tests have few pools, and should take several steps
+    combine_block_c = min(1 << (channels - 1).bit_length(), 64 if interpreting() else 512)
     return ForwardSpec(
-        **shared,
-        SPAN=config.span,
-        BLOCKS=cdiv(shared["T"], config.span),
+        **shared_constants,
+        TOKENS_PER_BLOCK=config.tokens_per_block,
+        NUM_BLOCKS=cdiv(shared_constants["T"], config.tokens_per_block),
         BLOCK_T=config.block_t,
         BLOCK_C=config.block_c,
-        TILES=cdiv(channels, config.block_c),
-        AT_ONCE=AT_ONCE,
-        WIDE=wide,
-        WIDE_TILES=cdiv(channels, wide),
-        WAYS=ways,
-        WIDE_LEVELS=next(n for n in range(1, 33) if ways**n >= shared["M"]),
+        NUM_CHANNEL_TILES=cdiv(channels, config.block_c),
+        SUMS_PER_LOAD=SUMS_PER_LOAD,
+        COMBINE_BLOCK_C=combine_block_c,
+        COMBINE_CHANNEL_TILES=cdiv(channels, combine_block_c),
+        SEARCH_WAYS=search_ways,
+        SEARCH_STEPS=next(n for n in range(1, 33) if search_ways**n >= shared_constants["M"]),
         PREFETCH=config.prefetch,
     )
 
 
 def backward_spec(record: SegmentPooling, config: PoolingBackward) -> BackwardSpec:
     """Returns the constants of a record's backward kernel."""
-    shared = _shared(record)
-    tiles = cdiv(shared["C"], config.block_c)
+    shared_constants = _shared_constants(record)
+    tiles = cdiv(shared_constants["C"], config.block_c)
     steps = min(config.tiles, tiles)
     return BackwardSpec(
-        **shared,
+        **shared_constants,
         BLOCK_T=config.block_t,
-        BLOCKS=cdiv(shared["T"], config.block_t),
+        NUM_BLOCKS=cdiv(shared_constants["T"], config.block_t),
         BLOCK_C=config.block_c,
-        STEPS=steps,
-        GROUPS=cdiv(tiles, steps),
+        TILES_PER_PROGRAM=steps,
+        NUM_CHANNEL_PROGRAMS=cdiv(tiles, steps),
     )

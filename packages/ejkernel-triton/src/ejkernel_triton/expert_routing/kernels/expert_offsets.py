@@ -7,7 +7,7 @@ from ejkernel_triton.blocks import at_batch
 
 
 @triton.jit
-def expert_offsets_kernel(counts, sums, sizes, spec: tl.constexpr, per: tl.constexpr):
+def expert_offsets_kernel(counts, earlier_block_counts, group_sizes, spec: tl.constexpr, per: tl.constexpr):
     """Computes exclusive sums of counts over blocks, BLOCK_B blocks of BLOCK_E experts at a time, and the group
     sizes.
     """
@@ -16,15 +16,17 @@ def expert_offsets_kernel(counts, sums, sizes, spec: tl.constexpr, per: tl.const
     E: tl.constexpr = spec.PADDED_E
     tile = tl.program_id(0) % (E // BLOCK_E)
     batch = tl.cast(tl.program_id(0) // (E // BLOCK_E), tl.int64)
-    counts = at_batch(counts, batch, per.COUNTS, spec.BLOCKS * E)
-    sums += batch * spec.BLOCKS * E
+    counts = at_batch(counts, batch, per.COUNTS, spec.NUM_BLOCKS * E)
+    earlier_block_counts += batch * spec.NUM_BLOCKS * E
     expert = tile * BLOCK_E + tl.arange(0, BLOCK_E)
-    total = tl.full([BLOCK_E], 0, tl.int32)
-    for start in tl.range(0, spec.BLOCKS, B):
+    expert_total = tl.full([BLOCK_E], 0, tl.int32)
+    for start in tl.range(0, spec.NUM_BLOCKS, B):
         block = start + tl.arange(0, B)
         at = block[:, None] * E + expert[None, :]
-        mask = (block < spec.BLOCKS)[:, None]
-        count = tl.load(counts + at, mask=mask, other=0)
-        tl.store(sums + at, tl.cumsum(count, axis=0) - count + total[None, :], mask=mask)
-        total += tl.sum(count, axis=0)
-    tl.store(sizes + batch * spec.E + expert, total, mask=expert < spec.E)
+        mask = (block < spec.NUM_BLOCKS)[:, None]
+        block_counts = tl.load(counts + at, mask=mask, other=0)
+        tl.store(
+            earlier_block_counts + at, tl.cumsum(block_counts, axis=0) - block_counts + expert_total[None, :], mask=mask
+        )
+        expert_total += tl.sum(block_counts, axis=0)
+    tl.store(group_sizes + batch * spec.E + expert, expert_total, mask=expert < spec.E)

@@ -7,28 +7,39 @@ from ejkernel_triton.blocks import at_batch
 
 
 @triton.jit
-def sorted_rows_kernel(experts, ranks, sums, sizes, places, order, spec: tl.constexpr, per: tl.constexpr):
+def sorted_rows_kernel(
+    experts,
+    indices_within_expert,
+    earlier_block_counts,
+    group_sizes,
+    sorted_positions,
+    sorted_pairs,
+    spec: tl.constexpr,
+    per: tl.constexpr,
+):
     """Stores the rows of the pairs of BLOCK_T tokens, and for those rows the pair."""
     T: tl.constexpr = spec.BLOCK_T
     E: tl.constexpr = spec.PADDED_E
-    COUNT: tl.constexpr = spec.K
-    block = tl.program_id(0) % spec.BLOCKS
-    batch = tl.cast(tl.program_id(0) // spec.BLOCKS, tl.int64)
+    TOP_K: tl.constexpr = spec.K
+    block = tl.program_id(0) % spec.NUM_BLOCKS
+    batch = tl.cast(tl.program_id(0) // spec.NUM_BLOCKS, tl.int64)
     experts = at_batch(experts, batch, per.EXPERTS, spec.T * spec.K)
-    ranks = at_batch(ranks, batch, per.RANKS, spec.T * spec.K)
-    sums = at_batch(sums, batch, per.SUMS, spec.BLOCKS * E) + block * E
-    sizes = at_batch(sizes, batch, per.SIZES, spec.E)
-    places += batch * spec.T * spec.K
-    order += batch * spec.T * spec.K
+    indices_within_expert = at_batch(indices_within_expert, batch, per.INDICES_WITHIN_EXPERT, spec.T * spec.K)
+    earlier_block_counts = (
+        at_batch(earlier_block_counts, batch, per.EARLIER_BLOCK_COUNTS, spec.NUM_BLOCKS * E) + block * E
+    )
+    group_sizes = at_batch(group_sizes, batch, per.GROUP_SIZES, spec.E)
+    sorted_positions += batch * spec.T * spec.K
+    sorted_pairs += batch * spec.T * spec.K
     token = block * T + tl.arange(0, T)
-    every = tl.arange(0, E)
-    size = tl.load(sizes + every, mask=every < spec.E, other=0)
-    first = tl.cumsum(size, axis=0) - size
-    for n in tl.static_range(COUNT):
+    expert_ids = tl.arange(0, E)
+    group_size = tl.load(group_sizes + expert_ids, mask=expert_ids < spec.E, other=0)
+    first_row = tl.cumsum(group_size, axis=0) - group_size
+    for n in tl.static_range(TOP_K):
         pair = token * spec.K + n
         expert = tl.load(experts + pair, mask=token < spec.T, other=0)
-        place = tl.load(ranks + pair, mask=token < spec.T, other=0)
-        place += tl.load(sums + expert, mask=token < spec.T, other=0)
-        place += tl.sum(tl.where(expert[:, None] == every[None, :], first[None, :], 0), axis=1)
-        tl.store(places + pair, place, mask=token < spec.T)
-        tl.store(order + place, pair, mask=token < spec.T)
+        sorted_position = tl.load(indices_within_expert + pair, mask=token < spec.T, other=0)
+        sorted_position += tl.load(earlier_block_counts + expert, mask=token < spec.T, other=0)
+        sorted_position += tl.sum(tl.where(expert[:, None] == expert_ids[None, :], first_row[None, :], 0), axis=1)
+        tl.store(sorted_positions + pair, sorted_position, mask=token < spec.T)
+        tl.store(sorted_pairs + sorted_position, pair, mask=token < spec.T)

@@ -17,45 +17,45 @@ from ejkernel_triton.blocks import at_batch
 
 
 @triton.jit
-def topk_kernel(logits, experts, ranks, counts, spec: tl.constexpr, per: tl.constexpr):
+def topk_kernel(logits, experts, indices_within_expert, counts, spec: tl.constexpr, per: tl.constexpr):
     """Selects the experts of BLOCK_T tokens, the largest logit first; of equal logits the first expert comes first."""
     T: tl.constexpr = spec.BLOCK_T
     E: tl.constexpr = spec.PADDED_E
     K: tl.constexpr = spec.PADDED_K
-    COUNT: tl.constexpr = spec.K
-    block = tl.program_id(0) % spec.BLOCKS
-    batch = tl.cast(tl.program_id(0) // spec.BLOCKS, tl.int64)
+    TOP_K: tl.constexpr = spec.K
+    block = tl.program_id(0) % spec.NUM_BLOCKS
+    batch = tl.cast(tl.program_id(0) // spec.NUM_BLOCKS, tl.int64)
     logits = at_batch(logits, batch, per.LOGITS, spec.T * spec.E)
     token = block * T + tl.arange(0, T)
     expert = tl.arange(0, E)
-    real = (token < spec.T)[:, None] & (expert < spec.E)[None, :]
+    is_real_logit = (token < spec.T)[:, None] & (expert < spec.E)[None, :]
     at = tl.cast(token, tl.int64)[:, None] * spec.E + expert[None, :]
-    x = tl.load(logits + at, mask=real, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits + at, mask=is_real_logit, other=float("-inf")).to(tl.float32)
     # Integers with the order of the logits, as `ejkernel.families.expert_routing.ordered` defines it: -0 equals 0, and
     # NaN is the largest. Comparisons with NaN would be false, so that no expert would be selected.
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     key = tl.where(magnitude > 0x7F800000, 0x7FFFFFFF, tl.where(bits < 0, -magnitude, magnitude))
-    left = tl.broadcast_to((expert < spec.E)[None, :], [T, E])
+    is_remaining = tl.broadcast_to((expert < spec.E)[None, :], [T, E])
     n = tl.arange(0, K)
-    chosen = tl.full([T, K], 0, tl.int32)
-    for step in tl.static_range(COUNT):
+    chosen_experts = tl.full([T, K], 0, tl.int32)
+    for step in tl.static_range(TOP_K):
         # The smallest integer stands for a removed logit; no logit maps to it.
-        largest = tl.max(tl.where(left, key, -0x80000000), axis=1)
-        found = tl.min(tl.where(left & (key == largest[:, None]), expert[None, :], E), axis=1)
-        chosen = tl.where(n[None, :] == step, found[:, None], chosen)
-        left = left & (expert[None, :] != found[:, None])
-    used = (token < spec.T)[:, None] & (n < spec.K)[None, :]
+        max_key = tl.max(tl.where(is_remaining, key, -0x80000000), axis=1)
+        best_expert = tl.min(tl.where(is_remaining & (key == max_key[:, None]), expert[None, :], E), axis=1)
+        chosen_experts = tl.where(n[None, :] == step, best_expert[:, None], chosen_experts)
+        is_remaining = is_remaining & (expert[None, :] != best_expert[:, None])
+    is_real_pair = (token < spec.T)[:, None] & (n < spec.K)[None, :]
     pair = token[:, None] * spec.K + n[None, :]
-    tl.store(experts + batch * spec.T * spec.K + pair, chosen, mask=used)
+    tl.store(experts + batch * spec.T * spec.K + pair, chosen_experts, mask=is_real_pair)
     # A token has an expert at most once, so the pairs of an expert are ordered by token.
-    hot = ((expert < spec.E)[None, :] & (left == 0) & (token < spec.T)[:, None]).to(tl.int32)
-    before = tl.cumsum(hot, axis=0) - hot
-    rank = tl.full([T, K], 0, tl.int32)
-    for step in tl.static_range(COUNT):
-        found = tl.sum(tl.where(n[None, :] == step, chosen, 0), axis=1)
-        earlier = tl.sum(tl.where(expert[None, :] == found[:, None], before, 0), axis=1)
-        rank = tl.where(n[None, :] == step, earlier[:, None], rank)
-    tl.store(ranks + batch * spec.T * spec.K + pair, rank, mask=used)
-    counts += (batch * spec.BLOCKS + block) * E
-    tl.store(counts + expert, tl.sum(hot, axis=0))
+    is_chosen = ((expert < spec.E)[None, :] & (is_remaining == 0) & (token < spec.T)[:, None]).to(tl.int32)
+    earlier_token_counts = tl.cumsum(is_chosen, axis=0) - is_chosen
+    index_within_expert = tl.full([T, K], 0, tl.int32)
+    for step in tl.static_range(TOP_K):
+        best_expert = tl.sum(tl.where(n[None, :] == step, chosen_experts, 0), axis=1)
+        num_earlier_tokens = tl.sum(tl.where(expert[None, :] == best_expert[:, None], earlier_token_counts, 0), axis=1)
+        index_within_expert = tl.where(n[None, :] == step, num_earlier_tokens[:, None], index_within_expert)
+    tl.store(indices_within_expert + batch * spec.T * spec.K + pair, index_within_expert, mask=is_real_pair)
+    counts += (batch * spec.NUM_BLOCKS + block) * E
+    tl.store(counts + expert, tl.sum(is_chosen, axis=0))

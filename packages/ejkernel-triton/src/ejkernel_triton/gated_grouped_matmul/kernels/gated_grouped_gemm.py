@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile, tanh
-from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW, bounded
+from ejkernel_triton.grouped_matmul.kernels.tile import END, ENTRY_FIELDS, MATRIX_FIELD, ROW, tile_indices
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def products(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
     """
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
-    EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
+    EVEN_K: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
     WIDTH: tl.constexpr = BLOCK_N if spec.LAYOUT == "no gate" else 2 * BLOCK_N
     MATRIX_COLUMNS: tl.constexpr = spec.COLUMNS if spec.LAYOUT == "no gate" else 2 * spec.COLUMNS
     # Multiplies both halves at once, which reads lhs from shared memory only once: its bandwidth is the bottleneck.
@@ -36,29 +36,29 @@ def products(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
     else:
         n = column + at
         matrix_column = n
-    in_columns = n < spec.COLUMNS
+    column_mask = n < spec.COLUMNS
     k = tl.arange(0, BLOCK_K)
     # The address of a token's row has 64 bits: tokens of one tile may be far apart.
-    lhs_at = tokens + (tl.cast(token, tl.int64) * spec.CONTRACTED)[:, None] + k[None, :]
-    rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * MATRIX_COLUMNS)
-    rhs_at += k[:, None] * spec.RHS_STRIDES[0] + (matrix_column * spec.RHS_STRIDES[1])[None, :]
+    lhs_pointers = tokens + (tl.cast(token, tl.int64) * spec.CONTRACTED)[:, None] + k[None, :]
+    rhs_pointers = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * MATRIX_COLUMNS)
+    rhs_pointers += k[:, None] * spec.RHS_STRIDES[0] + (matrix_column * spec.RHS_STRIDES[1])[None, :]
     acc = tl.zeros([spec.BLOCK_M, WIDTH], tl.float32)
-    step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
-    for step in tl.range(0, step_count):
-        if EVEN and spec.COLUMNS % BLOCK_N == 0:
-            lhs_tile = tl.load(lhs_at)
-            rhs_tile = tl.load(rhs_at)
+    num_steps: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(0, num_steps):
+        if EVEN_K and spec.COLUMNS % BLOCK_N == 0:
+            lhs_tile = tl.load(lhs_pointers)
+            rhs_tile = tl.load(rhs_pointers)
         else:
             # Both operands are 0 past the end: a 0 in only one would be multiplied by out-of-bounds data, which may be
             # NaN.
-            in_k = k < spec.CONTRACTED - step * BLOCK_K
-            lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
-            rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
+            k_mask = k < spec.CONTRACTED - step * BLOCK_K
+            lhs_tile = tl.load(lhs_pointers, mask=k_mask[None, :], other=0.0)
+            rhs_tile = tl.load(rhs_pointers, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
         acc = add_dot(acc, lhs_tile, rhs_tile, spec)
-        lhs_at += BLOCK_K
-        rhs_at += BLOCK_K * spec.RHS_STRIDES[0]
-    if spec.BIAS:
-        added = tl.load(bias + matrix * MATRIX_COLUMNS + matrix_column, mask=in_columns, other=0.0)
+        lhs_pointers += BLOCK_K
+        rhs_pointers += BLOCK_K * spec.RHS_STRIDES[0]
+    if spec.HAS_BIAS:
+        added = tl.load(bias + matrix * MATRIX_COLUMNS + matrix_column, mask=column_mask, other=0.0)
         acc += added.to(tl.float32)[None, :]
     return acc
 
@@ -69,7 +69,7 @@ def combined(acc, spec: tl.constexpr):
     the values, so the split moves no data.
     """
     if spec.LAYOUT == "no gate":
-        return activated(acc, spec)
+        return apply_activation(acc, spec)
     else:
         if spec.LAYOUT == "interleaved":
             gate, values = tl.split(tl.reshape(acc, [spec.BLOCK_M, spec.BLOCK_N, 2]))
@@ -79,17 +79,17 @@ def combined(acc, spec: tl.constexpr):
             gate = tl.minimum(gate, spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
             values = tl.minimum(values, spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
             values = tl.maximum(values, -spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        return activated(gate, spec) * (values + spec.BETA if spec.BETA != 0.0 else values)
+        return apply_activation(gate, spec) * (values + spec.BETA if spec.BETA != 0.0 else values)
 
 
 @triton.jit
-def activated(gate, spec: tl.constexpr):
+def apply_activation(gate, spec: tl.constexpr):
     """Returns silu with the factor ALPHA in its sigmoid, gelu by its tanh formula, or the squared ReLU."""
     if spec.ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-spec.ALPHA * gate))
     elif spec.ACTIVATION == "gelu":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
-        return 0.5 * gate * (1.0 + tanh(inner, False))
+        tanh_argument = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
+        return 0.5 * gate * (1.0 + tanh(tanh_argument, False))
     else:
         positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive * positive
@@ -99,59 +99,67 @@ def activated(gate, spec: tl.constexpr):
 def store_rows(values, output, row, end, column, spec: tl.constexpr):
     """Stores the rows before `end`. The tile of the next group stores the later rows."""
     m = tl.arange(0, spec.BLOCK_M)
-    n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
-    mask = (m < end - row)[:, None] & in_columns[None, :]
+    mask = (m < end - row)[:, None] & column_mask[None, :]
     tl.store(output + at, values.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def make_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec: tl.constexpr):
+def compute_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec: tl.constexpr):
     """Computes and stores a tile."""
     # Rows past the last one repeat it, so that loads stay in bounds; they are not stored.
     token = row + tl.minimum(tl.arange(0, spec.BLOCK_M), spec.ROWS - 1 - row)
-    if spec.GATHERS:
+    if spec.GATHERS_ROWS:
         token = tl.load(index + token)
-    named = (token >= 0) & (token < spec.TOKENS)
-    acc = products(tokens, rhs, bias, tl.where(named, token, 0), matrix, column, spec)
+    has_token = (token >= 0) & (token < spec.NUM_TOKENS)
+    acc = products(tokens, rhs, bias, tl.where(has_token, token, 0), matrix, column, spec)
     # A row without a token is 0, even if token 0, which is read for it, is NaN.
-    values = tl.where(named[:, None], combined(acc, spec), 0.0)
+    values = tl.where(has_token[:, None], combined(acc, spec), 0.0)
     store_rows(values, output, row, end, column, spec)
 
 
 @triton.jit
 def gated_grouped_gemm_kernel(tokens, rhs, bias, index, tiles, output, spec: tl.constexpr, per: tl.constexpr):
-    """Computes every PROGRAMS-th tile.
+    """Computes every NUM_PROGRAMS-th tile.
 
     `tiles` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
     """
     program = tl.program_id(0)
-    batch = tl.cast(program // spec.PROGRAMS, tl.int64)
-    program = program % spec.PROGRAMS
-    tokens = at_batch(tokens, batch, per.TOKENS, spec.TOKENS * spec.CONTRACTED)
+    batch = tl.cast(program // spec.NUM_PROGRAMS, tl.int64)
+    program = program % spec.NUM_PROGRAMS
+    tokens = at_batch(tokens, batch, per.TOKENS, spec.NUM_TOKENS * spec.CONTRACTED)
     MATRIX_COLUMNS: tl.constexpr = spec.COLUMNS if spec.LAYOUT == "no gate" else 2 * spec.COLUMNS
-    rhs = at_batch(rhs, batch, per.RHS, spec.MATRICES * spec.CONTRACTED * MATRIX_COLUMNS)
-    if spec.BIAS:
-        bias = at_batch(bias, batch, per.BIAS, spec.MATRICES * MATRIX_COLUMNS)
-    if spec.GATHERS:
+    rhs = at_batch(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED * MATRIX_COLUMNS)
+    if spec.HAS_BIAS:
+        bias = at_batch(bias, batch, per.BIAS, spec.NUM_MATRICES * MATRIX_COLUMNS)
+    if spec.GATHERS_ROWS:
         index = at_batch(index, batch, per.INDEX, spec.ROWS)
-    tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
+    tiles = at_batch(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
-    ends = tiles + spec.ENTRIES * FIELDS
-    leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+    counts_address = tiles + spec.TILE_LIST_LENGTH * ENTRY_FIELDS
+    num_leading, num_assigned, num_entries = (
+        tl.load(counts_address),
+        tl.load(counts_address + 1),
+        tl.load(counts_address + 2),
+    )
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     # Unassigned rows are 0.
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile in tl.range(program, (total - count) * columns, spec.PROGRAMS):
+    for tile in tl.range(program, (num_entries - num_assigned) * columns, spec.NUM_PROGRAMS):
         entry = tile // columns
-        entry_at = tiles + (entry + tl.where(entry < leading, 0, count)) * FIELDS
-        row, end = tl.load(entry_at + ROW), tl.load(entry_at + END)
+        entry_address = tiles + (entry + tl.where(entry < num_leading, 0, num_assigned)) * ENTRY_FIELDS
+        row, end = tl.load(entry_address + ROW), tl.load(entry_address + END)
         store_rows(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
-    for tile in tl.range(program, count * columns, spec.PROGRAMS):
-        entry, column = grouped_tile(tile, count, columns, spec.GROUP_M)
-        entry_at = tiles + (leading + entry) * FIELDS
-        matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
+    for tile in tl.range(program, num_assigned * columns, spec.NUM_PROGRAMS):
+        entry, column = grouped_tile(tile, num_assigned, columns, spec.GROUP_M)
+        entry_address = tiles + (num_leading + entry) * ENTRY_FIELDS
+        matrix, row, end = (
+            tl.load(entry_address + MATRIX_FIELD),
+            tl.load(entry_address + ROW),
+            tl.load(entry_address + END),
+        )
         column *= spec.BLOCK_N
-        make_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec)
+        compute_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec)

@@ -19,15 +19,15 @@ from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 
 @triton.jit
-def add_row(acc, n, token, rows, indices, weights, channels, spec: tl.constexpr):
+def add_weighted_row(acc, n, token, rows, indices, weights, channels, spec: tl.constexpr):
     """Adds the n-th row of each token to its sum."""
     index = tl.load(indices + token * spec.K + n, mask=token < spec.T, other=-1)
     valid = (index >= 0) & (index < spec.R)
-    term = load_rows(rows, index, valid, channels, spec)
-    if spec.WEIGHTS:
+    row_values = load_rows(rows, index, valid, channels, spec)
+    if spec.HAS_WEIGHTS:
         # Not loaded for an index out of range, so that a NaN in its weight does not matter.
-        term *= tl.load(weights + token * spec.K + n, mask=valid, other=0.0).to(tl.float32)[:, None]
-    return acc + term
+        row_values *= tl.load(weights + token * spec.K + n, mask=valid, other=0.0).to(tl.float32)[:, None]
+    return acc + row_values
 
 
 @triton.jit
@@ -39,15 +39,15 @@ def gather_sum_kernel(rows, indices, weights, output, spec: tl.constexpr, per: t
     row, _, token, channels = program_tile(spec)
     rows = at_batch(rows, row, per.ROWS, spec.R * spec.D)
     indices = at_batch(indices, row, per.INDICES, spec.T * spec.K)
-    if spec.WEIGHTS:
+    if spec.HAS_WEIGHTS:
         weights = at_batch(weights, row, per.WEIGHTS, spec.T * spec.K)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    if spec.UNROLL:
+    if spec.UNROLL_TERMS:
         for n in tl.static_range(K):
-            acc = add_row(acc, n, token, rows, indices, weights, channels, spec)
+            acc = add_weighted_row(acc, n, token, rows, indices, weights, channels, spec)
     else:
         for n in tl.range(K):
-            acc = add_row(acc, n, token, rows, indices, weights, channels, spec)
-    target = output + (row * spec.T + token)[:, None] * spec.D + channels[None, :]
+            acc = add_weighted_row(acc, n, token, rows, indices, weights, channels, spec)
+    output_pointers = output + (row * spec.T + token)[:, None] * spec.D + channels[None, :]
     mask = (token < spec.T)[:, None] & (channels < spec.D)[None, :]
-    tl.store(target, acc.to(output.dtype.element_ty), mask=mask)
+    tl.store(output_pointers, acc.to(output.dtype.element_ty), mask=mask)

@@ -9,9 +9,9 @@ def program_tile(spec: tl.constexpr):
     """Returns the batch row, sums [BLOCK_T] and channels [BLOCK_D] of this program."""
     program = tl.program_id(0)
     # Consecutive programs are tiles of one block, which read the same indices.
-    tile = program % spec.TILES
-    block = program // spec.TILES % spec.BLOCKS
-    row = tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64)
+    tile = program % spec.NUM_CHANNEL_TILES
+    block = program // spec.NUM_CHANNEL_TILES % spec.NUM_BLOCKS
+    row = tl.cast(program // (spec.NUM_CHANNEL_TILES * spec.NUM_BLOCKS), tl.int64)
     return (
         row,
         tile,

@@ -7,13 +7,13 @@
              ...
     the next GROUP_M tile rows
 
-Programs are persistent: program p multiplies tiles p, p + PROGRAMS, ... to the end of the list, whose length is read
-from memory. A tile may extend into the rows of the next group. Those are multiplied too but not stored, since another
-tile stores them. Rows of a product are independent, so NaN there does no harm, and the main loop has no masks.
+Programs are persistent: program p multiplies tiles p, p + NUM_PROGRAMS, ... to the end of the list, whose length is
+read from memory. A tile may extend into the rows of the next group. Those are multiplied too but not stored, since
+another tile stores them. Rows of a product are independent, so NaN there does no harm, and the main loop has no masks.
 
     prologue            main loop over the contracted axis              epilogue
     tile p -> entry  -> lhs tile, rhs tile -> registers -> acc      ->  scales, bias, existing_out -> rows of the group
-                        (num_stages copies in flight)                   (FLATTEN: the next tile's copies start here)
+                        (num_stages copies in flight)                   (FLATTEN_LOOPS: the next tile's copies start)
 
 Source: Gale et al. 2022, arXiv:2211.15841 (block-sparse products of a dropless mixture of experts).
 """
@@ -22,21 +22,28 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile
-from ejkernel_triton.grouped_matmul.kernels.tile import END, FIELDS, MATRIX, ROW, bounded, operand
+from ejkernel_triton.grouped_matmul.kernels.tile import (
+    END,
+    ENTRY_FIELDS,
+    MATRIX_FIELD,
+    ROW,
+    tile_indices,
+    to_operand_dtype,
+)
 
 
 @triton.jit
-def dequantized(tile, scale, matrix, c, n, spec: tl.constexpr):
+def dequantize_tile(tile, scale, matrix, c, n, spec: tl.constexpr):
     """Converts a tile of a matrix to an operand of the product, multiplied by its scales if these differ along C."""
-    if spec.SCALES == "elements":
-        at = (c // spec.PER_SCALE[0])[:, None] * spec.SCALE_STRIDES[0]
+    if spec.SCALE_MODE == "elements":
+        at = (c // spec.SCALE_BLOCK[0])[:, None] * spec.SCALE_STRIDES[0]
         # Columns past the end use the last scale instead of a mask; they are not stored.
         n = tl.minimum(n, spec.COLUMNS - 1)
-        at += (n // spec.PER_SCALE[1])[None, :] * spec.SCALE_STRIDES[1]
-        factors = tl.load(scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + at)
-        return operand(tile.to(tl.float32) * factors, spec)
+        at += (n // spec.SCALE_BLOCK[1])[None, :] * spec.SCALE_STRIDES[1]
+        factors = tl.load(scale + tl.cast(matrix, tl.int64) * spec.SCALES_PER_MATRIX + at)
+        return to_operand_dtype(tile.to(tl.float32) * factors, spec)
     else:
-        return operand(tile, spec)
+        return to_operand_dtype(tile, spec)
 
 
 @triton.jit
@@ -44,149 +51,166 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
     """Adds a product of 8-bit operands to acc; a step has one scale per row, and one per column."""
     if spec.WIDEN:
         lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
-    if spec.LHS_SCALES == "steps" or spec.SCALES == "steps":
+    if spec.LHS_SCALE_MODE == "steps" or spec.SCALE_MODE == "steps":
         # The scales of a step multiply only its own product, so it needs a separate accumulator. The matrix unit waits
         # for
         # that: 427 instead of 655 TFLOP/s on an H200 (docs/lab/grouped_matmul_gpu.md).
         step_product = tl.dot(lhs_tile, rhs_tile)
-        if spec.LHS_SCALES == "steps":
-            step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_BLOCKS // spec.CONTRACTED)[:, None]
-        if spec.SCALES == "steps":
-            step_product *= tl.load(rhs_scale + step * spec.BLOCK_K // spec.PER_SCALE[0] * spec.SCALE_STRIDES[0])[
+        if spec.LHS_SCALE_MODE == "steps":
+            step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_SCALES_PER_ROW // spec.CONTRACTED)[
+                :, None
+            ]
+        if spec.SCALE_MODE == "steps":
+            step_product *= tl.load(rhs_scale + step * spec.BLOCK_K // spec.SCALE_BLOCK[0] * spec.SCALE_STRIDES[0])[
                 None, :
             ]
         return acc + step_product
     else:
-        # Hopper sums 8-bit products with about 14 bits; after IMPRECISE elements the sum goes to a float32 accumulator.
-        return tl.dot(lhs_tile, rhs_tile, acc, max_num_imprecise_acc=spec.IMPRECISE)
+        # Hopper sums 8-bit products with about 14 bits; after MAX_IMPRECISE_ACC elements the sum goes to a float32
+        # accumulator.
+        return tl.dot(lhs_tile, rhs_tile, acc, max_num_imprecise_acc=spec.MAX_IMPRECISE_ACC)
 
 
 @triton.jit
-def product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr):
+def multiply_tile(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr):
     """Returns the accumulator [BLOCK_M, BLOCK_N] of a tile."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
-    EVEN: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
+    EVEN_K: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
     # Rows past the end of lhs repeat its last row, so that loads without masks stay in bounds.
     m = tl.minimum(tl.arange(0, BLOCK_M), spec.ROWS - 1 - row)
-    n, in_columns = bounded(column, BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices(column, BLOCK_N, spec.COLUMNS)
     k = tl.arange(0, BLOCK_K)
     # Addresses of tiles have 64 bits, offsets in them 32: 64-bit offsets take registers.
-    lhs_at = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
-    rhs_at = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
-    rhs_at += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
-    if spec.LHS_SCALES != "no":
-        row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_BLOCKS
-        column_scales = scale + tl.cast(matrix, tl.int64) * spec.SCALE_ELEMENTS + tl.minimum(n, spec.COLUMNS - 1)
+    lhs_pointers = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
+    rhs_pointers = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
+    rhs_pointers += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
+    if spec.LHS_SCALE_MODE != "no":
+        row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_SCALES_PER_ROW
+        column_scales = scale + tl.cast(matrix, tl.int64) * spec.SCALES_PER_MATRIX + tl.minimum(n, spec.COLUMNS - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # A compile-time constant, which flattened loops need.
-    step_count: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
-    for step in tl.range(0, step_count):
+    num_steps: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(0, num_steps):
         # Main loop. There is no mask along C if steps divide it, and one along columns only if tiles do not.
-        if EVEN:
-            lhs_tile = tl.load(lhs_at)
+        if EVEN_K:
+            lhs_tile = tl.load(lhs_pointers)
             rhs_tile = (
-                tl.load(rhs_at, mask=in_columns[None, :], other=0.0) if spec.COLUMNS % BLOCK_N else tl.load(rhs_at)
+                tl.load(rhs_pointers, mask=column_mask[None, :], other=0.0)
+                if spec.COLUMNS % BLOCK_N
+                else tl.load(rhs_pointers)
             )
             c = step * BLOCK_K + k
         else:
             # Both operands are 0 past the end: a 0 in only one would be multiplied by out-of-bounds data, which may be
             # NaN.
-            in_k = k < spec.CONTRACTED - step * BLOCK_K
-            lhs_tile = tl.load(lhs_at, mask=in_k[None, :], other=0.0)
-            rhs_tile = tl.load(rhs_at, mask=in_k[:, None] & in_columns[None, :], other=0.0)
+            k_mask = k < spec.CONTRACTED - step * BLOCK_K
+            lhs_tile = tl.load(lhs_pointers, mask=k_mask[None, :], other=0.0)
+            rhs_tile = tl.load(rhs_pointers, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
             c = tl.minimum(step * BLOCK_K + k, spec.CONTRACTED - 1)
-        if spec.LHS_SCALES == "no":
-            acc = add_dot(acc, operand(lhs_tile, spec), dequantized(rhs_tile, scale, matrix, c, n, spec), spec)
+        if spec.LHS_SCALE_MODE == "no":
+            acc = add_dot(
+                acc, to_operand_dtype(lhs_tile, spec), dequantize_tile(rhs_tile, scale, matrix, c, n, spec), spec
+            )
         else:
             acc = add_float8_product(acc, lhs_tile, rhs_tile, row_scales, column_scales, step, spec)
-        lhs_at += BLOCK_K
-        rhs_at += BLOCK_K * spec.RHS_STRIDES[0]
+        lhs_pointers += BLOCK_K
+        rhs_pointers += BLOCK_K * spec.RHS_STRIDES[0]
     return acc
 
 
 @triton.jit
-def store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec: tl.constexpr):
+def store_output_tile(acc, lhs_scale, scale, bias, existing_out, output, matrix, row, end, column, spec: tl.constexpr):
     """The epilogue: applies scales of rows and columns, bias and `existing_out`, and stores the rows of the tile's
     group.
     """
-    n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices(column, spec.BLOCK_N, spec.COLUMNS)
     matrix = tl.cast(matrix, tl.int64)
     # Scales of whole rows and columns commute with the sum over C, so they multiply the accumulator once.
-    if spec.LHS_SCALES == "rows":
+    if spec.LHS_SCALE_MODE == "rows":
         acc *= tl.load(lhs_scale + tl.minimum(row + tl.arange(0, spec.BLOCK_M), spec.ROWS - 1))[:, None]
-    if spec.SCALES == "columns":
-        acc *= tl.load(scale + matrix * spec.SCALE_ELEMENTS + n, mask=in_columns, other=0.0)[None, :]
-    if spec.BIAS:
-        acc += tl.load(bias + matrix * spec.COLUMNS + n, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    add_and_store(acc, existing, output, row, end, column, spec)
+    if spec.SCALE_MODE == "columns":
+        acc *= tl.load(scale + matrix * spec.SCALES_PER_MATRIX + n, mask=column_mask, other=0.0)[None, :]
+    if spec.HAS_BIAS:
+        acc += tl.load(bias + matrix * spec.COLUMNS + n, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    add_existing_and_store(acc, existing_out, output, row, end, column, spec)
 
 
 @triton.jit
-def add_and_store(acc, existing, output, row, end, column, spec: tl.constexpr):
+def add_existing_and_store(acc, existing_out, output, row, end, column, spec: tl.constexpr):
     """Adds `existing_out`, and stores the rows before `end`."""
     m = tl.arange(0, spec.BLOCK_M)
-    n, in_columns = bounded(column, spec.BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
     # The tile of the next group stores the rows from `end` on.
-    mask = (m < end - row)[:, None] & in_columns[None, :]
-    if spec.EXISTING:
-        acc += tl.load(existing + at, mask=mask, other=0.0).to(tl.float32)
+    mask = (m < end - row)[:, None] & column_mask[None, :]
+    if spec.HAS_EXISTING_OUT:
+        acc += tl.load(existing_out + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(output + at, acc.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def fill(existing, output, tiles, program, leading, count, total, spec: tl.constexpr):
-    """Fills unassigned rows with `existing_out` or 0; their tiles are the first `leading` entries and the last entries
-    of the tile list.
+def fill_unassigned_rows(
+    existing_out, output, tiles, program, num_leading, num_assigned, num_entries, spec: tl.constexpr
+):
+    """Fills unassigned rows with `existing_out` or 0; their tiles are the first `num_leading` entries and the last
+    entries of the tile list.
     """
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile in tl.range(program, (total - count) * columns, spec.PROGRAMS):
+    for tile in tl.range(program, (num_entries - num_assigned) * columns, spec.NUM_PROGRAMS):
         entry = tile // columns
-        entry_at = tiles + (entry + tl.where(entry < leading, 0, count)) * FIELDS
-        row, end = tl.load(entry_at + ROW), tl.load(entry_at + END)
-        add_and_store(zeros, existing, output, row, end, (tile % columns) * spec.BLOCK_N, spec)
+        entry_address = tiles + (entry + tl.where(entry < num_leading, 0, num_assigned)) * ENTRY_FIELDS
+        row, end = tl.load(entry_address + ROW), tl.load(entry_address + END)
+        add_existing_and_store(zeros, existing_out, output, row, end, (tile % columns) * spec.BLOCK_N, spec)
 
 
 @triton.jit
 def grouped_gemm_kernel(
-    lhs, rhs, scale, lhs_scale, bias, existing, tiles, output, spec: tl.constexpr, per: tl.constexpr
+    lhs, rhs, scale, lhs_scale, bias, existing_out, tiles, output, spec: tl.constexpr, per: tl.constexpr
 ):
-    """Multiplies every PROGRAMS-th tile.
+    """Multiplies every NUM_PROGRAMS-th tile.
 
     `tiles` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
     """
     program = tl.program_id(0)
-    batch = tl.cast(program // spec.PROGRAMS, tl.int64)
-    program = program % spec.PROGRAMS
+    batch = tl.cast(program // spec.NUM_PROGRAMS, tl.int64)
+    program = program % spec.NUM_PROGRAMS
     lhs = at_batch(lhs, batch, per.LHS, spec.ROWS * spec.CONTRACTED)
-    rhs = at_batch(rhs, batch, per.RHS, spec.MATRICES * spec.CONTRACTED * spec.COLUMNS)
-    if spec.SCALES != "no":
-        scale = at_batch(scale, batch, per.SCALE, spec.MATRICES * spec.SCALE_ELEMENTS)
-    if spec.LHS_SCALES != "no":
-        lhs_scale = at_batch(lhs_scale, batch, per.LHS_SCALE, spec.ROWS * spec.LHS_BLOCKS)
-    if spec.BIAS:
-        bias = at_batch(bias, batch, per.BIAS, spec.MATRICES * spec.COLUMNS)
-    if spec.EXISTING:
-        existing = at_batch(existing, batch, per.EXISTING, spec.ROWS * spec.COLUMNS)
-    tiles = at_batch(tiles, batch, per.TILES, (spec.ENTRIES + 1) * FIELDS)
+    rhs = at_batch(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED * spec.COLUMNS)
+    if spec.SCALE_MODE != "no":
+        scale = at_batch(scale, batch, per.SCALE, spec.NUM_MATRICES * spec.SCALES_PER_MATRIX)
+    if spec.LHS_SCALE_MODE != "no":
+        lhs_scale = at_batch(lhs_scale, batch, per.LHS_SCALE, spec.ROWS * spec.LHS_SCALES_PER_ROW)
+    if spec.HAS_BIAS:
+        bias = at_batch(bias, batch, per.BIAS, spec.NUM_MATRICES * spec.COLUMNS)
+    if spec.HAS_EXISTING_OUT:
+        existing_out = at_batch(existing_out, batch, per.EXISTING_OUT, spec.ROWS * spec.COLUMNS)
+    tiles = at_batch(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
     # The counts were computed on the device, so that one grid serves groups of any size.
-    ends = tiles + spec.ENTRIES * FIELDS
-    leading, count, total = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
+    counts_address = tiles + spec.TILE_LIST_LENGTH * ENTRY_FIELDS
+    num_leading, num_assigned, num_entries = (
+        tl.load(counts_address),
+        tl.load(counts_address + 1),
+        tl.load(counts_address + 2),
+    )
     # Unassigned rows are not multiplied, so they have a separate loop: flattened loops need a constant number of steps.
-    fill(existing, output, tiles, program, leading, count, total, spec)
+    fill_unassigned_rows(existing_out, output, tiles, program, num_leading, num_assigned, num_entries, spec)
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     # Flattened loops overlap a tile's first copies with the previous epilogue. On an H200 they are faster for the
     # gradient of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
-    for tile in tl.range(program, count * columns, spec.PROGRAMS, flatten=spec.FLATTEN):
-        entry, column = grouped_tile(tile, count, columns, spec.GROUP_M)
-        entry_at = tiles + (leading + entry) * FIELDS
-        matrix, row, end = tl.load(entry_at + MATRIX), tl.load(entry_at + ROW), tl.load(entry_at + END)
+    for tile in tl.range(program, num_assigned * columns, spec.NUM_PROGRAMS, flatten=spec.FLATTEN_LOOPS):
+        entry, column = grouped_tile(tile, num_assigned, columns, spec.GROUP_M)
+        entry_address = tiles + (num_leading + entry) * ENTRY_FIELDS
+        matrix, row, end = (
+            tl.load(entry_address + MATRIX_FIELD),
+            tl.load(entry_address + ROW),
+            tl.load(entry_address + END),
+        )
         column *= spec.BLOCK_N
-        acc = product(lhs, rhs, lhs_scale, scale, matrix, row, column, spec)
-        store(acc, lhs_scale, scale, bias, existing, output, matrix, row, end, column, spec)
+        acc = multiply_tile(lhs, rhs, lhs_scale, scale, matrix, row, column, spec)
+        store_output_tile(acc, lhs_scale, scale, bias, existing_out, output, matrix, row, end, column, spec)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile
-from ejkernel_triton.grouped_matmul.kernels.tile import bounded
+from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices
 
 
 @triton.jit
@@ -26,36 +26,38 @@ def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, pe
     """Computes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
     BLOCK_P: tl.constexpr = spec.BLOCK_P
     BLOCK_Q: tl.constexpr = spec.BLOCK_Q
-    down: tl.constexpr = (spec.HEIGHT + BLOCK_P - 1) // BLOCK_P
-    across: tl.constexpr = (spec.WIDTH + BLOCK_Q - 1) // BLOCK_Q
+    num_row_tiles: tl.constexpr = (spec.OUTPUT_ROWS + BLOCK_P - 1) // BLOCK_P
+    num_column_tiles: tl.constexpr = (spec.OUTPUT_COLUMNS + BLOCK_Q - 1) // BLOCK_Q
     program = tl.program_id(0)
-    batch = tl.cast(program // (spec.MATRICES * down * across), tl.int64)
-    program = program % (spec.MATRICES * down * across)
-    matrix = program // (down * across)
+    batch = tl.cast(program // (spec.NUM_MATRICES * num_row_tiles * num_column_tiles), tl.int64)
+    program = program % (spec.NUM_MATRICES * num_row_tiles * num_column_tiles)
+    matrix = program // (num_row_tiles * num_column_tiles)
     # Tiles of a matrix are in groups of GROUP_M rows, so that programs that run together share rows in L2.
-    tile_p, tile_q = grouped_tile(program % (down * across), down, across, spec.GROUP_M)
-    left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.HEIGHT)
-    right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.WIDTH)
-    bounds = at_batch(bounds, batch, per.BOUNDS, spec.MATRICES * 2)
-    output += batch * spec.MATRICES * spec.HEIGHT * spec.WIDTH
-    output += tl.cast(matrix, tl.int64) * (spec.HEIGHT * spec.WIDTH)
+    tile_p, tile_q = grouped_tile(
+        program % (num_row_tiles * num_column_tiles), num_row_tiles, num_column_tiles, spec.GROUP_M
+    )
+    left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.OUTPUT_ROWS)
+    right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.OUTPUT_COLUMNS)
+    bounds = at_batch(bounds, batch, per.BOUNDS, spec.NUM_MATRICES * 2)
+    output += batch * spec.NUM_MATRICES * spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS
+    output += tl.cast(matrix, tl.int64) * (spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS)
     first, end = group_bounds(bounds, matrix)
-    p, in_p = bounded(tile_p * BLOCK_P, BLOCK_P, spec.HEIGHT)
-    q, in_q = bounded(tile_q * BLOCK_Q, BLOCK_Q, spec.WIDTH)
+    p, p_mask = tile_indices(tile_p * BLOCK_P, BLOCK_P, spec.OUTPUT_ROWS)
+    q, q_mask = tile_indices(tile_q * BLOCK_Q, BLOCK_Q, spec.OUTPUT_COLUMNS)
     k = tl.arange(0, spec.BLOCK_K)
     # The address of the group's first row has 64 bits, offsets within a step 32.
-    left += tl.cast(first, tl.int64) * spec.HEIGHT + (k[:, None] * spec.HEIGHT + p[None, :])
-    right += tl.cast(first, tl.int64) * spec.WIDTH + (k[:, None] * spec.WIDTH + q[None, :])
+    left += tl.cast(first, tl.int64) * spec.OUTPUT_ROWS + (k[:, None] * spec.OUTPUT_ROWS + p[None, :])
+    right += tl.cast(first, tl.int64) * spec.OUTPUT_COLUMNS + (k[:, None] * spec.OUTPUT_COLUMNS + q[None, :])
     acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
     for start in tl.range(first, end, spec.BLOCK_K):
         # Both operands are masked past the group's last row: a 0 in only one would be multiplied by NaN of another
         # group.
-        in_group = (k < end - start)[:, None]
-        left_tile = tl.load(left, mask=in_group & in_p[None, :], other=0.0)
-        right_tile = tl.load(right, mask=in_group & in_q[None, :], other=0.0)
+        group_mask = (k < end - start)[:, None]
+        left_tile = tl.load(left, mask=group_mask & p_mask[None, :], other=0.0)
+        right_tile = tl.load(right, mask=group_mask & q_mask[None, :], other=0.0)
         # P is contiguous in memory. The product reads 16-bit operands transposed from shared memory, without a copy.
         acc = add_dot(acc, tl.trans(left_tile), right_tile, spec)
-        left += spec.BLOCK_K * spec.HEIGHT
-        right += spec.BLOCK_K * spec.WIDTH
-    at = output + (p[:, None] * spec.WIDTH + q[None, :])
-    tl.store(at, acc.to(output.dtype.element_ty), mask=in_p[:, None] & in_q[None, :])
+        left += spec.BLOCK_K * spec.OUTPUT_ROWS
+        right += spec.BLOCK_K * spec.OUTPUT_COLUMNS
+    at = output + (p[:, None] * spec.OUTPUT_COLUMNS + q[None, :])
+    tl.store(at, acc.to(output.dtype.element_ty), mask=p_mask[:, None] & q_mask[None, :])

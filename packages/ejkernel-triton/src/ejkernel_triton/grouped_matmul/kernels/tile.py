@@ -4,28 +4,28 @@ import triton
 import triton.language as tl
 
 # Fields of an entry of the tile list, `ejkernel.families.grouped_matmul.row_tiles`.
-MATRIX = tl.constexpr(0)
+MATRIX_FIELD = tl.constexpr(0)
 ROW = tl.constexpr(1)
 END = tl.constexpr(2)
-FIELDS = tl.constexpr(4)
+ENTRY_FIELDS = tl.constexpr(4)
 
 
 @triton.jit
-def operand(x, spec: tl.constexpr):
+def to_operand_dtype(x, spec: tl.constexpr):
     """Converts a tile to the operands' dtype of the product, in which 8-bit integers and floats are exact."""
     if x.dtype.primitive_bitwidth == 8:
         # Triton's interpreter converts integers to the bits of bfloat16.
         x = x.to(tl.float32)
-    if spec.OPERAND == "float32":
+    if spec.OPERAND_DTYPE == "float32":
         return x.to(tl.float32)
-    elif spec.OPERAND == "bfloat16":
+    elif spec.OPERAND_DTYPE == "bfloat16":
         return x.to(tl.bfloat16)
     else:
         return x.to(tl.float16)
 
 
 @triton.jit
-def bounded(start, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+def tile_indices(start, BLOCK: tl.constexpr, SIZE: tl.constexpr):
     """Returns the indices of a tile from `start` on, and which of them are below SIZE: a constant if tiles end with
     it.
     """

@@ -7,19 +7,19 @@ from ejkernel_triton.blocks import round_bfloat16
 
 
 @triton.jit
-def decode_float(bits, BIAS: tl.constexpr, MANTISSA: tl.constexpr, SIGN: tl.constexpr):
+def decode_float(bits, BIAS: tl.constexpr, MANTISSA_BITS: tl.constexpr, SIGN_BIT: tl.constexpr):
     """Converts a float of few bits, sign on top, to float32: shifts its bits and replaces the exponent's bias.
 
     A subnormal is its mantissa times the smallest power of two. Float32 subnormals would take fewer instructions, but
     devices may flush them to zero.
     """
     # Moves the code's exponent and mantissa to the low end of float32's exponent and the top of its mantissa.
-    shifted = (bits & (SIGN - 1)) << (23 - MANTISSA)
+    shifted_bits = (bits & (SIGN_BIT - 1)) << (23 - MANTISSA_BITS)
     # A subnormal has no implicit 1: it is read with the smallest normal exponent, and the 1 is subtracted again.
-    normal = (shifted + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    subnormal = (shifted + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
-    value = tl.where(shifted < (1 << 23), subnormal, normal)
-    return tl.where((bits & SIGN) != 0, -value, value)
+    normal = (shifted_bits + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    subnormal = (shifted_bits + ((128 - BIAS) << 23)).to(tl.float32, bitcast=True) - 2.0 ** (1 - BIAS)
+    value = tl.where(shifted_bits < (1 << 23), subnormal, normal)
+    return tl.where((bits & SIGN_BIT) != 0, -value, value)
 
 
 @triton.jit
@@ -29,24 +29,24 @@ def load_scales(scales, zeros, rows, tile, spec: tl.constexpr):
     They are loaded one tile before their use. A load outside of the pipeline that every step waited for would take the
     whole time of a step.
     """
-    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER  # words per group
+    WORDS_PER_GROUP: tl.constexpr = spec.CODES_PER_SCALE // spec.PER  # words per group
     COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
     groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
     # Out of bounds words and scales are 0, since code 0 may stand for a value other than 0. An e8m0 of 0 is not 0, but
     # code 0 of its formats is.
-    mask = (rows < spec.R)[:, None] & (groups < spec.GROUPS)[None, :]
-    at = rows[:, None] * spec.GROUPS + groups[None, :]
-    stored = tl.load(scales + at, mask=mask, other=0)
-    if spec.AFFINE and not spec.CENTER:
-        return stored, tl.load(zeros + at, mask=mask, other=0)
+    mask = (rows < spec.R)[:, None] & (groups < spec.SCALES_PER_ROW)[None, :]
+    at = rows[:, None] * spec.SCALES_PER_ROW + groups[None, :]
+    stored_scales = tl.load(scales + at, mask=mask, other=0)
+    if spec.INTEGER_CODES and not spec.SHARED_ZERO:
+        return stored_scales, tl.load(zeros + at, mask=mask, other=0)
     else:
-        return stored, stored
+        return stored_scales, stored_scales
 
 
 @triton.jit
-def spread_over_words(x, spec: tl.constexpr):
+def broadcast_to_words(x, spec: tl.constexpr):
     """Broadcasts values of groups [BLOCK_R, groups] to the groups' words [BLOCK_R, BLOCK_W]."""
-    WORDS_PER_GROUP: tl.constexpr = spec.GROUP // spec.PER
+    WORDS_PER_GROUP: tl.constexpr = spec.CODES_PER_SCALE // spec.PER
     R: tl.constexpr = spec.BLOCK_R
     W: tl.constexpr = spec.BLOCK_W
     if W <= WORDS_PER_GROUP:
@@ -56,53 +56,55 @@ def spread_over_words(x, spec: tl.constexpr):
 
 
 @triton.jit
-def factors(stored, zeros, spec: tl.constexpr):
+def scale_and_offset(stored_scales, zeros, spec: tl.constexpr):
     """Returns scales of every word, float32 [BLOCK_R, BLOCK_W]; for affine codes f and o of `f * (1 + q / 2 ** BITS)
     - o`.
     """
-    if spec.EXPONENT:
+    if spec.E8M0_SCALES:
         # e8m0: the byte is the exponent field of a float32, except for 2 ** -127, which is subnormal, and 255 for NaN.
-        exponent = stored.to(tl.int32)
+        exponent = stored_scales.to(tl.int32)
         bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
         scale = bits.to(tl.float32, bitcast=True)
-    elif spec.SCALE8:
-        scale = decode_float(stored.to(tl.int32), 7, 3, 128)
+    elif spec.E4M3_SCALES:
+        scale = decode_float(stored_scales.to(tl.int32), 7, 3, 128)
     else:
-        scale = stored.to(tl.float32)
-    if spec.AFFINE:
+        scale = stored_scales.to(tl.float32)
+    if spec.INTEGER_CODES:
         # f * (2 ** BITS s) - (2 ** BITS s + z s) = q s - z s: the 1 of the mantissa is part of the offset.
-        factor = scale * (1 << spec.BITS)
-        if spec.CENTER:
-            every = spread_over_words(factor, spec)
-            return every, every * (1 + spec.CENTER / (1 << spec.BITS))
-        return spread_over_words(factor, spec), spread_over_words(factor + scale * zeros.to(tl.float32), spec)
+        scaled_by_codes = scale * (1 << spec.BITS)
+        if spec.SHARED_ZERO:
+            word_scales = broadcast_to_words(scaled_by_codes, spec)
+            return word_scales, word_scales * (1 + spec.SHARED_ZERO / (1 << spec.BITS))
+        return broadcast_to_words(scaled_by_codes, spec), broadcast_to_words(
+            scaled_by_codes + scale * zeros.to(tl.float32), spec
+        )
     else:
-        every = spread_over_words(scale, spec)
-        return every, every
+        word_scales = broadcast_to_words(scale, spec)
+        return word_scales, word_scales
 
 
 @triton.jit
-def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.constexpr):
-    """Dequantises code CODE of every word, to the dtype of the product's operands."""
-    if spec.AFFINE:
+def dequantize(packed, scale, offset, nf4_table, CODE_INDEX: tl.constexpr, spec: tl.constexpr):
+    """Dequantises code CODE_INDEX of every word, to the dtype of the product's operands."""
+    if spec.INTEGER_CODES:
         # The code becomes the top of the mantissa of 1: f = 1 + q / 2 ** BITS, and one multiply-add dequantises it.
         # Conversions of integers to floats run at a quarter of the rate of multiply-adds.
-        SHIFT: tl.constexpr = 23 - (CODE + 1) * spec.BITS
+        SHIFT: tl.constexpr = 23 - (CODE_INDEX + 1) * spec.BITS
         MASK: tl.constexpr = ((1 << spec.BITS) - 1) << (23 - spec.BITS)
         # SHIFT moves the code's top bit to bit 22. A right shift extends the sign; MASK clears it.
-        shifted = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
-        value = ((shifted & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
-    elif spec.TABLE:
-        bits = (packed >> (CODE * spec.BITS)) & ((1 << spec.BITS) - 1)
+        shifted_bits = packed << SHIFT if SHIFT >= 0 else packed >> -SHIFT
+        value = ((shifted_bits & MASK) | 0x3F800000).to(tl.float32, bitcast=True) * scale - offset
+    elif spec.HAS_TABLE:
+        bits = (packed >> (CODE_INDEX * spec.BITS)) & ((1 << spec.BITS) - 1)
         # A gather from a table of 16 values, which stays in L1.
-        value = tl.load(table + bits) * scale
+        value = tl.load(nf4_table + bits) * scale
     elif spec.BITS == 4:
-        value = decode_float(packed >> (CODE * spec.BITS), 1, 1, 8) * scale
+        value = decode_float(packed >> (CODE_INDEX * spec.BITS), 1, 1, 8) * scale
     else:
-        value = decode_float(packed >> (CODE * spec.BITS), 7, 3, 128) * scale
-    if spec.OPERAND == "float32":
+        value = decode_float(packed >> (CODE_INDEX * spec.BITS), 7, 3, 128) * scale
+    if spec.OPERAND_DTYPE == "float32":
         return value
-    elif spec.OPERAND == "bfloat16":
+    elif spec.OPERAND_DTYPE == "bfloat16":
         if spec.WIDEN:  # the interpreter's cast truncates
             value = round_bfloat16(value)
         return value.to(tl.bfloat16)
@@ -111,14 +113,14 @@ def dequantize(packed, scale, offset, table, CODE: tl.constexpr, spec: tl.conste
 
 
 @triton.jit
-def store_partial(parts, acc, code, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
+def store_split_output(split_outputs, acc, code_index, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
     """Stores a split's tile of outputs."""
-    at = (code * spec.M + m)[:, None] * WIDTH + columns[None, :]
-    tl.store(parts + at, acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :])
+    at = (code_index * spec.M + m)[:, None] * WIDTH + columns[None, :]
+    tl.store(split_outputs + at, acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
-def program_of(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
+def program_position(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
     """Returns the batch row, split, tile of columns and tile of rows of a program.
 
     Consecutive programs share words, which they read from L2.
@@ -126,5 +128,5 @@ def program_of(program, COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
     ROW_TILES: tl.constexpr = (spec.M + spec.BLOCK_M - 1) // spec.BLOCK_M
     row = program % ROW_TILES
     column = program // ROW_TILES % COLUMN_TILES
-    part = program // (ROW_TILES * COLUMN_TILES) % spec.SPLITS
-    return tl.cast(program // (ROW_TILES * COLUMN_TILES * spec.SPLITS), tl.int64), part, column, row
+    split_index = program // (ROW_TILES * COLUMN_TILES) % spec.NUM_SPLITS
+    return tl.cast(program // (ROW_TILES * COLUMN_TILES * spec.NUM_SPLITS), tl.int64), split_index, column, row

@@ -21,29 +21,29 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot, at_batch
 from ejkernel_triton.quantized_matmul.kernels.dequantize import (
     dequantize,
-    factors,
     load_scales,
-    program_of,
-    store_partial,
+    program_position,
+    scale_and_offset,
+    store_split_output,
 )
 
 
 @triton.jit
-def matmul_over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.constexpr, per: tl.constexpr):
-    """Multiplies x [M, R] by the packed matrix: partial sums [SPLITS, PER, M, W]."""
+def matmul_over_rows_kernel(x, packed, scales, zeros, nf4_table, split_outputs, spec: tl.constexpr, per: tl.constexpr):
+    """Multiplies x [M, R] by the packed matrix: partial sums [NUM_SPLITS, PER, M, W]."""
     COLUMN_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
-    TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
-    SHARE: tl.constexpr = (TILES + spec.SPLITS - 1) // spec.SPLITS
-    # SHARE tiles of the contracted axis per split; the last splits may have fewer or none, and store zeros.
+    CONTRACTED_TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
+    TILES_PER_SPLIT: tl.constexpr = (CONTRACTED_TILES + spec.NUM_SPLITS - 1) // spec.NUM_SPLITS
+    # TILES_PER_SPLIT tiles of the contracted axis per split; the last splits may have fewer or none, and store zeros.
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_W
-    batch, part, column, row = program_of(tl.program_id(0), COLUMN_TILES, spec)
+    batch, split_index, column, row = program_position(tl.program_id(0), COLUMN_TILES, spec)
     x = at_batch(x, batch, per.X, spec.M * spec.R)
     packed = at_batch(packed, batch, per.PACKED, spec.R * spec.W)
-    scales = at_batch(scales, batch, per.SCALES, spec.R * spec.GROUPS)
-    if spec.AFFINE and not spec.CENTER:
-        zeros = at_batch(zeros, batch, per.ZEROS, spec.R * spec.GROUPS)
-    parts += (batch * spec.SPLITS + part) * (spec.PER * spec.M * spec.W)
+    scales = at_batch(scales, batch, per.SCALES, spec.R * spec.SCALES_PER_ROW)
+    if spec.INTEGER_CODES and not spec.SHARED_ZERO:
+        zeros = at_batch(zeros, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
+    split_outputs += (batch * spec.NUM_SPLITS + split_index) * (spec.PER * spec.M * spec.W)
     m = row * M + tl.arange(0, M)
     words = column * N + tl.arange(0, N)
     # One variable per accumulator, which the loop carries. With words of 4 codes the compiler drops the last four.
@@ -51,36 +51,40 @@ def matmul_over_rows_kernel(x, packed, scales, zeros, table, parts, spec: tl.con
     acc1, acc2, acc3, acc4, acc5, acc6, acc7 = acc0, acc0, acc0, acc0, acc0, acc0, acc0
     row_in_tile = tl.arange(0, spec.BLOCK_R)
     # Prologue: loads the scales of the first tile.
-    stored, stored_zeros = load_scales(scales, zeros, part * SHARE * spec.BLOCK_R + row_in_tile, column, spec)
-    for tile in tl.range(part * SHARE, tl.minimum(part * SHARE + SHARE, TILES)):
+    stored_scales, stored_zeros = load_scales(
+        scales, zeros, split_index * TILES_PER_SPLIT * spec.BLOCK_R + row_in_tile, column, spec
+    )
+    for tile in tl.range(
+        split_index * TILES_PER_SPLIT, tl.minimum(split_index * TILES_PER_SPLIT + TILES_PER_SPLIT, CONTRACTED_TILES)
+    ):
         r = tile * spec.BLOCK_R + row_in_tile
         mask = (r < spec.R)[:, None] & (words < spec.W)[None, :]
-        left = tl.load(
+        x_tile = tl.load(
             x + m[:, None] * spec.R + r[None, :], mask=(m < spec.M)[:, None] & (r < spec.R)[None, :], other=0.0
         )
         words_tile = tl.load(packed + r[:, None] * spec.W + words[None, :], mask=mask, other=0).to(
             tl.int32, bitcast=True
         )
-        scale, offset = factors(stored, stored_zeros, spec)
+        scale, offset = scale_and_offset(stored_scales, stored_zeros, spec)
         # The scales of the next tile are loaded during this tile's products. Loaded in the step that uses them, and one
         # for every word, they made the kernel take 86.8 us instead of 29.4 (docs/lab/quantized_matmul_gpu.md).
-        stored, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
+        stored_scales, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
         # One tile of x and one of words are the operands of all products of the step.
-        acc0 = add_dot(acc0, left, dequantize(words_tile, scale, offset, table, 0, spec), spec)
-        acc1 = add_dot(acc1, left, dequantize(words_tile, scale, offset, table, 1, spec), spec)
-        acc2 = add_dot(acc2, left, dequantize(words_tile, scale, offset, table, 2, spec), spec)
-        acc3 = add_dot(acc3, left, dequantize(words_tile, scale, offset, table, 3, spec), spec)
+        acc0 = add_dot(acc0, x_tile, dequantize(words_tile, scale, offset, nf4_table, 0, spec), spec)
+        acc1 = add_dot(acc1, x_tile, dequantize(words_tile, scale, offset, nf4_table, 1, spec), spec)
+        acc2 = add_dot(acc2, x_tile, dequantize(words_tile, scale, offset, nf4_table, 2, spec), spec)
+        acc3 = add_dot(acc3, x_tile, dequantize(words_tile, scale, offset, nf4_table, 3, spec), spec)
         if spec.PER == 8:
-            acc4 = add_dot(acc4, left, dequantize(words_tile, scale, offset, table, 4, spec), spec)
-            acc5 = add_dot(acc5, left, dequantize(words_tile, scale, offset, table, 5, spec), spec)
-            acc6 = add_dot(acc6, left, dequantize(words_tile, scale, offset, table, 6, spec), spec)
-            acc7 = add_dot(acc7, left, dequantize(words_tile, scale, offset, table, 7, spec), spec)
-    store_partial(parts, acc0, 0, m, words, spec.W, spec)
-    store_partial(parts, acc1, 1, m, words, spec.W, spec)
-    store_partial(parts, acc2, 2, m, words, spec.W, spec)
-    store_partial(parts, acc3, 3, m, words, spec.W, spec)
+            acc4 = add_dot(acc4, x_tile, dequantize(words_tile, scale, offset, nf4_table, 4, spec), spec)
+            acc5 = add_dot(acc5, x_tile, dequantize(words_tile, scale, offset, nf4_table, 5, spec), spec)
+            acc6 = add_dot(acc6, x_tile, dequantize(words_tile, scale, offset, nf4_table, 6, spec), spec)
+            acc7 = add_dot(acc7, x_tile, dequantize(words_tile, scale, offset, nf4_table, 7, spec), spec)
+    store_split_output(split_outputs, acc0, 0, m, words, spec.W, spec)
+    store_split_output(split_outputs, acc1, 1, m, words, spec.W, spec)
+    store_split_output(split_outputs, acc2, 2, m, words, spec.W, spec)
+    store_split_output(split_outputs, acc3, 3, m, words, spec.W, spec)
     if spec.PER == 8:
-        store_partial(parts, acc4, 4, m, words, spec.W, spec)
-        store_partial(parts, acc5, 5, m, words, spec.W, spec)
-        store_partial(parts, acc6, 6, m, words, spec.W, spec)
-        store_partial(parts, acc7, 7, m, words, spec.W, spec)
+        store_split_output(split_outputs, acc4, 4, m, words, spec.W, spec)
+        store_split_output(split_outputs, acc5, 5, m, words, spec.W, spec)
+        store_split_output(split_outputs, acc6, 6, m, words, spec.W, spec)
+        store_split_output(split_outputs, acc7, 7, m, words, spec.W, spec)

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import at_batch
-from ejkernel_triton.segment_pooling.kernels.tile import load_rows, pools_between, span_of, tokens_of
+from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, load_rows, pool_range, search_block_pools
 
 
 @triton.jit
-def sum_rows(values, first, end, channels, spec: tl.constexpr):
-    """Returns [BLOCK_C] float32, the sum of the tokens from `first` up to `end`."""
+def sum_rows(values, first_token, end, channels, spec: tl.constexpr):
+    """Returns [BLOCK_C] float32, the sum of the tokens from `first_token` up to `end`."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_C: tl.constexpr = spec.BLOCK_C
     # BLOCK_T rows of partial sums: their loads are independent, and one reduction follows the loop.
@@ -31,51 +31,51 @@ def sum_rows(values, first, end, channels, spec: tl.constexpr):
     if spec.PREFETCH:
         # Carried through the loop: the next tile is loaded while this one is added, so that a program always has loads
         # in flight. After the last tile every row is masked.
-        tile = load_rows(values, first, end, channels, spec)
-        for token in tl.range(first, end, spec.BLOCK_T):
+        tile = load_rows(values, first_token, end, channels, spec)
+        for token in tl.range(first_token, end, spec.BLOCK_T):
             next_tile = load_rows(values, token + BLOCK_T, end, channels, spec)
             acc += tile.to(tl.float32)
             tile = next_tile
     else:
-        for token in tl.range(first, end, spec.BLOCK_T):
+        for token in tl.range(first_token, end, spec.BLOCK_T):
             acc += load_rows(values, token, end, channels, spec).to(tl.float32)
     return tl.sum(acc, axis=0)
 
 
 @triton.jit
 def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, per: tl.constexpr):
-    """Computes the pools of one block of tokens: means of those within it, sums [BLOCKS, 2, C] of those that cross
+    """Computes the pools of one block of tokens: means of those within it, sums [NUM_BLOCKS, 2, C] of those that cross
     it.
     """
     program = tl.program_id(0)
-    tile = program % spec.TILES
-    block = program // spec.TILES % spec.BLOCKS
-    row = tl.cast(program // (spec.TILES * spec.BLOCKS), tl.int64)
+    tile = program % spec.NUM_CHANNEL_TILES
+    block = program // spec.NUM_CHANNEL_TILES % spec.NUM_BLOCKS
+    row = tl.cast(program // (spec.NUM_CHANNEL_TILES * spec.NUM_BLOCKS), tl.int64)
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
     values = at_batch(values, row, per.VALUES, spec.T * spec.C)
     output += row * (spec.M * spec.C)
-    sums += (row * spec.BLOCKS + block) * (2 * spec.C)
-    start, behind = block * spec.SPAN, (block + 1) * spec.SPAN
-    tokens = tokens_of(lengths, row, spec, per)
-    if spec.RANGES:
+    sums += (row * spec.NUM_BLOCKS + block) * (2 * spec.C)
+    start, block_end = block * spec.TOKENS_PER_BLOCK, (block + 1) * spec.TOKENS_PER_BLOCK
+    tokens = load_num_tokens(lengths, row, spec, per)
+    if spec.HAS_RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
         # From the first pool that ends after the block's first token to the last that starts before its end.
-        pool, last = pools_between(ranges, start, behind - 1, spec)
+        pool, last = search_block_pools(ranges, start, block_end - 1, spec)
     else:
         # The count includes chunks that continue from the previous block or into the next block.
-        pool, last = start // spec.CHUNK, tl.minimum((behind + spec.CHUNK - 1) // spec.CHUNK, spec.M)
+        pool, last = start // spec.CHUNK_SIZE, tl.minimum((block_end + spec.CHUNK_SIZE - 1) // spec.CHUNK_SIZE, spec.M)
     for m in tl.range(pool, last):
-        first, end = span_of(ranges, m, tokens, m >= 0, spec)
+        first_token, end = pool_range(ranges, m, tokens, m >= 0, spec)
         # Pools are clipped to the block, so that each token is read by one program per tile of channels.
-        acc = sum_rows(values, tl.maximum(first, start), tl.minimum(end, behind), channels, spec)
+        acc = sum_rows(values, tl.maximum(first_token, start), tl.minimum(end, block_end), channels, spec)
         channel_mask = channels < spec.C
         # Pools without tokens are complete: their mean is 0 over a length of at least 1.
-        whole = (end <= first) | ((first >= start) & (end <= behind))
-        if whole:
-            mean = acc / tl.cast(tl.maximum(end - first, 1), tl.float32)
+        is_complete = (end <= first_token) | ((first_token >= start) & (end <= block_end))
+        if is_complete:
+            mean = acc / tl.cast(tl.maximum(end - first_token, 1), tl.float32)
             tl.store(
                 output + tl.cast(m, tl.int64) * spec.C + channels, mean.to(output.dtype.element_ty), mask=channel_mask
             )
         else:
             # A block has at most one pool that continues from the previous block, and one that continues into the next.
-            tl.store(sums + tl.where(first >= start, spec.C, 0) + channels, acc, mask=channel_mask)
+            tl.store(sums + tl.where(first_token >= start, spec.C, 0) + channels, acc, mask=channel_mask)
