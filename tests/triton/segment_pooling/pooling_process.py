@@ -21,7 +21,7 @@ def check(record: SegmentPooling) -> None:
         lambda values: reference(SegmentPooling(**{**fields(record), "values": values}))[0], record.values
     )
     made, residuals = forward(
-        record, PoolingForward(span=8, block_t=4, block_c=16, num_warps=1, prefetch=record.lengths is None)
+        record, PoolingForward(tokens_per_block=8, block_t=4, block_c=16, num_warps=1, prefetch=record.lengths is None)
     )
     np.testing.assert_allclose(made, want, rtol=2e-6, atol=2e-6)
     cotangent = jax.random.normal(jax.random.key(1), want.shape)
