@@ -19,7 +19,8 @@ OPTIONAL_FIELDS = (
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
-        yield f"matrices of {record.rhs.shape[1]} by {record.rhs.shape[2]} have more than {MAX_MATRIX_ELEMENTS} elements"
+        rows, columns = record.rhs.shape[1:3]
+        yield f"matrices of {rows} by {columns} have more than {MAX_MATRIX_ELEMENTS} elements"
 
 
 def implementations() -> tuple[Implementation, ...]:

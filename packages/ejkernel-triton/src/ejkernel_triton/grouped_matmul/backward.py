@@ -60,7 +60,7 @@ def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[s
     record, requested = pullback.record, pullback.wanted
     inner_fields = requested - {"lhs_scale"} | ({"lhs"} if "lhs_scale" in requested else set())
     gradients = backward(
-        dataclasses.replace(pullback, record=fold_lhs_scale(record), requested=frozenset(inner_fields)), config
+        dataclasses.replace(pullback, record=fold_lhs_scale(record), wanted=frozenset(inner_fields)), config
     )
     if "lhs" in inner_fields:
         gradients |= gradients_of_rows(record, gradients["lhs"], record.lhs, record.lhs_scale)

@@ -15,7 +15,7 @@ from ejkernel_triton.quantized_matmul.kernels.dequantize import (
 
 @triton.jit
 def matmul_over_words_kernel(x, packed, scales, zeros, nf4_table, split_outputs, spec: tl.constexpr, per: tl.constexpr):
-    """Multiplies x, permuted by code [PER, M, W], by the transposed packed matrix: partial sums [NUM_SPLITS, 1, M, R]."""
+    """Multiplies x, permuted by code [PER, M, W], by the transposed matrix: partial sums [NUM_SPLITS, 1, M, R]."""
     COLUMN_TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     CONTRACTED_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     TILES_PER_SPLIT: tl.constexpr = (CONTRACTED_TILES + spec.NUM_SPLITS - 1) // spec.NUM_SPLITS

@@ -228,7 +228,7 @@ def selective_scan_bwd_kernel(
     scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
     scratch -= tile * spec.BLOCK_E  # the scratch is indexed by the program's channels
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, second_array=0.0)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     end_cotangents = end_cotangents + (row // per.END_COTANGENTS) * (spec.NUM_SEGMENTS * spec.N * spec.E)
     # The cotangent of the states after the remaining tokens, which stays in registers through all intervals.
     state_cotangent = load_boundary_state(end_cotangents, segment, channels, True, spec)

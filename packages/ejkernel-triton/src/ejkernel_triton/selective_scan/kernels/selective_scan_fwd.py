@@ -166,7 +166,7 @@ def selective_scan_fwd_kernel(
     states = states + row * (spec.NUM_INTERVALS * spec.N * spec.E)
     # A^T and D stay in registers for the whole segment.
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
-    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, second_array=0.0)
+    skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     if HAS_INITIAL_STATES:
         initial_states = initial_states + (row // per.INITIAL_STATES) * (spec.NUM_SEGMENTS * spec.N * spec.E)
     state = load_boundary_state(initial_states, segment, channels, HAS_INITIAL_STATES, spec)

@@ -62,7 +62,7 @@ def load_tokens(base, token, end, channels, spec: tl.constexpr):
     for i in tl.static_range(BLOCK_T):
         # A tuple of vectors instead of a tile: every token is a register that no loop has to index.
         token_rows += (
-            tl.load(start + (i * spec.E + channels), mask=in_bounds(token + i, end, channels, spec), second_array=0.0),
+            tl.load(start + (i * spec.E + channels), mask=in_bounds(token + i, end, channels, spec), other=0.0),
         )
     return token_rows
 
@@ -97,7 +97,7 @@ def load_column(base, token, end, spec: tl.constexpr):
         return tl.load(at)
     else:
         # The next token of a packed row belongs to another sequence: read 0 instead of its value, which may be NaN.
-        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < end), second_array=0.0)
+        return tl.load(at, mask=(n < spec.N) & (token + 0 * n < end), other=0.0)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def state_offsets(channels, spec: tl.constexpr):
 def load_state(base, channels, spec: tl.constexpr):
     """Returns [BN, BLOCK_E] of an [N, E] array; 0 outside of it."""
     at, mask = state_offsets(channels, spec)
-    return tl.load(base + at, mask=mask, second_array=0.0)
+    return tl.load(base + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def store_state(base, channels, state, spec: tl.constexpr):
 
 @triton.jit
 def load_boundary_state(boundary_states, segment, channels, HAS_INITIAL_STATES: tl.constexpr, spec: tl.constexpr):
-    """Returns the states at one end of a segment, from [NUM_SEGMENTS, N, E]; zeros if `boundary_states` is not passed."""
+    """Returns the states at one end of a segment, from [NUM_SEGMENTS, N, E]; zeros without `boundary_states`."""
     if HAS_INITIAL_STATES:
         return load_state(boundary_states + segment * (spec.N * spec.E), channels, spec)
     else:
