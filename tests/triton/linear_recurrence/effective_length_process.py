@@ -5,10 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gradients_of import gradients_of
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops.device import current_device
-from ejkernel.types.pullback import Pullback, differentiating
+from ejkernel.types.pullback import differentiating
 from ejkernel_triton.linear_recurrence.chunked import backward as chunked_backward
 from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
 from ejkernel_triton.linear_recurrence.chunked import forward as chunked_forward
@@ -44,16 +45,8 @@ def checked(record, forward, backward, heuristic):
     @jax.jit
     def run(record):
         with differentiating():
-            output, residuals, private = forward(record, chosen)
-        start = Pullback(
-            record=record,
-            residuals=residuals,
-            output=output,
-            cotangent=cotangent,
-            wanted=frozenset(names),
-            private_residuals=private,
-        )
-        return output, backward(start, chosen)
+            results = forward(record, chosen)
+        return results[0], gradients_of(record, results, backward, chosen, names, cotangent)
 
     output, gradients = run(record)
     wanted = {"output": want[0], "state": want[1], **pull(cotangent)[0]}

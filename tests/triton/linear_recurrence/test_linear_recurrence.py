@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from gradients_of import gradients_of
 from triton_chips import (
     CHIPS,
     H200,
@@ -20,7 +21,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.types.pullback import Pullback, differentiating
+from ejkernel.types.pullback import differentiating
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence import config as recurrence_config
 from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
@@ -82,21 +83,13 @@ def launches(device, gates, dtype=jnp.bfloat16):
 def launches_of(record, device):
     """What both passes of a record launch."""
     names = ("query", "key", "value", "decay", "dt", "skip")
-    wanted = frozenset(name for name in names if getattr(record, name) is not None)
+    wanted = [name for name in names if getattr(record, name) is not None]
     chosen = chunked_config.heuristic(record, device, "forward")
 
     def run(record):
         with differentiating():
-            output, residuals, private = forward(record, chosen)
-        start = Pullback(
-            record=record,
-            residuals=residuals,
-            output=output,
-            cotangent=output,
-            wanted=wanted,
-            private_residuals=private,
-        )
-        return backward(start, chosen)
+            results = forward(record, chosen)
+        return gradients_of(record, results, backward, chosen, wanted)
 
     with target_device(device), launch.collected() as calls:
         jax.eval_shape(lambda record: run(record), record)
@@ -176,19 +169,11 @@ def test_packed_scans_fit_the_chip_and_spill_nothing(gates):
 def delta_launches(record, chip, chosen):
     """What both passes of a delta rule launch."""
     names = ("query", "key", "value", "decay", "beta")
-    wanted = frozenset(name for name in names if getattr(record, name) is not None)
+    wanted = [name for name in names if getattr(record, name) is not None]
 
     def run(record):
-        output, residuals, private = delta_forward.forward(record, chosen)
-        start = Pullback(
-            record=record,
-            residuals=residuals,
-            output=output,
-            cotangent=output,
-            wanted=wanted,
-            private_residuals=private,
-        )
-        return delta_backward.backward(start, chosen)
+        results = delta_forward.forward(record, chosen)
+        return gradients_of(record, results, delta_backward.backward, chosen, wanted)
 
     with target_device(CHIPS[chip]), launch.collected() as calls:
         jax.eval_shape(lambda record: run(record), record)

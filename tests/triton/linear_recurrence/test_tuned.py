@@ -9,6 +9,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from gradients_of import gradients_of
 from triton_chips import H200
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
@@ -18,7 +19,6 @@ from ejkernel.ops.config.selection import Request
 from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence.config import WARPS
 
@@ -93,19 +93,11 @@ def test_the_kernels_fit_the_chip_and_spill_nothing():
     (file,) = (file for file in FILES if file.stem == "gated_linear_attention")
     ((key, entry),) = decode(file.read_bytes()).items()
     part = as_part(entry, kernels.config.forward, key)
-    wanted = frozenset({"query", "key", "value", "decay"})
+    wanted = ("query", "key", "value", "decay")
 
     def both(record):
-        output, residuals, private = kernels.function("forward")(record, part)
-        start = Pullback(
-            record=record,
-            residuals=residuals,
-            output=output,
-            cotangent=output,
-            wanted=wanted,
-            private_residuals=private,
-        )
-        return kernels.function("backward")(start, part)
+        results = kernels.function("forward")(record, part)
+        return gradients_of(record, results, kernels.function("backward"), part, wanted)
 
     with target_device(H200), launch.collected() as calls:
         jax.eval_shape(both, record)

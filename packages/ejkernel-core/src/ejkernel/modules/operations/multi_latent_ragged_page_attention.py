@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import LANES, packing
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank
+from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -203,15 +203,7 @@ def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condit
     if not has_rank(args, queries_nope=3, kv_cache=4):
         return
     yield from packed_conditions(
-        args,
-        Packed(
-            lengths=("kv_lens", args.kv_lens),
-            starts=("query_start_loc", args.query_start_loc),
-            tables=("block_tables", args.block_tables),
-            rows=args.queries_nope.shape[0],
-            page_size=args.kv_cache.shape[1] * args.kv_cache.shape[2],
-            live=("distribution", args.distribution),
-        ),
+        args, args.queries_nope.shape[0], args.kv_cache.shape[1] * args.kv_cache.shape[2], "distribution"
     )
 
 

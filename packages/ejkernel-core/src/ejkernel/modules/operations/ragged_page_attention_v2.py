@@ -15,7 +15,7 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank
+from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -191,17 +191,7 @@ def conditions(args: RaggedPageAttentionv2Arguments) -> Iterable[Condition]:
     """Yields the conditions that lengths, starts, tables and the number of sequences fit each other."""
     if not has_rank(args, queries=3, kv_pages=4, block_tables=2):
         return
-    yield from packed_conditions(
-        args,
-        Packed(
-            lengths=("kv_lens", args.kv_lens),
-            starts=("query_start_loc", args.query_start_loc),
-            tables=("block_tables", args.block_tables),
-            rows=args.queries.shape[0],
-            page_size=args.kv_pages.shape[1],
-            live=("num_seqs", args.num_seqs),
-        ),
-    )
+    yield from packed_conditions(args, args.queries.shape[0], args.kv_pages.shape[1], "num_seqs")
 
 
 def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:

@@ -16,7 +16,7 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank
+from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     TOLERANCE,
@@ -227,17 +227,7 @@ def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
     """Yields the conditions that lengths, starts, tables and the numbers of sequences fit each other."""
     if not has_rank(args, queries=3, kv_cache=5):
         return
-    yield from packed_conditions(
-        args,
-        Packed(
-            lengths=("kv_lens", args.kv_lens),
-            starts=("query_start_loc", args.query_start_loc),
-            tables=("block_tables", args.block_tables),
-            rows=args.queries.shape[0],
-            page_size=args.kv_cache.shape[1],
-            live=("distribution", args.distribution),
-        ),
-    )
+    yield from packed_conditions(args, args.queries.shape[0], args.kv_cache.shape[1], "distribution")
 
 
 def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:

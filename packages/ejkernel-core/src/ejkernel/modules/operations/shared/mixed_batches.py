@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations.shared.conditions import Packed, has_rank
+from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.paged_arguments import check_caches, check_packed, check_query
 from ejkernel.modules.operations.shared.paged_terms import check_terms, packed_conditions, record_terms
 from ejkernel.ops.values import Condition
@@ -34,16 +34,7 @@ def has_ranks(args: Any) -> bool:
 def batch_conditions(args: Any) -> Iterable[Condition]:
     """Yields the conditions that lengths, starts and tables fit each other."""
     if has_ranks(args):
-        yield from packed_conditions(
-            args,
-            Packed(
-                lengths=("kv_lens", args.kv_lens),
-                starts=("query_start_loc", args.query_start_loc),
-                tables=("block_tables", args.block_tables),
-                rows=args.queries.shape[0],
-                page_size=args.key_cache.shape[1],
-            ),
-        )
+        yield from packed_conditions(args, args.queries.shape[0], args.key_cache.shape[1])
 
 
 def batch_record(args: Any, **fields: Any) -> PagedAttention:

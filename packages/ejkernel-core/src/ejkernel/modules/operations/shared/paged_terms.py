@@ -107,17 +107,27 @@ def bias_axes(args: Any) -> dict[str, str]:
     return {} if letters is None else {"qq_bias": letters}
 
 
-def packed_conditions(args: Any, batch: Packed) -> Iterable[Condition]:
+def packed_conditions(args: Any, rows: int, page_size: int, live: str | None = None) -> Iterable[Condition]:
     """Yields what lengths, starts, tables, counts and the shared prefix of packed sequences have to satisfy.
 
     Args:
-        args: The argument record.
-        batch: Its sequences.
+        args: The argument record, with `kv_lens`, `query_start_loc` and `block_tables`.
+        rows: Query rows.
+        page_size: Slots of a page.
+        live: The argument that says how many of the sequences are live; None for all.
     """
+    batch = Packed(
+        lengths=("kv_lens", args.kv_lens),
+        starts=("query_start_loc", args.query_start_loc),
+        tables=("block_tables", args.block_tables),
+        rows=rows,
+        page_size=page_size,
+        live=None if live is None else (live, getattr(args, live)),
+    )
     yield from packed(batch)
     tables, sequences = getattr(batch.tables[1], "shape", ()), max(1, *getattr(batch.lengths[1], "shape", ()))
     if _get(args, "shared_prefix") is not None:
-        capacity = math.prod(tables) // sequences * batch.page_size
+        capacity = math.prod(tables) // sequences * page_size
         yield from shared_prefix(args.shared_prefix, batch.lengths, capacity, batch.starts, batch.live)
     if len(getattr(_get(args, "qq_bias"), "shape", ())) == 1:
         yield from packed_tables(args.qq_bias.shape[0], batch.starts, batch.live)
