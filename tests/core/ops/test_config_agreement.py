@@ -1,14 +1,10 @@
 """In a job of several processes all run with what process 0 chose; here two real ones, over `jax.distributed`."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from two_processes import results_of_two
 
 PROGRAM = Path(__file__).with_name("agreement_process.py")
 RULE = 64
@@ -17,27 +13,8 @@ RULE = 64
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes with stores of their own say after going through all scenarios."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "EJKERNEL_AGREEMENT_TIMEOUT_S": "60"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), port, str(rank), str(tmp_path_factory.mktemp(f"process{rank}"))],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(errors for _, errors in outputs)
-    found = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    stores = tuple([str(tmp_path_factory.mktemp(f"process{rank}"))] for rank in (0, 1))
+    found = results_of_two(PROGRAM, stores, EJKERNEL_AGREEMENT_TIMEOUT_S="60")
     assert [one["processes"] for one in found] == [2, 2]
     return found
 

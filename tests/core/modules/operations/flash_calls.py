@@ -5,15 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dense_calls import DIFFERENTIABLE, arrays, mask_info
 from naive import Call
 from pairwise import Combination, pairwise
 
 from ejkernel.modules import BwdParams, FlashAttentionConfig, FwdParams, flash_attention
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
-from ejkernel.types import MaskInfo
+
+__all__ = ["DIFFERENTIABLE", "arrays"]
 
 HEADS, SIZE = 4, 8
-DIFFERENTIABLE = ("query", "key", "value", "bias", "softmax_aux")
 
 
 def tiles(queries: int, keys: int) -> FlashAttentionConfig:
@@ -111,27 +112,13 @@ def _runs(rows: int, length: int) -> np.ndarray:
     return np.stack([ids if row == 0 else np.roll(ids, 2) for row in range(rows)])
 
 
-def arrays(call: Call, dtype: Any = np.float64) -> dict[str, jax.Array]:
-    """The differentiable arguments that are there."""
-    found = {field: getattr(call, field) for field in DIFFERENTIABLE}
-    return {field: jnp.asarray(array, dtype) for field, array in found.items() if array is not None}
-
-
 def arguments(call: Call, given: dict[str, jax.Array]) -> dict[str, Any]:
     """All arguments of a call by name, with the differentiable ones replaced by `given`."""
-    parts = {
-        "_attention_mask": call.mask,
-        "_q_segment_ids": call.q_segment_ids,
-        "_kv_segment_ids": call.kv_segment_ids,
-        "q_positions": call.q_positions,
-        "kv_positions": call.kv_positions,
-    }
-    present = {field: jnp.asarray(array) for field, array in parts.items() if array is not None}
     lengths = {field: getattr(call, field) for field in ("cum_seqlens_q", "cum_seqlens_k")}
     return {
         **given,
         **{field: jnp.asarray(array) for field, array in lengths.items() if array is not None},
-        "mask_info": MaskInfo(**present) if present else None,
+        "mask_info": mask_info(call),
         "softmax_scale": call.softmax_scale,
         "causal": call.causal,
         "sliding_window": call.sliding_window,

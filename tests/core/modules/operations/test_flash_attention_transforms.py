@@ -1,12 +1,11 @@
 """`flash_attention` under JAX's transformations, and what makes it compile again."""
 
-import contextlib
-
 import flash_calls
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformed
 from jax import export
 
 from ejkernel.modules import flash_attention
@@ -122,24 +121,8 @@ def test_exported_gradients_survive_serialisation(gradients):
     close(export.deserialize(exported.serialize()).call(*ARGUMENTS), gradients)
 
 
-@contextlib.contextmanager
-def compilations():
-    """Collects the modules that XLA compiles inside the block."""
-    compiled = []
-
-    def listen(event, duration, **_):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_the_listener_hears_compilations():
-    with compilations() as compiled:
+    with transformed.compilations() as compiled:
         jax.jit(lambda x: x * 17.25 - 3)(jnp.zeros(5)).block_until_ready()
     assert compiled
 
@@ -177,7 +160,7 @@ def test_nothing_compiles_again_when_only_values_change(name):
         return output, gradient
 
     both(*calls[0])
-    with compilations() as compiled:
+    with transformed.compilations() as compiled:
         outputs = [both(*call) for call in calls[1:]]
     assert not compiled
     assert not np.allclose(*(output for output, _ in outputs))  # the values did matter
