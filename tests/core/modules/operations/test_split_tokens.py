@@ -18,6 +18,8 @@ from ejkernel.modules import (
     lightning_attention,
     ragged_gated_delta_rule,
     recurrent_attention,
+    rwkv6,
+    rwkv7,
     state_space_v1,
     state_space_v2,
 )
@@ -43,7 +45,7 @@ def mesh(shape=(8,), names=("sp",)):
 
 def arrays(dtype=jnp.float32):
     """Arrays of calls by name."""
-    keys = iter(jax.random.split(jax.random.key(3), 30))
+    keys = iter(jax.random.split(jax.random.key(3), 40))
 
     def normal(*shape):
         return jax.random.normal(next(keys), shape, dtype)
@@ -59,6 +61,9 @@ def arrays(dtype=jnp.float32):
         "channels": -jnp.abs(normal(B, T, H, K)),
         "columns": -jnp.abs(normal(B, T, H, V)),
         "gamma": -jnp.abs(normal(H)),
+        "bonus": normal(H, K),
+        "low rank": normal(B, T, H, K) / 4,
+        "reads": normal(B, T, H, K) / 4,
         "beta": jax.nn.sigmoid(normal(B, T, H)),
         "state": normal(B, H, K, V),
         "states": normal(SEQUENCES, H, K, V),
@@ -114,6 +119,14 @@ def convolution(x, weight, bias, state, **options):
     return causal_conv1d(x, weight, bias, state, return_state=True, **options)
 
 
+def rwkv_6(r, k, v, w, u, states, **options):
+    return rwkv6(r, k, v, w, u, initial_state=states, cu_seqlens=LENGTHS, return_state=True, **options)
+
+
+def rwkv_7(r, w, k, v, a, b, state, **options):
+    return rwkv7(r, w, k, v, a, b, initial_state=state, return_state=True, **options)
+
+
 GATED = ("query", "key", "value", "gate", "gamma", "channels", "columns")
 SCAN = ("x", "A", "B", "C", "D", "dt")
 SPLIT_SCAN = (TIME, ALL, TIME, TIME, ALL, TIME)
@@ -163,6 +176,13 @@ CALLS = {
         (P("sp"), P("sp"), P("sp"), P("sp"), P("sp"), ALL, ALL, ALL),
         {},
     ),
+    "rwkv6, packed": (
+        rwkv_6,
+        ("1 query", "1 key", "1 value", "1 channels", "bonus", "states"),
+        (TIME,) * 4 + (ALL,),
+        {},
+    ),
+    "rwkv7": (rwkv_7, ("query", "channels", "key", "value", "low rank", "reads", "state"), (TIME,) * 6, {}),
     "mamba 1": (scan, (*SCAN, "scan state"), SPLIT_SCAN, {}),
     "mamba 1 in slots": (in_slots, ("1 x", "A", "1 B", "1 C", "D", "1 dt", "scan slots"), SPLIT_SCAN, {}),
     "mamba 2, packed": (mamba2, MAMBA2, SPLIT_SCAN, {}),
@@ -210,6 +230,20 @@ def test_delta_rules_without_gradients(name):
     run, inputs, placed = call(name)
     split = transformed.quickly(lambda *inputs: run(*inputs, **placed))(*inputs)
     transformed.close(split, transformed.quickly(run)(*inputs), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["every gate, packed", "delta, packed", "mamba 1 in slots", "convolution, packed"])
+def test_nan_of_a_sequence_stays_in_it(name):
+    """Sequence 3 begins in one shard, covers another and ends in a third; all of its tokens are NaN."""
+    run, inputs, placed = call(name)
+    first, last = LENGTHS[3:5]
+    poisoned = [x.at[:, first:last].set(jnp.nan) if x.shape[:2] == (1, T) else x for x in inputs]
+    forward = transformed.quickly(lambda *inputs: run(*inputs, **placed))
+    (output, states), (want, want_states) = forward(*poisoned), forward(*inputs)
+    kept = np.arange(T)[(np.arange(T) < first) | (np.arange(T) >= last)]
+    np.testing.assert_array_equal(output[:, kept], want[:, kept])
+    others = np.flatnonzero(np.arange(states.shape[0]) != (3 if states.shape[0] == SEQUENCES else SLOTS[3]))
+    np.testing.assert_array_equal(states[others], want_states[others])
 
 
 COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

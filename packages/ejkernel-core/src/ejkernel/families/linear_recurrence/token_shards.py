@@ -115,11 +115,11 @@ def corrected(record: LinearRecurrence, borders: Borders, summary: Summary, ente
     assert summary.unread is not None  # the caller looked
     read, final = summary.unread
     dtype, precision = accumulator(record), product_precision(record.query.dtype, record.precision)
-    effect = jnp.where(borders.leading[..., None, None], summary.saved, 0)
     # The state has the digits of the effect: a product of 16-bit and float32 arrays would be a slow one of float32.
-    more = jnp.einsum(
-        "bthk,bhkv->bthv", effect, entering.astype(effect.dtype), precision=precision, preferred_element_type=dtype
-    )
+    state = entering.astype(summary.saved.dtype)
+    more = jnp.einsum("bthk,bhkv->bthv", summary.saved, state, precision=precision, preferred_element_type=dtype)
+    # Selected after the product: the state of the sequence that enters may be NaN, which reaches no other sequence.
+    more = jnp.where(borders.leading[..., None, None], more, 0)
     packed = borders.packed
     if packed is not None:
         sequence = jnp.arange(final.shape[0])[:, None, None, None]
