@@ -146,8 +146,7 @@ def test_the_delta_rule_fits_the_chip_and_spills_nothing(gates, chip):
     record = delta_record(gates)
     calls = delta_launches(record, chip, delta_config.heuristic(record, CHIPS[chip], "both"))
     made = {call.kernel.__name__ for call in calls}
-    channels = {"wy_channel_gates_kernel", "wy_large_decay_kernel"}
-    inside = channels if gates == "channels" else {"wy_fast_kernel"}
+    inside = {"wy_channel_gates_kernel"} if gates == "channels" else {"wy_fast_kernel"}
     assert inside | {"chunk_fwd_h_kernel", "chunk_bwd_dhu_kernel", "chunk_bwd_dqkwg_kernel"} <= made
     scans = (chip, gates) == ("sm_90", "channels")
     assert ("fused_chunk_scan_kernel" in made, "chunk_fwd_o_kernel" in made) == (scans, not scans)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
@@ -66,7 +67,8 @@ class RecurrenceCall:
         key: [B, T, HK, K].
         value: [B, T, HV, V].
         gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, from `cumulative_gates`; [B|1, H] where gates are
-            constant; factors of chunks where queries and keys are decayed already; None without gates.
+            constant; sums of chunks where queries and keys are decayed already; None without gates.
+        decay: [B|1, T|1, H, K], log gates per key channel; None with other gates.
         scores: [B, H, CHUNKS * CHUNK, CHUNK], from `forward.intra_chunk_scores`; None without gates per key channel.
         dt: [B, T, H], or None.
         skip: [1, 1, H], or None.
@@ -79,6 +81,7 @@ class RecurrenceCall:
     key: jax.Array
     value: jax.Array
     gates: jax.Array | None
+    decay: jax.Array | None
     scores: jax.Array | None
     dt: jax.Array | None
     skip: jax.Array | None
@@ -171,11 +174,43 @@ def make_call(
         key=record.key,
         value=record.value,
         gates=gates,
+        decay=record.decay if spec.WIDTH > 1 else None,
         scores=scores,
         dt=record.dt,
         skip=record.skip,
         chunk_index=chunk_index,
     )
+
+
+def gate_signs(call: RecurrenceCall) -> jax.Array | None:
+    """Returns the matrices whose products with a chunk's gates per key channel are the sums that kernels read.
+
+    Rows are tokens, columns the gates of the chunk's tokens. In this order:
+
+    - the sum from the chunk's first token to each token;
+    - the sum after each token, to the chunk's end;
+    - the sum from the middle of each token's sub-chunk to the token, negative before it. The middle is halfway through
+      the gate of the second half's first token: with four tokens a sum has at most 1.5 gates;
+    - for each level the sum between each token and the cut of its block of 2 ** (level + 1) tokens, which is after the
+      block's first half: for tokens after the cut the sum since it, for those before it the sum up to it.
+
+    Returns:
+        [1, 3 + LEVELS, CHUNK, CHUNK], float32 for calls in float32, else bfloat16. None with other gates.
+    """
+    if call.decay is None:
+        return None
+    spec = call.spec
+    dtype = jnp.float32 if call.query.dtype == jnp.float32 else jnp.bfloat16
+    token, summed = np.ogrid[: spec.CHUNK, : spec.CHUNK]
+    since_start = summed <= token
+    matrices = [since_start, ~since_start]
+    inside, middle = token // spec.SUB_CHUNK == summed // spec.SUB_CHUNK, spec.SUB_CHUNK // 2
+    to_middle = np.where(summed % spec.SUB_CHUNK == middle, 0.5, summed % spec.SUB_CHUNK < middle)
+    matrices += [np.where(inside, since_start - to_middle, 0.0)]
+    for level in range(spec.LEVELS):
+        later = (token >> level) % 2 == 1
+        matrices += [(token >> level == summed >> level) & (since_start == later)]
+    return jnp.asarray(np.stack(matrices)[None], dtype)
 
 
 def cumulative_gates(decay: jax.Array | None, spec: RecurrenceSpec, chunk_index: ChunkIndex) -> jax.Array | None:

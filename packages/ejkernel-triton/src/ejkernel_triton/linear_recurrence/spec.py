@@ -12,6 +12,11 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
 
+SUB_CHUNK = 4
+"""Tokens whose pairs are one product with gates per key channel: factors are within 2 ** +-87, since gates are at least
+-58 powers of two.
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrenceSpec:
@@ -33,14 +38,13 @@ class RecurrenceSpec:
         WIDTH: Gates per head and token: 0 without gates, 1 or K.
         CONSTANT: Whether a head's gate is the same for all tokens: kernels multiply it instead of loading sums.
         DECAYED: Whether queries and keys already have their decay by gates per key channel; the gates are then replaced
-            by factors of chunks, [B, H, CHUNKS, 3, K] (see `wy_channel_gates`).
+            by sums of chunks, [B, H, CHUNKS, K] (see `wy_channel_gates`).
         DELTA: Whether tokens write by the delta rule.
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
-        MAX_EXPONENT: Largest log2 decay relative to a chunk's middle for which its scores with gates per key channel
-            are one
-        product: within the dtype's range, with a margin for the operands.
+        SUB_CHUNK: Tokens per sub-chunk, whose pairs are one product with gates per key channel.
+        SUB_LEVEL: How often a sub-chunk is halved until one token is left: log2 of SUB_CHUNK.
         FULL_CHUNKS: Whether every chunk is full.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
@@ -65,7 +69,8 @@ class RecurrenceSpec:
     DT: bool
     SKIP: bool
     SCALE: float
-    MAX_EXPONENT: float
+    SUB_CHUNK: int
+    SUB_LEVEL: int
     FULL_CHUNKS: bool
     PRECISION: str
     WIDEN: bool
@@ -109,9 +114,9 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
-        # A factor is an operand: float16's largest number is 2 ** 16, and 8 powers are left to the other factor. For
-        # other dtypes a product of two factors of 2 ** 40 must stay below 2 ** 128.
-        MAX_EXPONENT=8.0 if record.query.dtype == jnp.float16 else 40.0,
+        # In float16 the factors of four tokens overflow, so chunks are halved down to single tokens.
+        SUB_CHUNK=1 if record.query.dtype == jnp.float16 else SUB_CHUNK,
+        SUB_LEVEL=0 if record.query.dtype == jnp.float16 else SUB_CHUNK.bit_length() - 1,
         FULL_CHUNKS=not packed and tokens % chunk == 0,
         PRECISION=_precision(record),
         WIDEN=interpreting(),

@@ -31,7 +31,7 @@ from ejkernel_triton.linear_recurrence.delta.forward import (
     with_arrays,
     wy_form,
 )
-from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_signs, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, effective_lengths
 from ejkernel_triton.linear_recurrence.segments.plan import split_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
@@ -99,8 +99,8 @@ def _gradients(
     assert made.wy is not None  # the caller ensures it
     state_gradients = _state_gradients(record, call, made, cotangent, final)
     dvalue, dy, dbeta = inverse_gradients(call, record.beta, made.wy.inverse, state_gradients.dv_new)
-    # Raw queries and keys, and cumulative gates, which only this kernel reads with gates per key channel.
-    raw = make_call(record, call.config, call.spec.CHUNK) if call.spec.DECAYED else call
+    # Only this kernel reads queries and keys without their decay.
+    raw = make_call(record, call.config, call.spec.CHUNK, cumulative=False) if call.spec.DECAYED else call
     dquery, dkey, dgates, more = key_gradients(
         dataclasses.replace(raw, value=made.value),
         record.beta,
@@ -333,7 +333,19 @@ def key_gradients(
     gate_shape = (batch,) if gates is None else tokens if spec.WIDTH > 1 else numbers
     dquery, dkey, dgates, dbeta = launch(
         chunk_bwd_dqkwg_kernel,
-        (call.query, call.key, call.value, call.gates, beta, cotangent, dy, *states, *call.chunk_index.per_chunk),
+        (
+            call.query,
+            call.key,
+            call.value,
+            call.gates,
+            call.decay,
+            beta,
+            cotangent,
+            dy,
+            *states,
+            gate_signs(call),
+            *call.chunk_index.per_chunk,
+        ),
         [
             *(Shape(tokens, dtype) for dtype in whole),
             Shape(gate_shape, jnp.float32 if gates is None else gates),
@@ -345,6 +357,7 @@ def key_gradients(
         num_stages=config.gradient_stages,
         constants={
             "spec": spec,
+            "T": 1 if call.decay is None else call.decay.shape[1],
             "BLOCK_K": config.gradient_block_k,
             "BLOCK_V": config.gradient_block_v,
             "GATES": gates is not None,

@@ -10,7 +10,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.chunked.config import config_fields, fits_fused_scan, sequence_count, sized
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS, ChunkPasses
 from ejkernel_triton.sizes import (
     padded,
 )
@@ -23,6 +23,7 @@ class DeltaPasses(ChunkPasses):
     Attributes:
         wy_block_k: Key channels per step of the kernel of the WY form.
         wy_block_v: Value channels per step of that kernel.
+        wy_warps: Warps per program of that kernel.
         dh_block_v: Value channels per program that passes gradients of states, from the last chunk to the first; it has
             all key channels.
         dh_warps: Warps per program of that kernel.
@@ -31,6 +32,7 @@ class DeltaPasses(ChunkPasses):
 
     wy_block_k: int
     wy_block_v: int
+    wy_warps: int
     dh_block_v: int
     dh_warps: int
     dh_stages: int
@@ -76,16 +78,16 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
         "fused": record.cu_seqlens is not None if interpreting() else _fuses(record, device, block),
         "fused_block_v": block,
-        "wy_block_k": made.score_block_k,
+        "wy_block_k": min(made.score_block_k, 32) if by_channel(record) else made.score_block_k,
         "wy_block_v": made.output_block_v,
+        "wy_warps": WARPS,
     }
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
-        # With a gate per head, the WY form of all channels at once takes 0.237 ms instead of 0.269 with 64; with gates
-        # per key channel, 0.57 instead of 0.60.
+        # With a gate per head, the WY form of all channels at once takes 0.237 ms instead of 0.269 with 64.
         # Packed and with a gate per head, masks take registers, and 64 channels leave room for a third program: 0.738
-        # ms instead of 0.753.
+        # ms instead of 0.753. With gates per key channel 64 key channels spill.
         most = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
-        fields |= {"wy_block_k": min(keys, most), "wy_block_v": min(values, most)}
+        fields |= {"wy_block_k": min(keys, 32 if by_channel(record) else most), "wy_block_v": min(values, most)}
         fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
     return DeltaPasses(**fields, dh_block_v=block, dh_warps=4, dh_stages=1 if small else 2)
 
@@ -108,6 +110,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     columns = [n for n in (16, 32, 64) if _holds_state(record, device, n)]
     made += [dataclasses.replace(made[0], state_block_v=n) for n in columns]
     made += [dataclasses.replace(default, wy_block_k=64, wy_block_v=64)]
+    made += [dataclasses.replace(default, wy_block_k=n, wy_warps=8) for n in (32, 64)]
     made += [dataclasses.replace(default, dh_block_v=n) for n in columns]
     made += [dataclasses.replace(default, dh_warps=8)]
     made += [dataclasses.replace(default, gradient_block_k=n, gradient_stages=1) for n in (16, 32, 64)]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel.types.pullback import is_differentiated
@@ -18,9 +17,9 @@ from ejkernel_triton.linear_recurrence.chunked.forward import (
     initial_states,
     zero_padding,
 )
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS
+from ejkernel_triton.linear_recurrence.config import MIN_TILE
 from ejkernel_triton.linear_recurrence.delta.config import DeltaPasses
-from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_signs, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import (
     delta_initial_states,
     effective_lengths,
@@ -29,9 +28,6 @@ from ejkernel_triton.linear_recurrence.segments.forward import (
 )
 from ejkernel_triton.linear_recurrence.segments.plan import split_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
-
-LARGE_DECAY_CHANNELS = 32
-"""Key channels per step where gates decay too much for one product per chunk: `cut_weights` needs registers."""
 
 
 class WYForm(NamedTuple):
@@ -221,7 +217,7 @@ def wy_fast(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> WYForm:
         ],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H,
-        num_warps=WARPS,
+        num_warps=config.wy_warps,
         num_stages=1,
         constants={
             "spec": spec,
@@ -246,18 +242,17 @@ def wy_channel_gates(
 
     Returns:
         The WY form, and the call for state passing and outputs: queries and keys with their decay, both
-        [B, T, H, K], the factors of chunks in place of gates, and scores.
+        [B, T, H, K], the sums of chunks in place of gates, and scores.
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.wy_channel_gates import wy_channel_gates_kernel
-    from ejkernel_triton.linear_recurrence.delta.kernels.wy_large_decay import wy_large_decay_kernel
 
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
     tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
-    chunks, dtype = (batch, spec.H, spec.CHUNKS), call.query.dtype
-    arrays = (call.query, call.key, call.value, decay, beta, *call.chunk_index.per_chunk)
-    options: dict[str, Any] = {"batch": batch, "num_warps": WARPS, "num_stages": 1}
+    dtype = call.query.dtype
+    arrays = (call.query, call.key, call.value, decay, beta, gate_signs(call), *call.chunk_index.per_chunk)
+    options: dict[str, Any] = {"batch": batch, "num_warps": config.wy_warps, "num_stages": 1}
     constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.wy_block_v, "KEEP": keep}
-    *made, exponents = launch(
+    u, w, inverse, scores, query, key, totals = launch(
         wy_channel_gates_kernel,
         arrays,
         [
@@ -267,25 +262,13 @@ def wy_channel_gates(
             Shape(pairs, dtype),
             Shape((*tokens, spec.K), dtype),
             Shape((*tokens, spec.K), dtype),
-            Shape((*chunks, 3, spec.K), jnp.float32),
-            Shape(chunks, jnp.float32),
+            Shape((batch, spec.H, spec.CHUNKS, spec.K), jnp.float32),
         ],
         **options,
         grid=batch * spec.CHUNKS * spec.H,
         constants={**constants, "BLOCK_K": config.wy_block_k},
     )
-    # Recomputes chunks with large decay, in place. The array after them is scratch for cumulative gates, which no other
-    # kernel reads.
-    first, group = len(arrays) + 1, max(1, min(16, spec.CHUNKS * spec.H // 128))
-    u, w, inverse, scores, query, key, factors, _ = launch(
-        wy_large_decay_kernel,
-        (*arrays, exponents, *made),
-        [*range(first, first + len(made)), Shape((*pairs[:3], spec.K), jnp.float32)],
-        **options,
-        grid=batch * spec.H * cdiv(spec.CHUNKS, group),
-        constants={**constants, "BLOCK_K": min(config.wy_block_k, LARGE_DECAY_CHANNELS), "GROUP": group},
-    )
-    arrays = {"query": query, "key": key, "gates": factors, "scores": scores}
+    arrays = {"query": query, "key": key, "gates": totals, "scores": scores}
     return WYForm(u, w, inverse), with_arrays(call, arrays)
 
 

@@ -21,11 +21,9 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     chunk_base,
     chunk_span,
     constant_gate,
-    factors_base,
     gates_base,
     head_gates,
     load_dt,
-    load_factors,
     load_gates,
     load_rows,
     load_state,
@@ -87,10 +85,7 @@ def chunk_fwd_o_kernel(
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec, BLOCK_T)
         s = load_state(s_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
         if spec.DECAYED:
-            since = tl.exp2(
-                load_factors(factors_base(gates, row // per.GATES, head, chunk, spec), 0, k_start, BLOCK_K, spec)
-            )
-            acc = add_dot(acc, (q.to(tl.float32) * since[None, :]).to(s.dtype), s, spec)
+            acc = add_dot(acc, q.to(s.dtype), s, spec)
         elif spec.WIDTH > 1:
             acc = add_dot(
                 acc, (q.to(tl.float32) * tl.exp2(load_gates(g_base, k_start, BLOCK_K, spec))).to(s.dtype), s, spec

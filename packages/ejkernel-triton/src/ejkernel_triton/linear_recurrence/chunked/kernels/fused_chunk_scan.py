@@ -25,6 +25,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     gates_base,
     head_gates,
     last_head_gate,
+    load_chunk_decay,
     load_dt,
     load_rows,
     load_state,
@@ -32,7 +33,6 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     pair_weights,
     scan_span,
     scores_at,
-    state_factors,
     store_rows,
     store_state,
 )
@@ -111,13 +111,13 @@ def fused_chunk_scan_kernel(
     if spec.SKIP:
         factor = tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
     constant = constant_gate(gates, row, head, spec, per)
-    next_factors = state_factors(gates, row, head, first, 0, BLOCK_K, spec, per)
+    next_decay = load_chunk_decay(gates, row, head, first, 0, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = first + step
         start = sequence_start + step * C
-        before, between, after = next_factors
+        chunk_decay = next_decay
         # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
-        next_factors = state_factors(gates, row, head, chunk + 1, 0, BLOCK_K, spec, per)
+        next_decay = load_chunk_decay(gates, row, head, chunk + 1, 0, BLOCK_K, spec, per)
         # No address depends on `acc`, so the pipeliner copies the next chunks' tiles during this chunk's products.
         q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
         k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
@@ -125,8 +125,6 @@ def fused_chunk_scan_kernel(
         q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
         v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec)
-        if spec.DECAYED:
-            acc *= tl.exp2(before)[:, None]
         # The state is read, and updated with the chunk, before the chunk's scores are computed: doing both at the same
         # time takes too many registers.
         state = acc.to(q.dtype)
@@ -153,11 +151,9 @@ def fused_chunk_scan_kernel(
             out *= tl.exp2(g)[:, None]
             acc *= tl.exp2(total)
         if spec.DECAYED:
-            acc *= tl.exp2(between)[:, None]
+            acc *= tl.exp2(chunk_decay)[:, None]
         # Tokens past the end have keys and values of 0, so they add nothing; their outputs are not stored.
         acc = add_dot(acc, tl.trans(k), writes, spec)
-        if spec.DECAYED:
-            acc *= tl.exp2(after)[:, None]
         if spec.WIDTH > 1:
             # The scores are stored masked and in the operands' dtype, so no thread has to convert them.
             out = add_dot(out, tl.load(scores_at(scores, row, head, chunk, spec)), read, spec)

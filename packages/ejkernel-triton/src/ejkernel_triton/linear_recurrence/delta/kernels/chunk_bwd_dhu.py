@@ -27,12 +27,12 @@ from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.kernels.tile import (
     chunk_base,
     gates_base,
+    load_chunk_decay,
     load_rows,
     load_state,
     nth_sequence,
     scan_span,
     state_base,
-    state_factors,
     store_rows,
     store_state,
 )
@@ -93,13 +93,13 @@ def chunk_bwd_dhu_kernel(
         acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
-    next_factors = state_factors(gates, row, head, last - 1, 0, BLOCK_K, spec, per)
+    next_decay = load_chunk_decay(gates, row, head, last - 1, 0, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step
         start = sequence_start + (chunk - first) * C
-        before, between, after = next_factors
+        chunk_decay = next_decay
         # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
-        next_factors = state_factors(gates, row, head, chunk - 1, 0, BLOCK_K, spec, per)
+        next_decay = load_chunk_decay(gates, row, head, chunk - 1, 0, BLOCK_K, spec, per)
         # Before this chunk adds to it, `acc` is the gradient of the state after the chunk.
         if WRITE:
             store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
@@ -125,11 +125,9 @@ def chunk_bwd_dhu_kernel(
             decay_since = (tl.exp2(g) * spec.SCALE)[:, None]
             acc *= tl.exp2(total)
         else:
-            if spec.DECAYED:
-                acc *= tl.exp2(after)[:, None]
             dx = add_dot(dx, k, acc.to(k.dtype), spec)
         if spec.DECAYED:
-            acc *= tl.exp2(between)[:, None]
+            acc *= tl.exp2(chunk_decay)[:, None]
         # Rounded once, so that the scan and `wy_bwd_kernel` use the same dx.
         low = dx.to(dv_new.dtype.element_ty)
         if WRITE:
@@ -142,7 +140,5 @@ def chunk_bwd_dhu_kernel(
             acc = add_dot(acc, tl.trans(w_tile), -low.to(tl.float32), spec)
         else:
             acc = add_dot(acc, tl.trans(w_tile), -low, spec)
-        if spec.DECAYED:
-            acc *= tl.exp2(before)[:, None]
     state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
     store_state(first_gradient + state_offset, acc, 0, v_start, spec)

@@ -6,74 +6,83 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import (
     NO_GRADIENT_BELOW,
-    channel_gradients,
     through_states,
 )
 from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import store_tokens
 from ejkernel_triton.linear_recurrence.kernels.tile import (
+    FROM_MIDDLE,
+    SINCE_START,
+    TO_CUT,
+    UNTIL_END,
     chunk_base,
     chunk_span,
-    cut_weights,
-    from_middle,
+    decayed,
+    diagonal,
+    gate_operands,
+    gate_sums,
     gates_base,
     load_dt,
-    load_gates,
-    load_last_gates,
+    load_log_gates,
     load_rows,
     load_state,
+    opaque_zero,
     pair_weights,
     pairs_of,
     state_base,
     store_rows,
+    sub_chunk_pairs,
 )
 
 
 @triton.jit
-def reload_key_tiles(k_base, start, end, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Reloads keys and cumulative gates of a chunk; see `reload_tiles`."""
-    opaque_zero = level >> 5  # 0, which the compiler cannot fold
-    k = load_rows(k_base + opaque_zero, start, end, column, spec.HK, spec.K, COLUMNS, spec)
-    return k.to(tl.float32), load_gates(base + opaque_zero, column, COLUMNS, spec)
+def delta_channel_gradients(dq, dr, dk, dread, dseen, query, key, betas, high, low, signs, spec: tl.constexpr):
+    """Returns `chunk_bwd_dqkg.channel_gradients` of both reads, of queries and of keys, which share the decays.
 
+    Only the reading key is multiplied by beta: as a query it is beta k, as the key of a write k.
 
-@triton.jit
-def answer_gradients(
-    dr,
-    dk,
-    dpairs,
-    key,
-    betas,
-    gates,
-    base,
-    column,
-    tile_bases,
-    COLUMNS: tl.constexpr,
-    spec: tl.constexpr,
-):
-    """Returns dr plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij strength_i k_ik, with gates per key
-    channel.
-
-    This is `chunk_bwd_dqkg.channel_gradients` for keys that read earlier keys; pairs are 0 for j >= i.
+    Args:
+        dq: [CHUNK, COLUMNS] float32.
+        dr: [CHUNK, COLUMNS] float32, gradients of keys as queries, without beta.
+        dk: [CHUNK, COLUMNS] float32, gradients of keys as keys of both reads.
+        dread: [CHUNK, CHUNK], gradients of the queries' scores by (i, j), for j <= i; others are not used.
+        dseen: [CHUNK, CHUNK], the same of the keys, without beta; 0 for j >= i.
+        query: [CHUNK, COLUMNS].
+        key: [CHUNK, COLUMNS].
+        betas: [CHUNK].
+        high: [CHUNK, COLUMNS], from `gate_operands`.
+        low: [CHUNK, COLUMNS], likewise.
+        signs: Address of the matrices of `tile.gate_sums`.
     """
-    k_base, start, end = tile_bases
-    # Only the reading key is multiplied by beta: as a query it is beta k, as the key of a write k.
-    relative, weak = from_middle(gates, base, column, COLUMNS, spec)
-    if weak:
-        k = key.to(tl.float32)
-        dscores = dpairs.to(key.dtype)
-        decay_since, decay_until = tl.exp2(relative), tl.exp2(-relative)
-        dr += decay_since * dot(dscores, (k * decay_until).to(key.dtype), spec)
-        dk += decay_until * dot(tl.trans(dscores), (k * decay_since * betas[:, None]).to(key.dtype), spec)
+    FIRST: tl.constexpr = spec.SUB_LEVEL
+    LEVELS: tl.constexpr = spec.LEVELS
+    for level in tl.range(FIRST, LEVELS + opaque_zero(), num_stages=1, disable_licm=True):
+        decay = tl.exp2(gate_sums(signs, TO_CUT + level, high, low, spec))
+        right = decayed(key, decay)
+        read = tl.where(pairs_of(level, spec), dread, 0.0).to(key.dtype)
+        dq += decay * dot(read, right, spec)
+        columns = dot(tl.trans(read), decayed(query, decay), spec)
+        seen = tl.where(pairs_of(level, spec), dseen, 0.0).to(key.dtype)
+        dr += decay * dot(seen, right, spec)
+        columns = add_dot(columns, tl.trans(seen), decayed(key, decay * betas[:, None]), spec)
+        dk += decay * columns
+    if spec.SUB_CHUNK == 1:
+        # A token with itself has no decay, and no token sees its own key.
+        diagonal_read = tl.sum(tl.where(diagonal(spec), dread, 0.0).to(tl.float32), 1)[:, None]
+        dq += diagonal_read * key.to(tl.float32)
+        dk += diagonal_read * query.to(tl.float32)
     else:
-        LEVELS: tl.constexpr = spec.LEVELS
-        for level in tl.range(0, LEVELS, num_stages=1):
-            # Loaded at each level, as in `channel_gradients`: kept through the loop they would spill.
-            k, g = reload_key_tiles(k_base, start, end, base, column, level, COLUMNS, spec)
-            weights = cut_weights(g, base, column, level, COLUMNS, spec)
-            dscores = tl.where(pairs_of(level, spec), dpairs, 0.0).to(key.dtype)
-            dr += weights * dot(dscores, (k * weights).to(key.dtype), spec)
-            dk += weights * dot(tl.trans(dscores), (k * weights * betas[:, None]).to(key.dtype), spec)
-    return dr, dk
+        relative = gate_sums(signs, FROM_MIDDLE, high, low, spec)
+        since, until = tl.exp2(relative), tl.exp2(-relative)
+        right = decayed(key, until)
+        # Other pairs are 0, and the factors are finite.
+        read = tl.where(sub_chunk_pairs(spec), dread, 0.0).to(key.dtype)
+        dq += since * dot(read, right, spec)
+        columns = dot(tl.trans(read), decayed(query, since), spec)
+        seen = tl.where(sub_chunk_pairs(spec), dseen, 0.0).to(key.dtype)
+        dr += since * dot(seen, right, spec)
+        columns = add_dot(columns, tl.trans(seen), decayed(key, since * betas[:, None]), spec)
+        dk += until * columns
+    return dq, dr, dk
 
 
 @triton.jit
@@ -108,11 +117,13 @@ def chunk_bwd_dqkwg_kernel(
     key,
     v_new,
     gates,
+    decay,
     beta,
     cotangent,
     dy,
     states,
     dstates,
+    signs,
     starts,
     ends,
     dquery,
@@ -121,6 +132,7 @@ def chunk_bwd_dqkwg_kernel(
     dbeta,
     spec: tl.constexpr,
     per: tl.constexpr,
+    T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     GATES: tl.constexpr,
@@ -143,7 +155,6 @@ def chunk_bwd_dqkwg_kernel(
     y_base = chunk_base(dy, row // per.DY, start, head, spec.T, spec.H, spec.V)
     s_base = state_base(states, row, head, chunk, spec)
     d_base = state_base(dstates, row, head, chunk, spec)
-    g_base = gates_base(gates, row, head, chunk, spec, per)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     betas = load_dt(beta, row // per.BETA, start, end, head, spec)
@@ -159,25 +170,24 @@ def chunk_bwd_dqkwg_kernel(
     to_q = chunk_base(dquery, row, start, head, spec.T, spec.H, spec.K)
     to_k = chunk_base(dkey, row, start, head, spec.T, spec.H, spec.K)
     if spec.WIDTH > 1:
-        # Gates per key channel. dk accumulates the gradient as a key of both reads, since each level adds to both
-        # gradients.
+        # Gates per key channel: each level adds to all gradients. Pairs are kept at 16 bits, in half of the registers.
+        read = pairs.to(q.dtype)
+        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
+        # The second read: the key as a query, with -dy as its cotangent. A key reads what earlier tokens wrote, not its
+        # own write: strictly below the diagonal.
+        seen = tl.where(strictly_earlier, -pairs, 0.0).to(k.dtype)
         dk, state_product = through_states(values, k_start, GATES, spec.H, BLOCK_K, BLOCK_V, spec)
-        g = load_gates(g_base, k_start, BLOCK_K, spec)
-        last = load_last_gates(g_base, k_start, BLOCK_K, spec)
-        dq *= tl.exp2(g)
-        dk *= tl.exp2(last[None, :] - g)
-        state_product = state_product * tl.exp2(last) + tl.sum(dk * k.to(tl.float32), 0)
-        # Masked before `channel_gradients`, whose factors above the diagonal are large but finite.
-        pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
-        dq, dk = channel_gradients(dq, dk, pairs, q, k, g, g_base, k_start, (q_base, k_base, start, end), BLOCK_K, spec)
+        d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
+        g = load_log_gates(d_base, start, end, k_start, (T > 1) * spec.H * spec.K, BLOCK_K, spec)
+        high, low = gate_operands(g, k.dtype)
+        since = tl.exp2(gate_sums(signs, SINCE_START, high, low, spec))
+        dq *= since
+        dr *= -since
+        dk *= tl.exp2(gate_sums(signs, UNTIL_END, high, low, spec))
+        state_product = state_product * tl.exp2(tl.sum(g, 0)) + tl.sum(dk * k.to(tl.float32), 0)
+        dq, dr, dk = delta_channel_gradients(dq, dr, dk, read, seen, q, k, betas, high, low, signs, spec)
         store_rows(to_q, dq, start, end, k_start, spec.H, spec.K, spec)
         dgate = dq * q.to(tl.float32)
-        # The second read: the key as a query, with -dy as its cotangent.
-        pairs, dr = read_gradients(y_base, x_base, s_base, start, end, k_start, BLOCK_K, BLOCK_V, spec)
-        dr *= -tl.exp2(g)
-        # A key reads what earlier tokens wrote, not its own write: strictly below the diagonal.
-        pairs = tl.where(strictly_earlier, -pairs, 0.0)
-        dr, dk = answer_gradients(dr, dk, pairs, k, betas, g, g_base, k_start, (k_base, start, end), BLOCK_K, spec)
         store_tokens(dbeta, tl.sum(dr * k.to(tl.float32), 1), row, start, end, tile, K_TILES, head, spec)
         # dbeta above needs the product without beta; from here on it includes beta, so that no gradient is divided by
         # beta.
@@ -188,14 +198,12 @@ def chunk_bwd_dqkwg_kernel(
             dgate += (dr - dk) * k.to(tl.float32)
             # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier tokens.
             dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
-            columns = k_start + tl.arange(0, BLOCK_K)
-            valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
-            previous = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
-            dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)
+            dgate = tl.where(g < NO_GRADIENT_BELOW, 0.0, dgate)
             to = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
             store_rows(to, dgate, start, end, k_start, spec.H, spec.K, spec)
     else:
         if spec.WIDTH == 1:
+            g_base = gates_base(gates, row, head, chunk, spec, per)
             g = tl.load(g_base + rows)
             dq *= tl.exp2(g)[:, None]
             pairs *= pair_weights(g)

@@ -1,89 +1,41 @@
 """Computes the WY form with gates per key channel, in one kernel that reads the gates once.
 
 Cumulative gates take as many bytes as queries and keys together. So they are not stored for other kernels: operands
-that read the state or are written to it are stored with their decay, relative to the chunk's middle M:
+that read the state or are written to it are stored with their decay, of which none is above 1:
 
     in a loop over key channels
-        decay      -> G - G_M
-        q, k       -> q exp2(G - G_M), k exp2(G - G_M), k exp2(G_M - G)     stored, and operands of the pairs
-                   -> pairs of queries and keys, pairs of keys and keys
+        decay      -> G, G_T - G
+        q, k       -> q exp2(G), k exp2(G), k exp2(G_T - G)                 stored
+        q, k, decay -> pairs of queries and keys, pairs of keys and keys    see `tile.channel_scores`
     pairs          -> scores, and L -> (I + L)^-1                           see `wy_fast`
     V              -> U
-    k exp2(G - G_M), reloaded from W's memory  -> W
+    k exp2(G), reloaded from W's memory  -> W
 
-The kernels that read the state apply its decay to the middle in registers: exp2(G_M) before the chunk reads it,
-exp2(G_T - G_M) after its keys are added.
-
-If gates are so strong that those factors overflow, a second kernel recomputes the chunk: queries and the keys of W have
-exp2(G), other keys exp2(G_T - G), scores are computed level by level (`tile.channel_scores`), and the state decays by
-exp2(G_T) between reads and keys. It does not touch other chunks. As a branch of the first kernel it would add to its
-registers, and spill. `factors` has the state's three log2 decays per channel: before it is read, before and after keys
-are added to it.
+The kernels that read the state apply the decay of a chunk, exp2(G_T), in registers.
 """
 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.blocks import dot
 from ejkernel_triton.linear_recurrence.delta.kernels.solve_tril import solve_tril
 from ejkernel_triton.linear_recurrence.kernels.tile import (
+    SINCE_START,
+    UNTIL_END,
     causal,
+    channel_scores,
     chunk_base,
     chunk_span,
-    factors_base,
+    decayed,
+    gate_operands,
+    gate_sums,
     load_dt,
+    load_log_gates,
     load_rows,
-    masked_load,
-    powers_of_two,
+    opaque_zero,
     scores_at,
     store_rows,
 )
-
-
-@triton.jit
-def sums_from_middle(gates, dtype: tl.constexpr, spec: tl.constexpr):
-    """Returns sums of gates from the chunk's middle to each token, negated before the middle: [CHUNK, COLUMNS] float32.
-
-    They are a product with a matrix of 0, 1 and -1. A scan along tokens takes several times as many instructions.
-    """
-    token, summed = tl.arange(0, spec.CHUNK)[:, None], tl.arange(0, spec.CHUNK)[None, :]
-    later = summed >= spec.CHUNK // 2
-    signs = ((summed <= token) & later).to(tl.float32) - ((summed > token) & (summed < spec.CHUNK // 2)).to(tl.float32)
-    if dtype == tl.float32:
-        return dot(signs, gates, spec)
-    else:
-        # Two bfloat16 parts of each gate: more digits than its 16-bit factors have, and all sums use the same rounded
-        # gates.
-        signs = signs.to(tl.bfloat16)
-        high = gates.to(tl.bfloat16)
-        return add_dot(dot(signs, high, spec), signs, (gates - high.to(tl.float32)).to(tl.bfloat16), spec)
-
-
-@triton.jit
-def load_log_gates(base, start, end, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns [CHUNK, COLUMNS] log2 gates of a chunk's tokens; 0 for tokens from `end` on."""
-    rows = tl.arange(0, spec.CHUNK)
-    columns = column + tl.arange(0, COLUMNS)
-    at = base + (rows[:, None] * STRIDE + columns[None, :])
-    valid = (start + rows < end)[:, None]
-    gates = masked_load(at, valid, (columns < spec.K)[None, :], not spec.FULL_CHUNKS, spec.K % COLUMNS != 0)
-    return powers_of_two(gates)
-
-
-@triton.jit
-def decayed(tile, decay):
-    """Returns a tile times its decay, rounded to its dtype: an operand of products."""
-    return (tile.to(tl.float32) * decay).to(tile.dtype)
-
-
-@triton.jit
-def store_factors(base, before, between, after, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Stores what `tile.state_factors` reads."""
-    columns = column + tl.arange(0, COLUMNS)
-    valid = columns < spec.K
-    tl.store(base + columns, before, mask=valid)
-    tl.store(base + spec.K + columns, between, mask=valid)
-    tl.store(base + 2 * spec.K + columns, after, mask=valid)
 
 
 @triton.jit
@@ -138,6 +90,7 @@ def wy_channel_gates_kernel(
     value,
     decay,
     beta,
+    signs,
     starts,
     ends,
     u,
@@ -146,8 +99,7 @@ def wy_channel_gates_kernel(
     scores,
     decayed_query,
     decayed_key,
-    factors,
-    exponents,
+    totals,
     spec: tl.constexpr,
     per: tl.constexpr,
     T: tl.constexpr,
@@ -155,9 +107,9 @@ def wy_channel_gates_kernel(
     BLOCK_V: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Computes all of one head's chunk if its gates are weak, and the largest exponent, which tells whether they are.
+    """Computes all of one head's chunk; T is 1 for a decay that is the same for all tokens.
 
-    T is 1 for a decay that is the same for all tokens. See `forward.wy_channel_gates`.
+    See `forward.wy_channel_gates`.
     """
     C: tl.constexpr = spec.CHUNK
     program = tl.program_id(0)
@@ -166,7 +118,6 @@ def wy_channel_gates_kernel(
     chunk = program % spec.CHUNKS
     row = program // spec.CHUNKS
     start, end = chunk_span(starts, ends, row, chunk, spec, per)
-    rows = tl.arange(0, C)
     q_base = chunk_base(query, row // per.QUERY, start, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K)
     k_base = chunk_base(key, row // per.KEY, start, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
@@ -174,33 +125,22 @@ def wy_channel_gates_kernel(
     w_to = chunk_base(w, row, start, head, spec.T, spec.H, spec.K)
     q_to = chunk_base(decayed_query, row, start, head, spec.T, spec.H, spec.K)
     k_to = chunk_base(decayed_key, row, start, head, spec.T, spec.H, spec.K)
-    f_base = factors_base(factors, row, head, chunk, spec)
+    total_to = totals + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * spec.K
     read = tl.zeros([C, C], tl.float32)
     seen = tl.zeros([C, C], tl.float32)
-    largest = 0.0
-    for k_start in tl.range(0, spec.K, BLOCK_K):
+    for k_start in tl.range(0, spec.K + opaque_zero(), BLOCK_K):
         gates = load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec)
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
-        middle = tl.sum(tl.where((rows < C // 2)[:, None], gates, 0.0), 0)
-        after = tl.sum(tl.where((rows >= C // 2)[:, None], gates, 0.0), 0)
-        store_factors(f_base, middle, tl.zeros_like(middle), after, k_start, BLOCK_K, spec)
-        relative = sums_from_middle(gates, k.dtype, spec)
-        largest = tl.maximum(largest, tl.max(tl.abs(relative)))
-        # Operands of the products are also stored for other kernels: the same values, rounded once.
-        right = decayed(k, tl.exp2(-relative))
-        store_rows(k_to, right, start, end, k_start, spec.H, spec.K, spec)
-        decay_since = tl.exp2(relative)
-        left = decayed(q, decay_since)
-        store_rows(q_to, left, start, end, k_start, spec.H, spec.K, spec)
-        # Not masked yet: the products above the diagonal are finite.
-        read = add_dot(read, left, tl.trans(right), spec)
-        if k_start + BLOCK_K >= spec.K:
-            # Stored before the products of keys, which then have the registers.
-            store_scores(scores, read, row, head, chunk, spec)
-        left = decayed(k, decay_since)
-        store_rows(w_to, left, start, end, k_start, spec.H, spec.K, spec)
-        seen = add_dot(seen, left, tl.trans(right), spec)
-    tl.store(exponents + (tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk, largest)
+        columns = k_start + tl.arange(0, BLOCK_K)
+        tl.store(total_to + columns, tl.sum(gates, 0), mask=columns < spec.K)
+        high, low = gate_operands(gates, k.dtype)
+        until = tl.exp2(gate_sums(signs, UNTIL_END, high, low, spec))
+        store_rows(k_to, decayed(k, until), start, end, k_start, spec.H, spec.K, spec)
+        since = tl.exp2(gate_sums(signs, SINCE_START, high, low, spec))
+        store_rows(q_to, decayed(q, since), start, end, k_start, spec.H, spec.K, spec)
+        store_rows(w_to, decayed(k, since), start, end, k_start, spec.H, spec.K, spec)
+        read, seen = channel_scores(read, seen, q, k, high, low, signs, True, spec)
+    store_scores(scores, read, row, head, chunk, spec)
     arrays = (beta, value, u, w, inverse)
     solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP)

@@ -23,6 +23,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     gates_base,
     head_gates,
     last_head_gate,
+    load_chunk_decay,
     load_columns,
     load_dt,
     load_rows,
@@ -30,7 +31,6 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     nth_sequence,
     scan_span,
     state_base,
-    state_factors,
     store_rows,
     store_state,
 )
@@ -170,14 +170,14 @@ def chunk_fwd_h_kernel(
             begin = tl.minimum(last, tl.maximum(first, segment_last - useful))
             sequence_start += (begin - first) * C
             first = begin
-    next_factors = state_factors(gates, row, head, first, k_start, BLOCK_K, spec, per)
+    next_decay = load_chunk_decay(gates, row, head, first, k_start, BLOCK_K, spec, per)
     for step in tl.range(0, last - first):
         chunk = last - 1 - step if REVERSE else first + step
         start = sequence_start + (chunk - first) * C
         # Prefetched during the previous chunk: the pipeliner copies operands of products only, and these are not
         # operands. Waiting for them in every chunk took a tenth of the scan (docs/lab/linear_recurrence_gpu.md).
-        before, between, after = next_factors
-        next_factors = state_factors(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
+        chunk_decay = next_decay
+        next_decay = load_chunk_decay(gates, row, head, chunk + 1, k_start, BLOCK_K, spec, per)
         # Before the chunk's tokens are added: forwards what `chunk_fwd_o_kernel` reads, in reverse the gradient of the
         # state after the chunk.
         if WRITE:
@@ -195,8 +195,6 @@ def chunk_fwd_h_kernel(
             right_tile = tl.load(at, mask=valid, other=0.0)
         else:
             right_tile = load_rows(right_base, start, end, v_start, RIGHT_HEADS, spec.V, BLOCK_V, spec)
-        if spec.DECAYED:
-            acc *= tl.exp2(before)[:, None]
         if HAS_W:
             # The product sums over key channels, so BLOCK_K spans all of them (see `forward.pass_states`).
             w_base = chunk_base(w, row // per.W, start, head, spec.T, spec.H, spec.K)
@@ -225,7 +223,7 @@ def chunk_fwd_h_kernel(
                 total = tl.load(g_base + (C - 1) * spec.K + columns, mask=valid, other=0.0)
         # The decay multiplies `acc` before the product adds to it: this chunk's writes have their decay already.
         if spec.DECAYED:
-            acc *= tl.exp2(between)[:, None]
+            acc *= tl.exp2(chunk_decay)[:, None]
         elif HAS_W and spec.WIDTH == 1:
             # Applied to the writes instead of the keys: they are in registers, and have half as many elements.
             acc *= tl.exp2(total)
@@ -237,8 +235,6 @@ def chunk_fwd_h_kernel(
             acc += dot(left_tile, right_tile, spec) * spec.SCALE
         else:
             acc += dot(left_tile, right_tile, spec)
-        if spec.DECAYED:
-            acc *= tl.exp2(after)[:, None]
     if TRANSITIONS:
         k_rows, columns = k_start + tl.arange(0, BLOCK_K), v_start + tl.arange(0, BLOCK_V)
         stored = COLUMNS

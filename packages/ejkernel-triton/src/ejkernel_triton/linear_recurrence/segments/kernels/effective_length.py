@@ -18,8 +18,8 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     gates_base,
     head_gates,
     last_head_gate,
+    load_chunk_decay,
     load_rows,
-    state_factors,
 )
 
 LOG2_MIN_NORMAL = tl.constexpr(-126.0)
@@ -148,33 +148,29 @@ def effective_length_kernel(
         if (left > MIN_NORMAL) & in_time & (done < chunks):
             count = tl.minimum(GROUP, chunks - done)
             begin = first + done if REVERSE else last - 1 - done
-            next_factors = state_factors(gates, row, head, begin, 0, BLOCK_K, spec, per)
+            next_decay = load_chunk_decay(gates, row, head, begin, 0, BLOCK_K, spec, per)
             for step in tl.range(0, count):
                 chunk = begin + step if REVERSE else begin - step
                 start = chunk * C
-                before, between, after = next_factors
+                chunk_decay = next_decay
                 # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
-                next_factors = state_factors(
+                next_decay = load_chunk_decay(
                     gates, row, head, chunk + 1 if REVERSE else chunk - 1, 0, BLOCK_K, spec, per
                 )
                 k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
                 w_base = chunk_base(w, row // per.W, start, head, spec.T, spec.H, spec.K)
                 k = load_rows(k_base, start, spec.T, 0, spec.HK, spec.K, BLOCK_K, spec)
                 w_tile = load_rows(w_base, start, spec.T, 0, spec.H, spec.K, BLOCK_K, spec)
-                if spec.DECAYED:
-                    acc *= tl.exp2(before if REVERSE else after)[:, None]
-                # M = A (B - k^T W) F with factors A, B and F of the state, so M^T = F (B - W^T k) A.
+                # M = D - k^T W with the chunk's decay D, so M^T = D - W^T k.
                 answer = dot(w_tile if REVERSE else k, acc.to(k.dtype), spec)
                 if spec.DECAYED:
-                    acc *= tl.exp2(between)[:, None]
+                    acc *= tl.exp2(chunk_decay)[:, None]
                 else:
                     g_base = gates_base(gates, row, head, chunk, spec, per)
                     total = last_head_gate(g_base, 0.0, C, spec)
                     answer *= tl.exp2(total - head_gates(g_base, 0.0, 0, C, spec))[:, None]
                     acc *= tl.exp2(total)
                 acc = add_dot(acc, tl.trans(k if REVERSE else w_tile), (-answer).to(k.dtype), spec)
-                if spec.DECAYED:
-                    acc *= tl.exp2(after if REVERSE else before)[:, None]
             done += count
             left = tl.sum(tl.sum(tl.abs(acc), 1), 0)
     done = tl.where((left <= MIN_NORMAL) | (chunks == 0), done, UNBOUNDED)
