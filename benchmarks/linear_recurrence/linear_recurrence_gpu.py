@@ -41,9 +41,37 @@ CHECKED = 512
 """Tokens that are compared with the formula."""
 
 
+GATED = ("gla", "kda", "gate a head", "gated delta")
+"""Kinds whose gates depend on the tokens."""
+
+STRENGTHS = ("initial", "mild", "harsh")
+
+
+def log_gates(kind: str, strength: str, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns log gates of a strength, [B, T, H, WIDTH].
+
+    - initial: as a layer of the kind begins. Delta rules: -A dt, A uniform in 1 to 16 per head and dt log-uniform in
+      1e-3 to 0.1, the initialisation of Mamba-2 (arXiv:2405.21060), which Gated DeltaNet (arXiv:2412.06464) and Kimi
+      Linear (arXiv:2510.26692) have. Others: log_sigmoid(normal) / 16 (GLA, arXiv:2312.06635).
+    - mild: log_sigmoid(normal) / 16, which is GLA's temperature.
+    - harsh: log_sigmoid(normal).
+    """
+    logits = jax.nn.log_sigmoid(jax.random.normal(key, shape))
+    if strength == "harsh":
+        return logits
+    if strength == "mild" or kind in ("gla", "gate a head"):
+        return logits / 16
+    rates, steps = jax.random.split(key)
+    dt = jnp.exp(jax.random.uniform(steps, shape, minval=np.log(1e-3), maxval=np.log(0.1)))
+    return -jax.random.uniform(rates, (shape[2], 1), minval=1.0, maxval=16.0) * dt
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One shape; `kind` names the operation and its gates. Documents are sequences packed in one row, if any."""
+    """One shape; `kind` names the operation and its gates, `gates` their strength (see `log_gates`).
+
+    Documents are sequences packed in one row, if any.
+    """
 
     kind: str
     batch: int = 4
@@ -52,10 +80,12 @@ class Cell:
     keys: int = 128
     values: int = 128
     documents: int = 0
+    gates: str = "initial"
 
     def __str__(self) -> str:
         packed = f", {self.documents} documents" if self.documents else ""
-        return f"{self.kind} B{self.batch} S{self.length} H{self.heads} K{self.keys} V{self.values}{packed}"
+        strength = f", {self.gates} gates" if self.kind in GATED else ""
+        return f"{self.kind} B{self.batch} S{self.length} H{self.heads} K{self.keys} V{self.values}{packed}{strength}"
 
     @property
     def delta(self) -> bool:
@@ -63,7 +93,7 @@ class Cell:
         return self.kind in ("gated delta", "kda")
 
     def record(self, dtype: Any = jnp.bfloat16) -> LinearRecurrence:
-        """The call as its operation's `lower` makes it, with normal numbers and gates of trained models' strength."""
+        """The call as its operation's `lower` makes it, with normal numbers."""
         keys = iter(jax.random.split(jax.random.key(0), 6))
         b, t, h, mamba = self.batch, self.length, self.heads, self.kind == "mamba-2"
 
@@ -74,9 +104,9 @@ class Cell:
         value, gate = normal(h, self.values), next(keys)
         fields: dict[str, Any] = {}
         if self.kind in ("gla", "kda"):
-            fields["decay"] = jax.nn.log_sigmoid(jax.random.normal(gate, (b, t, h, self.keys))) / 16
+            fields["decay"] = log_gates(self.kind, self.gates, gate, (b, t, h, self.keys))
         elif self.kind in ("gate a head", "gated delta"):
-            fields["decay"] = jax.nn.log_sigmoid(jax.random.normal(gate, (b, t, h, 1))) / 16
+            fields["decay"] = log_gates(self.kind, self.gates, gate, (b, t, h, 1))
         elif self.kind == "lightning":
             fields["decay"] = (-8 / h * 0.5 * jnp.arange(h, dtype=jnp.float32))[None, None, :, None]
         elif mamba:
@@ -103,11 +133,12 @@ class Cell:
 
 def cells(quick: bool) -> Iterator[Cell]:
     """What is measured; packed documents have as many tokens as the rows above them."""
-    for kind in ("gla", "lightning", "gate a head"):
-        yield Cell(kind=kind)
+    for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
+        # GLA's initialisation is mild.
+        for gates in STRENGTHS if kind in GATED else STRENGTHS[:1]:
+            if gates != "mild" or kind in ("gated delta", "kda"):
+                yield Cell(kind=kind, gates=gates)
     yield Cell(kind="mamba-2", batch=8, heads=64, values=64)
-    for kind in ("gated delta", "kda"):
-        yield Cell(kind=kind)
     if quick:
         return
     for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):

@@ -43,7 +43,9 @@ class RecurrenceSpec:
         DT: Whether there is dt.
         SKIP: Whether there is a skip.
         SCALE: Factor on the output.
-        SUB_CHUNK: Tokens per sub-chunk, whose pairs are one product with gates per key channel.
+        MAX_EXPONENT: Largest log2 decay relative to a chunk's middle for which its scores with gates per key channel
+            are one product: within the dtype's range, with a margin for the operands; not with the delta rule.
+        SUB_CHUNK: Tokens per sub-chunk of the delta rule, whose pairs are one product with gates per key channel.
         SUB_LEVEL: How often a sub-chunk is halved until one token is left: log2 of SUB_CHUNK.
         FULL_CHUNKS: Whether every chunk is full.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
@@ -69,6 +71,7 @@ class RecurrenceSpec:
     DT: bool
     SKIP: bool
     SCALE: float
+    MAX_EXPONENT: float
     SUB_CHUNK: int
     SUB_LEVEL: int
     FULL_CHUNKS: bool
@@ -114,6 +117,9 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         DT=record.dt is not None,
         SKIP=record.skip is not None,
         SCALE=record.softmax_scale,
+        # A factor is an operand: float16's largest number is 2 ** 16, and 8 powers are left to the other factor. For
+        # other dtypes a product of two factors of 2 ** 40 must stay below 2 ** 128.
+        MAX_EXPONENT=8.0 if record.query.dtype == jnp.float16 else 40.0,
         # In float16 the factors of four tokens overflow, so chunks are halved down to single tokens.
         SUB_CHUNK=1 if record.query.dtype == jnp.float16 else SUB_CHUNK,
         SUB_LEVEL=0 if record.query.dtype == jnp.float16 else SUB_CHUNK.bit_length() - 1,

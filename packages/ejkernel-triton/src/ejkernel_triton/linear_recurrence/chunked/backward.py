@@ -17,7 +17,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.forward import chunk_states, intra_chunk_scores, zero_padding
 from ejkernel_triton.linear_recurrence.config import ChunkPasses
-from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_signs, make_call
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, canonical, state_dtype
 
@@ -185,12 +185,10 @@ def key_gradients(
             call.key,
             call.value,
             call.gates,
-            call.decay,
             call.dt,
             cotangent,
             states,
             dstates,
-            gate_signs(call),
             *call.chunk_index.per_chunk,
         ),
         [
@@ -206,7 +204,6 @@ def key_gradients(
         num_stages=config.gradient_stages,
         constants={
             "spec": spec,
-            "T": 1 if call.decay is None else call.decay.shape[1],
             "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": config.gradient_block_k,
             "BLOCK_V": config.gradient_block_v,

@@ -155,9 +155,7 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         state_block_k=min(keys, most),
         state_block_v=min(values, most),
         state_stages=2 if small else 3,
-        score_block_k=min(
-            keys, half, most, {"hopper": 64, "blackwell": 64, "ampere": 16, "ada": 16}.get(chip.architecture, 32)
-        ),
+        score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
         output_block_t=MIN_TILE if interpreting() else 64,
         output_block_k=min(keys, half, most),
         output_block_v=min(values, 2 * most if by_channel(record) and not small else most),

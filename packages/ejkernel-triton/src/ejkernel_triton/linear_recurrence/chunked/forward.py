@@ -14,15 +14,12 @@ from ejkernel.types.pullback import is_differentiated
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.config import RecurrencePasses
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS
-from ejkernel_triton.linear_recurrence.plan import ChunkIndex, RecurrenceCall, gate_signs, make_call
+from ejkernel_triton.linear_recurrence.plan import ChunkIndex, RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import canonical, state_dtype
 from ejkernel_triton.sizes import (
     padded,
 )
-
-SCORE_WARPS = 4
-"""Warps per program of the kernel of scores with gates per key channel."""
 
 PADDING_ROWS = 64
 PADDING_COLUMNS = 128
@@ -185,17 +182,17 @@ def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_intra import chunk_fwd_intra_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    if call.decay is None:
+    if spec.WIDTH < 2:
         return None
     (scores,) = launch(
         chunk_fwd_intra_kernel,
-        (call.query, call.key, call.decay, gate_signs(call), *call.chunk_index.per_chunk),
+        (call.query, call.key, call.gates, *call.chunk_index.per_chunk),
         [Shape((batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK), call.query.dtype)],
         batch=batch,
         grid=batch * spec.CHUNKS * spec.H,
-        num_warps=SCORE_WARPS,
+        num_warps=WARPS,
         num_stages=1,
-        constants={"spec": spec, "T": call.decay.shape[1], "BLOCK_K": config.score_block_k},
+        constants={"spec": spec, "BLOCK_K": config.score_block_k},
     )
     return scores
 

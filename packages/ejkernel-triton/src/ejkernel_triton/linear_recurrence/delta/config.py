@@ -69,6 +69,8 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     # Programs that pass states hold all key channels: except on Hopper, one pass or the other spills with more than 32
     # columns.
     block = min(made.state_block_v, 64 if hopper else 32)
+    # As many as spill nothing, but on Hopper.
+    channels = {"hopper": 64, "ampere": 16, "ada": 16}.get(chip.architecture, 32)
     fields: dict[str, Any] = config_fields(made) | {
         "backward_chunk": made.chunk,
         "state_block_v": block,
@@ -78,16 +80,17 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "gradient_block_v": min(made.gradient_block_v, MIN_TILE if small else 64),
         "fused": record.cu_seqlens is not None if interpreting() else _fuses(record, device, block),
         "fused_block_v": block,
-        "wy_block_k": min(made.score_block_k, 32) if by_channel(record) else made.score_block_k,
+        "wy_block_k": min(made.score_block_k, channels) if by_channel(record) else made.score_block_k,
         "wy_block_v": made.output_block_v,
         "wy_warps": WARPS,
     }
     if hopper and record.query.dtype.itemsize == 2 and not interpreting():
         # With a gate per head, the WY form of all channels at once takes 0.237 ms instead of 0.269 with 64.
         # Packed and with a gate per head, masks take registers, and 64 channels leave room for a third program: 0.738
-        # ms instead of 0.753. With gates per key channel 64 key channels spill.
+        # ms instead of 0.753.
+        # With gates per key channel, 64 channels take 1.13 ms though they spill 136 bytes, 32 channels 1.65.
         most = 64 if record.cu_seqlens is not None and not by_channel(record) else 128
-        fields |= {"wy_block_k": min(keys, 32 if by_channel(record) else most), "wy_block_v": min(values, most)}
+        fields |= {"wy_block_k": min(keys, channels if by_channel(record) else most), "wy_block_v": min(values, most)}
         fields["output_block_v"] = min(values, 128 if by_channel(record) else 64)
     return DeltaPasses(**fields, dh_block_v=block, dh_warps=4, dh_stages=1 if small else 2)
 

@@ -151,8 +151,8 @@ def wy_form(record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: 
 def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
     """Returns the tokens per chunk of a record with beta, from the configured number.
 
-    With gates per key channel and chunks of 16 tokens Triton 3.6 miscompiles columns of `wy_large_decay_kernel` on
-    NVIDIA's chips (see `ahead.miscompiled_shifts`). With 32 tokens the code has no such instruction.
+    With gates per key channel and chunks of 16 tokens Triton 3.6 miscompiled the WY form's columns on NVIDIA's
+    chips (see `ahead.miscompiled_shifts`). With 32 tokens the code has no such instruction.
     """
     return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
 

@@ -3,12 +3,9 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, add_dot, dot
+from ejkernel_triton.blocks import LOG2E, dot
 
 MIN_LOG2_GATE = tl.constexpr(-58.0)
-
-SINCE_START, UNTIL_END, FROM_MIDDLE, TO_CUT = (tl.constexpr(n) for n in range(4))
-"""Indices of the matrices of `plan.gate_signs`; those of levels follow TO_CUT."""
 
 
 @triton.jit
@@ -294,74 +291,50 @@ def pair_weights(gates):
 
 
 @triton.jit
-def load_log_gates(base, start, end, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns [CHUNK, COLUMNS] log2 gates of a chunk's tokens; 0 for tokens from `end` on."""
-    rows = tl.arange(0, spec.CHUNK)
-    columns = column + tl.arange(0, COLUMNS)
-    at = base + (rows[:, None] * STRIDE + columns[None, :])
-    valid = (start + rows < end)[:, None]
-    gates = masked_load(at, valid, (columns < spec.K)[None, :], not spec.FULL_CHUNKS, spec.K % COLUMNS != 0)
-    return powers_of_two(gates)
+def cut_weights(gates, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Returns the decay between a chunk's tokens i and the cut m of i's block of 2 ** (level + 1) tokens: [CHUNK,
+    COLUMNS].
 
-
-@triton.jit
-def decayed(tile, decay):
-    """Returns a tile times its decay, rounded to its dtype: an operand of products."""
-    return (tile.to(tl.float32) * decay).to(tile.dtype)
-
-
-@triton.jit
-def gate_operands(gates, dtype: tl.constexpr):
-    """Returns log2 gates as the operands of `gate_sums`.
-
-    For 16-bit tiles these are two bfloat16 terms of each gate: more digits than its 16-bit factors have, and all sums
-    use the same rounded gates.
-    """
-    if dtype == tl.float32:
-        return gates, gates
-    else:
-        high = gates.to(tl.bfloat16)
-        return high, (gates - high.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
-def gate_sums(signs, which, high, low, spec: tl.constexpr):
-    """Returns sums of a chunk's gates, [CHUNK, COLUMNS] float32: the product of a matrix of `gate_signs` and the gates.
-
-    A scan along tokens takes several times as many instructions. And a difference of cumulative sums loses the digits
-    of small gates after large ones, where this sum has only the gates between its two tokens.
+    The cut is the last token of the block's first half. For later tokens this is exp2(G_i - G_m), the decay since the
+    cut, for earlier ones exp2(G_m - G_i), the decay up to it: no exponent is positive if no gate is.
 
     Args:
-        signs: Address of the matrices.
-        which: Index of a matrix: SINCE_START, UNTIL_END, FROM_MIDDLE, or TO_CUT plus a level.
-        high: [CHUNK, COLUMNS], from `gate_operands`.
-        low: [CHUNK, COLUMNS], likewise.
-        spec: Constants.
+        gates: [CHUNK, COLUMNS] cumulative gates.
+        base: Address of the gates, to load those of the cuts, which are in the cache.
+        column: First column.
+        level: log2 of the tokens in half a block; levels run from the largest block down.
     """
-    C: tl.constexpr = spec.CHUNK
-    rows = tl.arange(0, C)
-    # Loaded from the cache: computed in registers they would take more of them, and more time, than the product.
-    matrix = tl.load(signs + which * (C * C) + (rows[:, None] * C + rows[None, :]))
-    if high.dtype == tl.float32:
-        return dot(matrix, high, spec)
-    else:
-        return add_dot(dot(matrix, high, spec), matrix, low, spec)
+    rows = tl.arange(0, spec.CHUNK)
+    cut = ((rows >> (level + 1)) << (level + 1)) + ((1 << level) - 1)
+    columns = column + tl.arange(0, COLUMNS)
+    at = base + (cut[:, None] * spec.K + columns[None, :])
+    at_cut = masked_load(at, cut[:, None] >= 0, (columns < spec.K)[None, :], False, spec.K % COLUMNS != 0)
+    later = ((rows >> level) & 1) == 1
+    return tl.exp2(tl.where(later[:, None], gates - at_cut, at_cut - gates))
 
 
 @triton.jit
-def sub_chunk_pairs(spec: tl.constexpr):
-    """Returns which pairs (i, j) with j <= i have both tokens in the same sub-chunk: [CHUNK, CHUNK]."""
-    rows = tl.arange(0, spec.CHUNK)
-    sub_chunk = rows // spec.SUB_CHUNK
-    return (sub_chunk[:, None] == sub_chunk[None, :]) & (rows[:, None] >= rows[None, :])
+def from_middle(gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Returns cumulative gates relative to the chunk's middle, and whether exp2 of all of them and their negatives
+    is safe.
+
+    Where all are within +-MAX_EXPONENT, the pairs of the chunk are one product: the factors before and after the
+    middle multiply to at most 1 for pairs with j <= i, and to at most 2 ** (2 MAX_EXPONENT) for the others.
+    """
+    columns = column + tl.arange(0, COLUMNS)
+    middle = tl.load(base + (spec.CHUNK // 2 - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
+    # Relative to the middle, not the first token: exponents are then at most half as large.
+    relative = gates - middle[None, :]
+    # A maximum over the whole tile, so that the branch on it is uniform in a program.
+    return relative, tl.max(tl.max(tl.abs(relative), 1), 0) < spec.MAX_EXPONENT
 
 
 @triton.jit
 def pairs_of(level, spec: tl.constexpr):
     """Returns which pairs (later token, earlier token) a level's cuts separate: [CHUNK, CHUNK]."""
-    rows = tl.arange(0, spec.CHUNK)
-    # The highest bit in which their indices differ is the level's.
-    return (((rows[:, None] ^ rows[None, :]) >> level) == 1) & (rows[:, None] > rows[None, :])
+    # Counted in half blocks: the later token's index is odd, and the earlier token's is the one before it.
+    half = tl.arange(0, spec.CHUNK) >> level
+    return (half[:, None] == half[None, :] + 1) & ((half & 1) == 1)[:, None]
 
 
 @triton.jit
@@ -379,66 +352,49 @@ def diagonal(spec: tl.constexpr):
 
 
 @triton.jit
-def opaque_zero():
-    """Returns 0, which the compiler cannot fold: ptxas does not unroll a loop to a bound with it.
+def channel_scores(scores, query, key, gates, base, column, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Returns scores plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels.
 
-    Unrolled, it moves the loads of all iterations to the front: 255 registers and spills instead of 152 registers.
-    """
-    return tl.program_id(0) >> 30
+    If gates are weak, as in trained models, this is one product with factors relative to the chunk's middle.
 
-
-@triton.jit
-def channel_scores(read, seen, query, key, high, low, signs, DELTA: tl.constexpr, spec: tl.constexpr):
-    """Returns read plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels, and, if DELTA, seen
-    plus the same of keys in place of queries.
-
-    The chunk is halved recursively until sub-chunks are left, four times if it has 64 tokens and sub-chunks have 4. The
-    cut m of exactly one halving (level) separates each pair of different sub-chunks, and exp2(G_i - G_m) exp2(G_m -
-    G_j) has one factor per token, neither of which is above 1. So a level is one product of the whole chunk, of which
-    only the pairs that it separates are used. Pairs inside a sub-chunk are one more product, with factors relative to
-    its middle: gates are at least -58, so with four tokens they are within 2 ** +-87.
+    Otherwise the chunk is halved recursively, six times if it has 64 tokens. The cut m of exactly one halving (level)
+    separates each pair, and exp2(G_i - G_m) exp2(G_m - G_j) has one factor per token, neither of which can overflow. So
+    a level is one product of the whole chunk, of which only the pairs that it separates are used.
 
            j ->
         i  0
-        |  0 0             0: pairs inside a sub-chunk, here of two tokens
+        |  1 0             0: a token with itself, no gate
         v  2 2 0           n: pairs that the cut of a block of 2 n tokens separates
-           2 2 0 0
+           2 2 1 0
            4 4 4 4 0
-           4 4 4 4 0 0
+           4 4 4 4 1 0
            4 4 4 4 2 2 0
-           4 4 4 4 2 2 0 0
-
-    No branch depends on the gates, so neither does the time.
+           4 4 4 4 2 2 1 0
 
     Args:
-        read: [CHUNK, CHUNK] float32, by (i, j).
-        seen: [CHUNK, CHUNK] float32; unused unless DELTA.
-        query: [CHUNK, COLUMNS].
-        key: [CHUNK, COLUMNS].
-        high: [CHUNK, COLUMNS], from `gate_operands`.
-        low: [CHUNK, COLUMNS], likewise.
-        signs: Address of the matrices of `gate_sums`.
+        scores: [CHUNK, CHUNK] float32, by (i, j).
+        query: [CHUNK, COLUMNS] of the later tokens.
+        key: [CHUNK, COLUMNS] of the earlier tokens.
+        gates: [CHUNK, COLUMNS] cumulative gates, in powers of two.
+        base: Address of the chunk's gates.
+        column: First key channel.
     """
-    FIRST: tl.constexpr = spec.SUB_LEVEL
-    LEVELS: tl.constexpr = spec.LEVELS
-    # The loop is not unrolled: unrolled levels spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
-    for level in tl.range(FIRST, LEVELS + opaque_zero(), num_stages=1, disable_licm=True):
-        decay = tl.exp2(gate_sums(signs, TO_CUT + level, high, low, spec))
-        right = decayed(key, decay)
-        # A product of the whole chunk, most of which the mask drops, so that all levels have one tile shape.
-        read += tl.where(pairs_of(level, spec), dot(decayed(query, decay), tl.trans(right), spec), 0.0)
-        if DELTA:
-            seen += tl.where(pairs_of(level, spec), dot(right, tl.trans(right), spec), 0.0)
-    if spec.SUB_CHUNK == 1:
-        # A token with itself has no decay, and no token sees its own key.
-        products = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
-        read += tl.where(diagonal(spec), products[:, None], 0.0)
+    relative, weak = from_middle(gates, base, column, COLUMNS, spec)
+    if weak:
+        # Rounded to the operands' dtype after the product with the factor, for the tensor cores; sums are float32.
+        left = (query.to(tl.float32) * tl.exp2(relative)).to(query.dtype)
+        right = (key.to(tl.float32) * tl.exp2(-relative)).to(key.dtype)
+        # Masked after the product: pairs above the diagonal are large there, up to 2 ** (2 MAX_EXPONENT), but finite.
+        scores += tl.where(causal(spec), dot(left, tl.trans(right), spec), 0.0)
     else:
-        relative = gate_sums(signs, FROM_MIDDLE, high, low, spec)
-        right = decayed(key, tl.exp2(-relative))
-        since = tl.exp2(relative)
-        # Masked after the product: other pairs may be inf or NaN.
-        read += tl.where(sub_chunk_pairs(spec), dot(decayed(query, since), tl.trans(right), spec), 0.0)
-        if DELTA:
-            seen += tl.where(sub_chunk_pairs(spec), dot(decayed(key, since), tl.trans(right), spec), 0.0)
-    return read, seen
+        q, k = query.to(tl.float32), key.to(tl.float32)
+        scores += tl.where(diagonal(spec), tl.sum(q * k, 1)[:, None], 0.0)
+        LEVELS: tl.constexpr = spec.LEVELS
+        # The loop is not unrolled: unrolled levels spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
+        for level in tl.range(0, LEVELS, num_stages=1):
+            weights = cut_weights(gates, base, column, level, COLUMNS, spec)
+            # A product of the whole chunk, most of which the mask drops, so that all levels have one tile shape. The
+            # factors of other levels' pairs are at most 1 too, so none of them is inf or NaN.
+            products = dot((q * weights).to(query.dtype), tl.trans((k * weights).to(key.dtype)), spec)
+            scores += tl.where(pairs_of(level, spec), products, 0.0)
+    return scores

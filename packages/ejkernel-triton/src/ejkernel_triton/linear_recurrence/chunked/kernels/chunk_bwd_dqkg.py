@@ -6,74 +6,96 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import store_tokens
 from ejkernel_triton.linear_recurrence.kernels.tile import (
-    FROM_MIDDLE,
-    SINCE_START,
-    TO_CUT,
-    UNTIL_END,
     chunk_base,
     chunk_span,
     constant_gate,
+    cut_weights,
     decay_until_end,
-    decayed,
     diagonal,
-    gate_operands,
-    gate_sums,
+    from_middle,
     gates_base,
     head_gates,
     last_head_gate,
     load_dt,
-    load_log_gates,
+    load_gates,
+    load_last_gates,
     load_once,
     load_rows,
     load_state,
-    opaque_zero,
     pair_weights,
     pairs_of,
     state_base,
     store_rows,
-    sub_chunk_pairs,
 )
 
 NO_GRADIENT_BELOW = tl.constexpr(-57.5)
-"""log2 gates below this have no gradient: `powers_of_two` raises them all to -58, a constant."""
+"""log2 gates below this have no gradient: `chunk_local_cumsum_kernel` raises them all to -58, a constant."""
 
 
 @triton.jit
-def channel_gradients(dq, dk, dpairs, query, key, high, low, signs, spec: tl.constexpr):
+def reload_tiles(tile_bases, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Loads queries, keys and cumulative gates of a chunk once more, inside the loop that uses them.
+
+    The opaque offset keeps the compiler from hoisting the loads out of the loop, where their tiles would spill.
+    """
+    q_base, k_base, start, end = tile_bases
+    opaque_zero = level >> 5  # 0, which the compiler cannot fold
+    q = load_rows(q_base + opaque_zero, start, end, column, spec.HQ, spec.K, COLUMNS, spec)
+    k = load_rows(k_base + opaque_zero, start, end, column, spec.HK, spec.K, COLUMNS, spec)
+    return q.to(tl.float32), k.to(tl.float32), load_gates(base + opaque_zero, column, COLUMNS, spec)
+
+
+@triton.jit
+def channel_gradients(
+    dq,
+    dk,
+    dpairs,
+    query,
+    key,
+    gates,
+    base,
+    column,
+    tile_bases,
+    COLUMNS: tl.constexpr,
+    spec: tl.constexpr,
+):
     """Returns dq plus sum_j w_ijk pairs_ij k_jk, and dk plus sum_i w_ijk pairs_ij q_ik.
 
-    These are the transposed products of `tile.channel_scores`: the decay of the contracted token multiplies the
-    operand, that of the row the result.
+    These are the transposed products of `intra_chunk_scores`.
 
     Args:
         dq: [CHUNK, COLUMNS] float32.
         dk: [CHUNK, COLUMNS] float32.
-        dpairs: [CHUNK, CHUNK], gradients of the scores by (i, j), for j <= i; others are not used.
+        dpairs: [CHUNK, CHUNK] float32, gradients of the scores by (i, j), 0 for j > i.
         query: [CHUNK, COLUMNS].
         key: [CHUNK, COLUMNS].
-        high: [CHUNK, COLUMNS], from `gate_operands`.
-        low: [CHUNK, COLUMNS], likewise.
-        signs: Address of the matrices of `tile.gate_sums`.
+        gates: [CHUNK, COLUMNS] cumulative gates.
+        base: Address of the gates.
+        column: First key channel.
+        tile_bases: Pointers to the chunk's queries and keys, its first token and its sequence's end.
     """
-    FIRST: tl.constexpr = spec.SUB_LEVEL
-    LEVELS: tl.constexpr = spec.LEVELS
-    for level in tl.range(FIRST, LEVELS + opaque_zero(), num_stages=1, disable_licm=True):
-        decay = tl.exp2(gate_sums(signs, TO_CUT + level, high, low, spec))
-        dscores = tl.where(pairs_of(level, spec), dpairs, 0.0).to(query.dtype)
-        dq += decay * dot(dscores, decayed(key, decay), spec)
-        dk += decay * dot(tl.trans(dscores), decayed(query, decay), spec)
-    if spec.SUB_CHUNK == 1:
-        # A token with itself has no decay.
-        dscores = tl.sum(tl.where(diagonal(spec), dpairs, 0.0).to(tl.float32), 1)[:, None]
-        dq += dscores * key.to(tl.float32)
-        dk += dscores * query.to(tl.float32)
+    # The caller loaded the tiles for the first branch; the second one loads them again (see `reload_tiles`).
+    relative, weak = from_middle(gates, base, column, COLUMNS, spec)
+    q, k = query.to(tl.float32), key.to(tl.float32)
+    if weak:
+        # One product each: the decay of the contracted token multiplies the operand, that of the row the result.
+        dscores = dpairs.to(query.dtype)
+        decay_since, decay_until = tl.exp2(relative), tl.exp2(-relative)
+        dq += decay_since * dot(dscores, (k * decay_until).to(key.dtype), spec)
+        dk += decay_until * dot(tl.trans(dscores), (q * decay_since).to(query.dtype), spec)
     else:
-        relative = gate_sums(signs, FROM_MIDDLE, high, low, spec)
-        since, until = tl.exp2(relative), tl.exp2(-relative)
-        # Other pairs are 0, and the factors are finite.
-        dscores = tl.where(sub_chunk_pairs(spec), dpairs, 0.0).to(query.dtype)
-        dq += since * dot(dscores, decayed(key, until), spec)
-        dk += until * dot(tl.trans(dscores), decayed(query, since), spec)
+        # A token with itself has no decay, and is in no block of `cut_weights`.
+        diagonal_dscores = tl.sum(tl.where(diagonal(spec), dpairs, 0.0), 1)[:, None]
+        dq += diagonal_dscores * k
+        dk += diagonal_dscores * q
+        LEVELS: tl.constexpr = spec.LEVELS
+        for level in tl.range(0, LEVELS, num_stages=1):
+            # Reloaded from L2 at each level: three float32 tiles that live through the loop spill registers.
+            q, k, g = reload_tiles(tile_bases, base, column, level, COLUMNS, spec)
+            weights = cut_weights(g, base, column, level, COLUMNS, spec)
+            dscores = tl.where(pairs_of(level, spec), dpairs, 0.0).to(query.dtype)
+            dq += weights * dot(dscores, (k * weights).to(key.dtype), spec)
+            dk += weights * dot(tl.trans(dscores), (q * weights).to(query.dtype), spec)
     return dq, dk
 
 
@@ -114,12 +136,10 @@ def chunk_bwd_dqkg_kernel(
     key,
     value,
     gates,
-    decay,
     dt,
     cotangent,
     states,
     dstates,
-    signs,
     starts,
     ends,
     dquery,
@@ -127,7 +147,6 @@ def chunk_bwd_dqkg_kernel(
     dgates,
     spec: tl.constexpr,
     per: tl.constexpr,
-    T: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -194,13 +213,17 @@ def chunk_bwd_dqkg_kernel(
             dk, state_product = through_states(values, k_start, GATES, VALUE_HEADS, BLOCK_K, BLOCK_V, spec)
             if spec.DT:
                 dk *= factors[:, None]
-            d_base = chunk_base(decay, row // per.DECAY, start * (T > 1), head, T, spec.H, spec.K)
-            g = load_log_gates(d_base, start, end, k_start, (T > 1) * spec.H * spec.K, BLOCK_K, spec)
-            high, low = gate_operands(g, q.dtype)
-            dq *= tl.exp2(gate_sums(signs, SINCE_START, high, low, spec))
-            dk *= tl.exp2(gate_sums(signs, UNTIL_END, high, low, spec))
-            state_product = state_product * tl.exp2(tl.sum(g, 0)) + tl.sum(dk * k.to(tl.float32), 0)
-            dq, dk = channel_gradients(dq, dk, dpairs, q, k, high, low, signs, spec)
+            g = load_gates(g_base, k_start, BLOCK_K, spec)
+            last = load_last_gates(g_base, k_start, BLOCK_K, spec)
+            dq *= tl.exp2(g)
+            dk *= tl.exp2(last[None, :] - g)
+            state_product = state_product * tl.exp2(last) + tl.sum(dk * k.to(tl.float32), 0)
+            # Masked before `channel_gradients`, whose factors above the diagonal are large but finite: their product is
+            # 0.
+            dpairs = tl.where(rows[:, None] >= rows[None, :], dpairs, 0.0)
+            dq, dk = channel_gradients(
+                dq, dk, dpairs, q, k, g, g_base, k_start, (q_base, k_base, start, end), BLOCK_K, spec
+            )
             if GATES:
                 # G_t increases what query t reads, and decreases what later queries read of key t: q dq - k dk. The
                 # term of a token with itself cancels.
@@ -208,7 +231,11 @@ def chunk_bwd_dqkg_kernel(
                 # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier
                 # tokens.
                 dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
-                dgate = tl.where(g < NO_GRADIENT_BELOW, 0.0, dgate)
+                columns = k_start + tl.arange(0, BLOCK_K)
+                valid = (rows > 0)[:, None] & (columns < spec.K)[None, :]
+                # The gate is the difference of consecutive cumulative gates; the first one is the sum itself.
+                previous = tl.load(g_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0)
+                dgate = tl.where(g - previous < NO_GRADIENT_BELOW, 0.0, dgate)
                 at = chunk_base(dgates, row, start, head, spec.T, spec.H, spec.K)
                 store_rows(at, dgate, start, end, k_start, spec.H, spec.K, spec)
         else:

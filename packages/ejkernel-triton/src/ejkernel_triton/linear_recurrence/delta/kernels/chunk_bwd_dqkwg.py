@@ -9,34 +9,35 @@ from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import (
     through_states,
 )
 from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import store_tokens
-from ejkernel_triton.linear_recurrence.kernels.tile import (
+from ejkernel_triton.linear_recurrence.delta.kernels.sub_chunks import (
     FROM_MIDDLE,
     SINCE_START,
     TO_CUT,
     UNTIL_END,
-    chunk_base,
-    chunk_span,
     decayed,
-    diagonal,
     gate_operands,
     gate_sums,
+    level_pairs,
+    load_log_gates,
+    sub_chunk_pairs,
+)
+from ejkernel_triton.linear_recurrence.kernels.tile import (
+    chunk_base,
+    chunk_span,
+    diagonal,
     gates_base,
     load_dt,
-    load_log_gates,
     load_rows,
     load_state,
-    opaque_zero,
     pair_weights,
-    pairs_of,
     state_base,
     store_rows,
-    sub_chunk_pairs,
 )
 
 
 @triton.jit
 def delta_channel_gradients(dq, dr, dk, dread, dseen, query, key, betas, high, low, signs, spec: tl.constexpr):
-    """Returns `chunk_bwd_dqkg.channel_gradients` of both reads, of queries and of keys, which share the decays.
+    """Adds the transposed products of `sub_chunk_scores` of both reads, of queries and of keys, to their gradients.
 
     Only the reading key is multiplied by beta: as a query it is beta k, as the key of a write k.
 
@@ -51,31 +52,31 @@ def delta_channel_gradients(dq, dr, dk, dread, dseen, query, key, betas, high, l
         betas: [CHUNK].
         high: [CHUNK, COLUMNS], from `gate_operands`.
         low: [CHUNK, COLUMNS], likewise.
-        signs: Address of the matrices of `tile.gate_sums`.
+        signs: Address of the matrices of `gate_sums`.
     """
+    # A token with itself has no decay, and no token sees its own key. In float32, so that these terms cancel in the
+    # gradient of the gates, q dq - k dk, of which they would be the largest where gates are strong.
+    diagonal_read = tl.sum(tl.where(diagonal(spec), dread, 0.0).to(tl.float32), 1)[:, None]
+    dq += diagonal_read * key.to(tl.float32)
+    dk += diagonal_read * query.to(tl.float32)
     FIRST: tl.constexpr = spec.SUB_LEVEL
     LEVELS: tl.constexpr = spec.LEVELS
-    for level in tl.range(FIRST, LEVELS + opaque_zero(), num_stages=1, disable_licm=True):
+    for level in tl.range(FIRST, LEVELS, num_stages=1, disable_licm=True):
         decay = tl.exp2(gate_sums(signs, TO_CUT + level, high, low, spec))
         right = decayed(key, decay)
-        read = tl.where(pairs_of(level, spec), dread, 0.0).to(key.dtype)
+        read = tl.where(level_pairs(level, spec), dread, 0.0).to(key.dtype)
         dq += decay * dot(read, right, spec)
         columns = dot(tl.trans(read), decayed(query, decay), spec)
-        seen = tl.where(pairs_of(level, spec), dseen, 0.0).to(key.dtype)
+        seen = tl.where(level_pairs(level, spec), dseen, 0.0).to(key.dtype)
         dr += decay * dot(seen, right, spec)
         columns = add_dot(columns, tl.trans(seen), decayed(key, decay * betas[:, None]), spec)
         dk += decay * columns
-    if spec.SUB_CHUNK == 1:
-        # A token with itself has no decay, and no token sees its own key.
-        diagonal_read = tl.sum(tl.where(diagonal(spec), dread, 0.0).to(tl.float32), 1)[:, None]
-        dq += diagonal_read * key.to(tl.float32)
-        dk += diagonal_read * query.to(tl.float32)
-    else:
+    if spec.SUB_CHUNK > 1:
         relative = gate_sums(signs, FROM_MIDDLE, high, low, spec)
         since, until = tl.exp2(relative), tl.exp2(-relative)
         right = decayed(key, until)
         # Other pairs are 0, and the factors are finite.
-        read = tl.where(sub_chunk_pairs(spec), dread, 0.0).to(key.dtype)
+        read = tl.where(sub_chunk_pairs(spec) & ~diagonal(spec), dread, 0.0).to(key.dtype)
         dq += since * dot(read, right, spec)
         columns = dot(tl.trans(read), decayed(query, since), spec)
         seen = tl.where(sub_chunk_pairs(spec), dseen, 0.0).to(key.dtype)

@@ -6,7 +6,7 @@ that read the state or are written to it are stored with their decay, of which n
     in a loop over key channels
         decay      -> G, G_T - G
         q, k       -> q exp2(G), k exp2(G), k exp2(G_T - G)                 stored
-        q, k, decay -> pairs of queries and keys, pairs of keys and keys    see `tile.channel_scores`
+        q, k, decay -> pairs of queries and keys, pairs of keys and keys    see `sub_chunk_scores`
     pairs          -> scores, and L -> (I + L)^-1                           see `wy_fast`
     V              -> U
     k exp2(G), reloaded from W's memory  -> W
@@ -19,20 +19,21 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import dot
 from ejkernel_triton.linear_recurrence.delta.kernels.solve_tril import solve_tril
-from ejkernel_triton.linear_recurrence.kernels.tile import (
+from ejkernel_triton.linear_recurrence.delta.kernels.sub_chunks import (
     SINCE_START,
     UNTIL_END,
-    causal,
-    channel_scores,
-    chunk_base,
-    chunk_span,
     decayed,
     gate_operands,
     gate_sums,
-    load_dt,
     load_log_gates,
+    sub_chunk_scores,
+)
+from ejkernel_triton.linear_recurrence.kernels.tile import (
+    causal,
+    chunk_base,
+    chunk_span,
+    load_dt,
     load_rows,
-    opaque_zero,
     scores_at,
     store_rows,
 )
@@ -128,7 +129,7 @@ def wy_channel_gates_kernel(
     total_to = totals + ((tl.cast(row, tl.int64) * spec.H + head) * spec.CHUNKS + chunk) * spec.K
     read = tl.zeros([C, C], tl.float32)
     seen = tl.zeros([C, C], tl.float32)
-    for k_start in tl.range(0, spec.K + opaque_zero(), BLOCK_K):
+    for k_start in tl.range(0, spec.K, BLOCK_K, num_stages=1, disable_licm=True):
         gates = load_log_gates(d_base, start, end, k_start, D_STRIDE, BLOCK_K, spec)
         q = load_rows(q_base, start, end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
         k = load_rows(k_base, start, end, k_start, spec.HK, spec.K, BLOCK_K, spec)
@@ -140,7 +141,7 @@ def wy_channel_gates_kernel(
         since = tl.exp2(gate_sums(signs, SINCE_START, high, low, spec))
         store_rows(q_to, decayed(q, since), start, end, k_start, spec.H, spec.K, spec)
         store_rows(w_to, decayed(k, since), start, end, k_start, spec.H, spec.K, spec)
-        read, seen = channel_scores(read, seen, q, k, high, low, signs, True, spec)
+        read, seen = sub_chunk_scores(read, seen, q, k, high, low, signs, spec)
     store_scores(scores, read, row, head, chunk, spec)
     arrays = (beta, value, u, w, inverse)
     solve_chunk(seen, arrays, (row, head, chunk, start, end), spec, per, BLOCK_K, BLOCK_V, KEEP)
