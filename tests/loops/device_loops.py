@@ -9,7 +9,7 @@ import naive
 import numpy as np
 from causal_convolution_loop import causal_conv1d
 from grouped_matmul_loop import grouped_matmul
-from rwkv_loop import rwkv6, rwkv7, rwkv7_mul
+from rwkv_loop import rwkv4, rwkv6, rwkv7, rwkv7_mul
 from segment_pooling_loop import mean_pooling
 from selective_scan_loop import state_space_v1
 
@@ -121,6 +121,7 @@ LOOPS = {
     "mean_pooling": pooling,
     "ragged_gated_delta_rule": ragged_delta,
     "recurrent_attention": recurrent,
+    "rwkv4": lambda args: rwkv4(**arrays(args, "w", "u", "k", "v", "state"))[0],
     "rwkv6": lambda args: rwkv(args, rwkv6, "r", "k", "v", "w", "u"),
     "rwkv7": lambda args: rwkv(args, rwkv7, "r", "w", "k", "v", "a", "b"),
     "rwkv7_mul": lambda args: rwkv(args, rwkv7_mul, "r", "w", "k", "v", "kk", "a"),

@@ -29,6 +29,26 @@ def sequences(r, v, initial_state, cu_seqlens, reverse, step):
     return output, states
 
 
+def rwkv4(w, u, k, v, state=None):
+    """`rwkv4`: outputs and the state after the last token, from logarithms of weights and sums over all pairs."""
+    (rows, tokens, channels), decay = k.shape, -np.exp(w)
+    output, last = np.zeros(k.shape), np.zeros((rows, 3, channels))
+    for b, c in np.ndindex(rows, channels):
+        values, logs, row_max = [], [], -1e30
+        if state is not None:
+            a, total, row_max = state[b, :, c]
+            values, logs = [a / total], [np.log(total) + row_max]
+        for t in range(tokens):
+            every, now = np.array([*logs, u[c] + k[b, t, c]]), np.array([*values, v[b, t, c]])
+            weights = np.exp(every - every.max())
+            output[b, t, c] = weights @ now / weights.sum()
+            logs, values = [*(x + decay[c] for x in logs), k[b, t, c]], [*values, v[b, t, c]]
+            row_max = max(row_max + decay[c], k[b, t, c])
+        weights = np.exp(np.array(logs) - row_max)
+        last[b, :, c] = weights @ np.array(values), weights.sum(), row_max
+    return output, last
+
+
 def rwkv6(r, k, v, w, u, initial_state=None, cu_seqlens=None, reverse=False, softmax_scale=None):
     """`rwkv6`: outputs and final states."""
     shared, scale = r.shape[2] // k.shape[2], r.shape[3] ** -0.5 if softmax_scale is None else softmax_scale

@@ -19,6 +19,7 @@ from ejkernel_xla import (
     selected_attention,
     selective_scan,
     tiled_attention,
+    wkv,
 )
 
 FAMILIES = (
@@ -39,6 +40,7 @@ FAMILIES = (
     gated_grouped_matmul,
     cross_entropy,
     kl_divergence,
+    wkv,
 )
 
 

@@ -95,7 +95,7 @@ def _space(x, A, B, C, D, dt, gate=None, initial_state=None, use_gated_rmsnorm=F
 
 def calls() -> list[Call]:
     """Calls of every operation, over lengths of 1, 21, 63 and 129 tokens, 1, 4 and 8 heads a KV head, K and V apart."""
-    return [*_plain(), *_deltas(), *_raggeds(), *_spaces(), *_rwkv()]
+    return [*_plain(), *_deltas(), *_raggeds(), *_spaces(), *_rwkv(), *_rwkv4()]
 
 
 def _plain() -> list[Call]:
@@ -240,6 +240,25 @@ def _rwkv7(rows: Arrays, one: Arrays, sequences: Arrays, packed: Arrays) -> list
         Call("packed, reversed", "rwkv7", arrays(sequences, "ab"), {**packed, **back}, rwkv7, chunks),
         Call("packed", "rwkv7_mul", arrays(sequences, ("kk", "a")), {**packed, **state}, rwkv7_mul, mul),
         Call("reversed", "rwkv7_mul", arrays(rows, ("kk", "a")), back, rwkv7_mul, mul),
+    ]
+
+
+def _rwkv4() -> list[Call]:
+    rng = np.random.default_rng(6)
+
+    def arrays(b, t, c, size):
+        given = {name: rng.normal(size=c) for name in "wu"}
+        return given | {"k": size * rng.normal(size=(b, t, c)), "v": rng.normal(size=(b, t, c))}
+
+    state = np.concatenate([0.5 + rng.random((2, 2, 5)), rng.normal(size=(2, 1, 5))], axis=1)
+
+    def rwkv4(return_state=True, **given):
+        return rwkv_loop.rwkv4(**given)
+
+    cfg = configs.RWKV4Config(unroll=4)
+    return [
+        Call("rows", "rwkv4", arrays(1, 21, 3, 1.0), {"return_state": True}, rwkv4, cfg),
+        Call("state", "rwkv4", arrays(2, 6, 5, 2.0) | {"state": state}, {"return_state": True}, rwkv4, cfg),
     ]
 
 

@@ -70,6 +70,7 @@ OTHERS = {
     "gather_reduce",
     "mean_pooling",
     "multi_latent_ragged_page_attention_v2",
+    "rwkv4",
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from ejkernel.modules import gated_linear_attention, kernel_delta_attention, rwkv6, rwkv7, rwkv7_mul
+from ejkernel.modules import gated_linear_attention, kernel_delta_attention, rwkv4, rwkv6, rwkv7, rwkv7_mul
 
 R, K, V, W = jax.random.normal(jax.random.key(0), (4, 2, 11, 2, 8))
 U = jax.random.normal(jax.random.key(1), (2, 8))
@@ -40,6 +40,30 @@ def test_decays_of_any_strength_are_exact_and_have_gradients():
     assert jnp.isfinite(gradient).all()
 
 
+def test_rwkv4_is_exact_for_keys_of_100():
+    """The largest key of a channel decides, and no gradient overflows."""
+    k = 100 * jax.random.normal(jax.random.key(2), (2, 9, 4))
+    v = jax.random.normal(jax.random.key(3), (2, 9, 4))
+    zeros = jnp.zeros(4)
+
+    def loss(k):
+        return jnp.sum(rwkv4(zeros, zeros, k, v) ** 2)
+
+    decayed = k[:, None] - jnp.maximum(jnp.arange(9)[:, None] - jnp.arange(9) - 1, 0)[..., None]
+    weights = jax.nn.softmax(jnp.where(jnp.tri(9, dtype=bool)[..., None], decayed, -jnp.inf), axis=2)
+    want = jnp.einsum("btsc,bsc->btc", weights, v, precision="highest")
+    np.testing.assert_allclose(rwkv4(zeros, zeros, k, v), want, rtol=1e-4, atol=1e-5)
+    assert jnp.isfinite(jax.grad(loss)(k)).all()
+
+
+def test_a_token_of_rwkv4_without_any_weight_has_output_and_gradient_0():
+    k = jnp.full((1, 3, 2), -jnp.inf).at[:, 2].set(0.0)
+    v = jnp.ones((1, 3, 2))
+    gradient = jax.grad(lambda v: jnp.sum(rwkv4(jnp.zeros(2), jnp.zeros(2), k, v)))(v)
+    np.testing.assert_array_equal(rwkv4(jnp.zeros(2), jnp.zeros(2), k, v)[0, :, 0], [0, 0, 1])
+    np.testing.assert_array_equal(gradient[0, :, 0], [0, 0, 1])
+
+
 @pytest.mark.needs("2 devices")
 @pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])
 def test_tokens_may_be_split_over_devices(name):
@@ -63,6 +87,7 @@ def test_tokens_may_be_split_over_devices(name):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: rwkv4(U[0], U[0], R[:, :, 0], R[:, :3, 0]), r"v: got shape \(2, 3, 8\), wants \[B=2, T=11, C=8\]"),
         (lambda: rwkv6(R, K, V, W, U[:1]), r"u: got shape \(1, 8\), wants \[H=2, K=8\]"),
         (lambda: rwkv6(R, K, V, W[:, :3], U), r"w: got shape \(2, 3, 2, 8\), wants \[B=2, T=11, H=2, K=8\]"),
         (lambda: rwkv6(R, K.astype(jnp.bfloat16), V, W, U), "k: got dtype bfloat16, wants r's float32"),

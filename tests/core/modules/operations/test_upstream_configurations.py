@@ -14,6 +14,7 @@ PLACE = ("xla", "any")
 ORDER = {
     configs.RecurrentAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
     configs.GLAttentionConfig: ("block_q", "block_k", "block_d", "num_warps", "num_stages"),
+    configs.RWKV4Config: ("block_c",),
     configs.RWKV6Config: (),
     configs.RWKV7Config: ("block_v", "num_warps", "num_stages"),
     configs.RWKV7MulConfig: ("block_v", "num_warps", "num_stages"),

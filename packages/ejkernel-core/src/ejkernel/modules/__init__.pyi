@@ -121,6 +121,7 @@ from ejkernel.modules.operations.recurrent_attention import (
 )
 from ejkernel.modules.operations.ring_attention import RingAttention as RingAttention, ring_attention as ring_attention
 from ejkernel.modules.operations.rnn import RNN as RNN, rnn as rnn
+from ejkernel.modules.operations.rwkv4 import RWKV4 as RWKV4, rwkv4 as rwkv4
 from ejkernel.modules.operations.rwkv6 import RWKV6 as RWKV6, rwkv6 as rwkv6
 from ejkernel.modules.operations.rwkv7 import RWKV7 as RWKV7, rwkv7 as rwkv7
 from ejkernel.modules.operations.rwkv7_mul import RWKV7Mul as RWKV7Mul, rwkv7_mul as rwkv7_mul

@@ -49,6 +49,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "recurrent_attention": recurrences.recurrent,
     "ring_attention": functools.partial(dense.flash, op="ring_attention"),
     "rnn": functools.partial(recurrences.network, gates=1),
+    "rwkv4": recurrences.rwkv4,
     "rwkv6": recurrences.rwkv6,
     "rwkv7": recurrences.rwkv7,
     "rwkv7_mul": recurrences.rwkv7_mul,

@@ -123,6 +123,21 @@ def _rwkv(rng: Rng, more: Callable[[Rng, tuple[int, ...]], Arrays]) -> Drawn:
     return Drawn(values, given(return_state=True, reverse=True if reverse else None))
 
 
+def rwkv4(rng: Rng) -> Drawn:
+    """Draws a call of `rwkv4`."""
+    b, t, c, kind = int(rng.integers(1, 4)), tokens(rng, 150), pick(rng, (5, 16, 100)), dtype(rng)
+    state, strength = some(rng, 0.5), pick(rng, (1.0, 30.0))
+
+    def values(rng: Rng) -> Arrays:
+        arrays: Arrays = {name: normal(rng, (c,)) for name in "wu"}
+        arrays |= {"k": normal(rng, (b, t, c), kind, strength), "v": normal(rng, (b, t, c), kind)}
+        if state:
+            arrays["state"] = np.concatenate([0.5 + uniform(rng, (b, 2, c)), normal(rng, (b, 1, c))], axis=1)
+        return arrays
+
+    return Drawn(values, {"return_state": True})
+
+
 def rwkv6(rng: Rng) -> Drawn:
     """Draws a call of `rwkv6`."""
     return _rwkv(rng, lambda rng, shape: {"u": normal(rng, shape[2:])})

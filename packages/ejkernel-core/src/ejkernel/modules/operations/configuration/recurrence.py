@@ -73,6 +73,22 @@ class RaggedGatedDeltaRuleConfig(_ChunkConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class RWKV4Config(BaseOperationConfig):
+    """The loop of `rwkv4`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_c: Channels per block.
+        unroll: Tokens per iteration of the loop.
+    """
+
+    block_c: int | None = None
+    unroll: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class RWKV6Config(_ChunkConfig):
     """Chunks of `rwkv6`."""
 

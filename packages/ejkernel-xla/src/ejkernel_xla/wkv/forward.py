@@ -1,0 +1,51 @@
+"""Forward pass of RWKV-4's weighted average: a scan over tokens, all rows and channels at the same time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.wkv import WKV, State, accumulator, after_token, first_state
+from ejkernel_xla.wkv.config import TokenLoop
+
+
+def forward(record: WKV, config: TokenLoop) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Returns output and final state of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tokens per iteration.
+
+    Returns:
+        Output [B, T, C] in the value's dtype and the state [B, 3, C] in the accumulator's. There are no residuals: the
+        backward pass scans the tokens again.
+    """
+    parameters = (record.decay, record.bonus)
+    output, state = scan(parameters, (record.key, record.value), first_state(record), record, config)
+    return (output, jnp.stack(state, axis=1)), ()
+
+
+def scan(
+    parameters: tuple[jax.Array, jax.Array],
+    tokens: tuple[jax.Array, jax.Array],
+    state: State,
+    record: WKV,
+    config: TokenLoop,
+) -> tuple[jax.Array, State]:
+    """Returns outputs [B, T, C] and the state after the last token; differentiable in the first three arguments.
+
+    The gradient keeps the states before each token, three numbers per token and channel, and recomputes the rest.
+    """
+    dtype = accumulator(record)
+    decay, bonus = (x.astype(dtype) for x in parameters)
+
+    @jax.checkpoint
+    def token(state: State, token: tuple[jax.Array, jax.Array]) -> tuple[State, jax.Array]:
+        key, value = (x.astype(dtype) for x in token)
+        state, output = after_token((decay, bonus), state, (key, value))
+        return state, output.astype(record.value.dtype)
+
+    time_major = functools.partial(jnp.moveaxis, source=1, destination=0)
+    state, outputs = lax.scan(token, state, tuple(time_major(x) for x in tokens), unroll=config.unroll)
+    return jnp.moveaxis(outputs, 0, 1), state
