@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attended_pairs import attended
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,19 +26,6 @@ def record(queries, keys, size=16, dtype=jnp.bfloat16, **features):
     shapes = ((2, queries, 4, size), (2, keys, 2, size), (2, keys, 2, size))
     q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     return TiledAttention(query=q, key=k, value=v, softmax_scale=0.25, **features)
-
-
-def attended(call) -> np.ndarray:
-    """Which pairs attend, bool [2, T, S], told pair by pair."""
-    queries, keys = call.query.shape[1], call.key.shape[1]
-    left, right = call.sliding_window or (None, None)
-    pairs = np.zeros((2, queries, keys), bool)
-    for b, i, j in np.ndindex(pairs.shape):
-        q = i if call.q_positions is None else int(call.q_positions[b, i])
-        near = (left is None or j >= q - left) and (right is None or j <= q + right) and (not call.causal or j <= q)
-        ids = (0, 0) if call.q_segment_ids is None else (call.q_segment_ids[b, i], call.kv_segment_ids[b, j])
-        pairs[b, i, j] = near and ids[0] == ids[1] >= 0
-    return pairs
 
 
 @st.composite

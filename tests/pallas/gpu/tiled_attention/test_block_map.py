@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attended_pairs import attended
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,18 +17,6 @@ from ejkernel_pallas.gpu.tiled_attention.plan.block_map import (
     zero_padded_tokens,
 )
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
-
-
-def attended(call) -> np.ndarray:
-    """Which pairs attend, bool [2, T, S], told pair by pair."""
-    queries, keys = call.query.shape[1], call.key.shape[1]
-    left, right = call.sliding_window or (None, None)
-    pairs = np.zeros((2, queries, keys), bool)
-    for b, i, j in np.ndindex(pairs.shape):
-        near = (left is None or j >= i - left) and (right is None or j <= i + right) and (not call.causal or j <= i)
-        ids = (0, 0) if call.q_segment_ids is None else (call.q_segment_ids[b, i], call.kv_segment_ids[b, j])
-        pairs[b, i, j] = near and ids[0] == ids[1] >= 0
-    return pairs
 
 
 @st.composite
