@@ -30,8 +30,8 @@ INABILITY = {
             rf"latent vectors have {N} and {N} rotary columns; the kernel wants .*",
             rf"value has head dimension {N} and query {N}; the kernel wants .*",
             rf"the queries have {N} heads; the kernel wants .*",
-            rf"{N} key channels are not among [\d, ]+",
-            rf"{N} value channels are no multiple of {N}",
+            rf"(query|value) has head dimension {N}; the kernel wants (one of [\d, ]+|a multiple of {N})",
+            rf"x has {N} channels; the kernel wants a multiple of {N}",
             rf"values of size {N}, queries and keys of {N}: wants one head size",
             rf"{N} heads are no multiple of {N}",
         ]
@@ -39,7 +39,7 @@ INABILITY = {
     "rows that do not begin where copies can, or do not fill a tile": "|".join(
         [
             rf"{N} (columns|rows|contracted elements|channels)[\w ]* are (not a|no) multiple of {N}(, or .*)?",
-            rf"rows of {N}( and {N})? (scales|numbers)( of \S+)? are (not|no) multiples of {N} bytes",
+            rf"rows of {N}( and {N})? (scales|numbers|elements)( of \S+)? are (not|no) multiples of {N} bytes",
             rf"lhs has {N} rows; the kernel wants .*",
             rf"the (contracted axis of lhs|output axis of rhs) has {N} elements; the kernel wants .*",
             rf"rhs (has {N} columns|gives {N} output columns); the kernel wants .*",

@@ -143,7 +143,7 @@ def test_gradients_are_there_only_where_they_are_deterministic(monkeypatch, flag
 
 
 @pytest.fixture
-def deterministic(monkeypatch):
+def requests_deterministic_ops(monkeypatch):
     """A process that was started with XLA's flag."""
     monkeypatch.setenv("XLA_FLAGS", DETERMINISTIC)
     reload()

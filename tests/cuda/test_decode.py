@@ -75,9 +75,9 @@ def test_it_refuses_by_name(changes, sentence):
 
 def test_an_installation_without_kernels_says_so(monkeypatch):
     monkeypatch.setattr(ejkernel_cuda, "__path__", [])
-    library.registered.cache_clear()
+    library.register_handler.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"ejkernel_cuda\.compiled_kernels: this installation"):
-        library.registered("ejkernel_split_decode")
+        library.register_handler("ejkernel_split_decode")
 
 
 def test_a_paged_cache_is_refused():
@@ -126,7 +126,7 @@ def test_sources_compile_and_the_call_lowers(compiled, monkeypatch):
     handle = ctypes.CDLL(str(compiled / "compiled_kernels.so"), mode=os.RTLD_LOCAL)
     assert handle.ejkernel_split_decode
     monkeypatch.setattr(ejkernel_cuda, "__path__", [str(compiled)])
-    library.registered.cache_clear()
+    library.register_handler.cache_clear()
 
     given = record(rows=4, keys=1024, softmax_aux=jax.ShapeDtypeStruct((32,), jnp.float32), sliding_window=(99, -2))
     call = functools.partial(forward, config=config.DecodeSplits(num_splits=3))

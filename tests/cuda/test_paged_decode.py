@@ -114,19 +114,19 @@ def test_it_refuses_records_by_name(changes, sentence):
 def test_blocks_fill_the_chip(shape, device, expected):
     given = record(**shape)
     rule = config.heuristic(given, device, "forward")
-    assert (rule.num_blocks, rule.num_lines) == expected
-    count, lines = config.launched(given, rule)
-    assert lines == rule.num_lines
+    assert (rule.num_thread_blocks, rule.num_work_queues) == expected
+    count, lines = config.launch_grid(given, rule)
+    assert lines == rule.num_work_queues
     assert count % lines == 0
-    assert count >= config.ENOUGH_BLOCKS * rule.num_blocks
+    assert count >= config.MIN_BUSY_FRACTION * rule.num_thread_blocks
 
 
 def test_configurations_fit_the_record():
     given = record(kv_heads=8)
-    assert config.launched(given, config.PagedBlocks(num_blocks=30, num_lines=5)) == (28, 4)
-    assert config.launched(given, config.PagedBlocks(num_blocks=1, num_lines=8)) == (8, 8)
+    assert config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=30, num_work_queues=5)) == (28, 4)
+    assert config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=1, num_work_queues=8)) == (8, 8)
     with pytest.raises(ValueError, match="want at least 1"):
-        config.launched(given, config.PagedBlocks(num_blocks=0, num_lines=1))
+        config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=0, num_work_queues=1))
     rule = config.heuristic(given, H200, "forward")
     assert config.candidates(given, H200, "forward")[0] == rule
 
@@ -186,7 +186,9 @@ def test_new_tokens_are_written_by_the_call_into_the_cache_that_it_is_given(op, 
         args = operation.arguments(**dict(zip(operation.axes, arguments, strict=False)))
         record = operation.lower(args)
         assert list(IMPLEMENTATIONS[0].requires.extra(record)) == []
-        return operation.finish(args, forward(record, config.PagedBlocks(num_blocks=16, num_lines=2))[0])
+        return operation.finish(
+            args, forward(record, config.PagedDecodeGrid(num_thread_blocks=16, num_work_queues=2))[0]
+        )
 
     traced = jax.jit(step, donate_argnums=WRITING[op]).trace(*arguments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -248,9 +250,9 @@ def test_layers_in_a_loop_share_one_cache_in_place_on_a_gpu():
 @pytest.mark.slow
 def test_the_call_lowers(compiled, monkeypatch):
     monkeypatch.setattr(ejkernel_cuda, "__path__", [str(compiled)])
-    library.registered.cache_clear()
+    library.register_handler.cache_clear()
     given = record(softmax_aux=array(32, dtype=jnp.float32), sliding_window=(99, None))
-    call = functools.partial(forward, config=config.PagedBlocks(num_blocks=264, num_lines=8))
+    call = functools.partial(forward, config=config.PagedDecodeGrid(num_thread_blocks=264, num_work_queues=8))
     text = jax.jit(call).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert "@ejkernel_paged_decode" in text
     assert "left = 99 : i32, lines = 8 : i32" in text

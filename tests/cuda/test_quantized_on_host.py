@@ -49,7 +49,7 @@ def run(kernels, record, config):
     output = np.full((m, n), 0xFFFF, np.uint16)
     arrays = (ctypes.c_void_p * 5)(*(array.ctypes.data for array in (x, words, scales, zeros, output)))
     log_group = record.format.group_size.bit_length() - 1
-    warpgroups = splits.has_warpgroups(record) or splits.has_row_warpgroups(record)
+    warpgroups = splits.uses_wgmma(record) or splits.uses_wgmma_without_transpose(record)
     numbers = (m, k, n, words.shape[1], scales.shape[1], log_group, record.transpose, warpgroups, config.splits)
     assert kernels(arrays, (ctypes.c_int * len(numbers))(*numbers)) is None
     return np.asarray(output.view(jnp.bfloat16), np.float32)
@@ -134,7 +134,7 @@ def test_zeros_may_be_far_from_the_codes(kernels, shift):
 def test_few_rows_of_wide_matrices_have_other_products(kernels):
     made = MatmulSizes(m=5, k=72, n=8192, group_size=64, dtype=jnp.bfloat16)
     record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
-    assert not splits.has_row_warpgroups(record)
+    assert not splits.uses_wgmma_without_transpose(record)
     weights = quantized_formats.decode(record.packed, record.scales, record.zeros, record.format)
     exact = np.asarray(record.x, np.float64) @ np.asarray(weights, np.float64)
     got = run(kernels, record, QuantizedSplits(splits=1))

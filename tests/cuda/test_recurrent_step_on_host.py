@@ -140,14 +140,17 @@ def test_calls_of_few_tokens_are_served_after_triton(changes, first):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"tokens": 9}, "query: 9 tokens of 1 sequences are more than a step of 8 tokens a sequence has"),
-        ({"packed": True}, "query: one of 64 packed sequences may have 449 of 512 tokens, more than 257"),
-        ({"size": 96}, "96 key channels are not among 64, 128"),
-        ({"columns": 48}, "48 value channels are no multiple of 32"),
-        ({"columns": 64, "decay": True}, "64 value channels are no multiple of 128"),
+        ({"tokens": 9}, "query: 9 tokens of 1 sequences; the decode step supports at most 8 tokens per sequence"),
+        (
+            {"packed": True},
+            "query: one of 64 packed sequences may have 449 tokens; the decode step supports at most 257 in one sequence",
+        ),
+        ({"size": 96}, "query has head dimension 96; the kernel wants one of 64, 128"),
+        ({"columns": 48}, "value has head dimension 48; the kernel wants a multiple of 32"),
+        ({"columns": 64, "decay": True}, "value has head dimension 64; the kernel wants a multiple of 128"),
         ({"state": jnp.bfloat16}, "initial_state: dtype bfloat16, wants float32"),
         ({"value": jnp.float32}, "query, key and value differ in dtype: bfloat16, float32"),
-        ({"transposed_states": True, "beta": True}, "transposed states with gates of channels or with beta"),
+        ({"transposed_states": True, "beta": True}, "transposed states with gates per key channel or with beta"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -69,13 +69,13 @@ def test_it_refuses_by_name(changes, sentence):
         assert reasons("forward", **changes) == [sentence]
 
 
-SHARED = "compute capability 12.0: the kernel takes more shared memory than there is"
+SHARED = "compute capability 12.0: the kernel needs more shared memory than the chip has"
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rows": 128, "channels": 20}, "20 channels are no multiple of 8"),
+        ({"rows": 128, "channels": 20}, "x has 20 channels; the kernel wants a multiple of 8"),
         ({"rows": 128, "device": dataclasses.replace(H200, compute_capability=12.0)}, SHARED),
         (
             {"rows": 128, "device": dataclasses.replace(H200, compute_capability=8.0)},
@@ -165,7 +165,7 @@ def test_mapped_calls_are_one(lowered):
 
 def test_a_tile_that_does_not_fit_is_an_error(lowered):
     with pytest.raises(ValueError, match="got 20 channels, wants a multiple of 8"):
-        jax.eval_shape(lambda given: forward_pass.forward(given, config.WIDE), record(channels=20))
+        jax.eval_shape(lambda given: forward_pass.forward(given, config.WIDE_TILE), record(channels=20))
 
 
 def test_dt_of_another_dtype_is_float32(lowered):

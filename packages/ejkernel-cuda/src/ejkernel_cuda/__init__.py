@@ -12,7 +12,12 @@ from ejkernel_cuda import dense_decode, paged_decode, quantized_matmul, recurren
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations that this package registers."""
-    decoding = (*dense_decode.IMPLEMENTATIONS, *paged_decode.IMPLEMENTATIONS)
-    matmul = quantized_matmul.IMPLEMENTATIONS
-    recurrences = (*recurrent_step.IMPLEMENTATIONS, *selective_scan.IMPLEMENTATIONS)
-    return (*tiled_attention.implementations(), *decoding, *matmul, *recurrences)
+    decode_implementations = (*dense_decode.IMPLEMENTATIONS, *paged_decode.IMPLEMENTATIONS)
+    matmul_implementations = quantized_matmul.IMPLEMENTATIONS
+    recurrence_implementations = (*recurrent_step.IMPLEMENTATIONS, *selective_scan.IMPLEMENTATIONS)
+    return (
+        *tiled_attention.implementations(),
+        *decode_implementations,
+        *matmul_implementations,
+        *recurrence_implementations,
+    )

@@ -11,11 +11,11 @@ MODULE = "ejkernel_cuda.compiled_kernels"
 
 
 @functools.cache
-def registered(symbol: str) -> str:
+def register_handler(handler_name: str) -> str:
     """Registers a handler of the library with XLA.
 
     Args:
-        symbol: The handler's name in the library.
+        handler_name: The handler's name in the library.
 
     Returns:
         The handler's name for `jax.ffi.ffi_call`, which is the same as in the library.
@@ -23,11 +23,11 @@ def registered(symbol: str) -> str:
     Raises:
         ModuleNotFoundError: This installation of ejkernel-cuda was built without the kernels.
     """
-    found = importlib.util.find_spec(MODULE)
-    if found is None or found.origin is None:
+    module_spec = importlib.util.find_spec(MODULE)
+    if module_spec is None or module_spec.origin is None:
         raise ModuleNotFoundError(
             f"{MODULE}: this installation of ejkernel-cuda was made without compiling the kernels"
         )
-    library = ctypes.CDLL(found.origin)
-    jax.ffi.register_ffi_target(symbol, jax.ffi.pycapsule(getattr(library, symbol)), platform="CUDA")
-    return symbol
+    shared_library = ctypes.CDLL(module_spec.origin)
+    jax.ffi.register_ffi_target(handler_name, jax.ffi.pycapsule(getattr(shared_library, handler_name)), platform="CUDA")
+    return handler_name

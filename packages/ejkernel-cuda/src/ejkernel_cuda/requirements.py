@@ -7,7 +7,7 @@ from ejkernel.ops import Requires
 from ejkernel_cuda import library
 
 
-def decoding_requires(*, handles: Iterable[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
+def decode_requires(*, handles: Iterable[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
     """Returns the requirements: NVIDIA GPUs from Ampere on, queries of 16 bits, and the compiled library.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_cuda.dense_decode import config
-from ejkernel_cuda.requirements import decoding_requires
+from ejkernel_cuda.requirements import decode_requires
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = (
         name="cuda",
         platform="cuda",
         forward="ejkernel_cuda.dense_decode.forward:forward",
-        requires=decoding_requires(
+        requires=decode_requires(
             handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_reasons
         ),
         config=ConfigSpace(

@@ -15,10 +15,10 @@ HEADS_PER_BLOCK = 16
 MIN_SPLIT_KEYS = 256
 """The smallest number of keys per split, so that starting and merging a block stays cheap."""
 
-MIN_UNEVEN_KEYS = 4096
+MIN_BALANCED_SPLIT_KEYS = 4096
 """The smallest number of keys per split where splits balance rows of different lengths."""
 
-UNEVEN_WAVES = 3
+BALANCED_WAVES = 3
 """Waves of blocks that suffice to balance rows of different lengths."""
 
 MAX_SPLITS = 64
@@ -48,19 +48,21 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     """
     chip = gpu_of(device)
     # The driver reserves 1 KiB per block.
-    wave_blocks = chip.multiprocessors * (chip.total_shared_memory // KIBI // (_shared(record) + 1))
-    blocks, limit = _blocks(record), max_splits(record)
+    blocks_per_wave = chip.multiprocessors * (chip.total_shared_memory // KIBI // (_shared_memory_kib(record) + 1))
+    blocks, limit = _num_blocks_without_split(record), max_splits(record)
     # Rows of different lengths leave a wave partly idle. Several waves of shorter blocks balance that, as long as a
     # split has enough keys; a single row needs no balance.
     min_splits = (
-        min(cdiv(UNEVEN_WAVES * wave_blocks, blocks), _keys(record) // MIN_UNEVEN_KEYS)
+        min(cdiv(BALANCED_WAVES * blocks_per_wave, blocks), _max_keys(record) // MIN_BALANCED_SPLIT_KEYS)
         if record.query.shape[0] > 1
         else 1
     )
-    occupied = {n: _fullness(blocks * n, wave_blocks) for n in range(max(1, min(min_splits, limit)), limit + 1)}
+    occupancies = {
+        n: _wave_occupancy(blocks * n, blocks_per_wave) for n in range(max(1, min(min_splits, limit)), limit + 1)
+    }
     # Fewer splits have fewer partial sums to merge, which outweighs the last 5% of occupancy.
-    enough = 0.95 * max(occupied.values())
-    return DecodeSplits(num_splits=next(n for n, fullness in occupied.items() if fullness >= enough))
+    min_occupancy = 0.95 * max(occupancies.values())
+    return DecodeSplits(num_splits=next(n for n, occupancy in occupancies.items() if occupancy >= min_occupancy))
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[DecodeSplits, ...]:
@@ -71,27 +73,27 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
 
 def max_splits(record: PagedAttention) -> int:
     """Returns the largest number of splits that leaves each enough keys."""
-    return max(1, min(MAX_SPLITS, _keys(record) // MIN_SPLIT_KEYS))
+    return max(1, min(MAX_SPLITS, _max_keys(record) // MIN_SPLIT_KEYS))
 
 
-def _keys(record: PagedAttention) -> int:
+def _max_keys(record: PagedAttention) -> int:
     """Returns an upper bound on the keys that a row attends to, from shapes and window."""
     left, _ = band(record)
     keys = record.key_pages.shape[1]
     return keys if left is None else min(keys, left + 1)
 
 
-def _blocks(record: PagedAttention) -> int:
+def _num_blocks_without_split(record: PagedAttention) -> int:
     rows, heads, _ = record.query.shape
     kv_heads = record.key_pages.shape[2]
     return rows * kv_heads * cdiv(heads // kv_heads, HEADS_PER_BLOCK)
 
 
-def _shared(record: PagedAttention) -> int:
+def _shared_memory_kib(record: PagedAttention) -> int:
     """Returns the shared memory of a block, in KiB."""
     # Matches `Shape` in csrc: warps times stages times tiles of keys and values.
     return 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
 
 
-def _fullness(blocks: int, wave_blocks: int) -> float:
-    return blocks / (cdiv(blocks, wave_blocks) * wave_blocks)
+def _wave_occupancy(blocks: int, blocks_per_wave: int) -> float:
+    return blocks / (cdiv(blocks, blocks_per_wave) * blocks_per_wave)

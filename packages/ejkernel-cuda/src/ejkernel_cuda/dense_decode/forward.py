@@ -6,10 +6,10 @@ import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel_cuda.dense_decode.config import MAX_SPLITS, DecodeSplits
-from ejkernel_cuda.library import registered
+from ejkernel_cuda.library import register_handler
 
 # Stands for an unbounded window; sums with a position stay within int32.
-FAR = 2**30
+UNBOUNDED_WINDOW = 2**30
 
 
 def forward(record: PagedAttention, config: DecodeSplits) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -22,29 +22,29 @@ def forward(record: PagedAttention, config: DecodeSplits) -> tuple[tuple[jax.Arr
     (rows, heads, _), size = record.query.shape, record.value_pages.shape[-1]
     splits = min(config.num_splits, MAX_SPLITS)
     # With one split the first kernel writes the output, and no combine kernel runs.
-    partial = splits if splits > 1 else 0
+    num_partial_results = splits if splits > 1 else 0
     left, right = band(record)
     call = jax.ffi.ffi_call(
-        registered("ejkernel_split_decode"),
+        register_handler("ejkernel_split_decode"),
         (
             jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),
             jax.ShapeDtypeStruct((rows, heads), jnp.float32),
-            jax.ShapeDtypeStruct((partial, rows, heads, size), jnp.float32),
-            jax.ShapeDtypeStruct((partial, rows, heads, 2), jnp.float32),
+            jax.ShapeDtypeStruct((num_partial_results, rows, heads, size), jnp.float32),
+            jax.ShapeDtypeStruct((num_partial_results, rows, heads, 2), jnp.float32),
         ),
         vmap_method="broadcast_all",
     )
-    zeros = jnp.zeros_like(record.kv_lens, jnp.int32)
+    zero_starts = jnp.zeros_like(record.kv_lens, jnp.int32)
     output, lse, _, _ = call(
         record.query,
         record.key_pages,
         record.value_pages,
-        zeros if record.kv_starts is None else record.kv_starts.astype(jnp.int32),
+        zero_starts if record.kv_starts is None else record.kv_starts.astype(jnp.int32),
         record.kv_lens.astype(jnp.int32),
         jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
         splits=np.int32(splits),
-        left=np.int32(-1 if left is None else min(left, FAR)),
-        right=np.int32(0 if right is None else max(right, -FAR)),
+        left=np.int32(-1 if left is None else min(left, UNBOUNDED_WINDOW)),
+        right=np.int32(0 if right is None else max(right, -UNBOUNDED_WINDOW)),
         scale=np.float32(record.softmax_scale),
         cap=np.float32(record.logits_soft_cap or 0.0),
     )

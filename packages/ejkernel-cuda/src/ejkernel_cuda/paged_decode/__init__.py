@@ -6,9 +6,9 @@ from typing import Any
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_cuda.paged_decode import config
-from ejkernel_cuda.requirements import decoding_requires
+from ejkernel_cuda.requirements import decode_requires
 
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
+EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Cache dtypes that the kernels support in addition to the query's dtype."""
 
 HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_window", "logits_soft_cap"}) | {
@@ -16,10 +16,10 @@ HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_
 }
 """Optional fields that the kernels honour; new tokens are written first, in place if the cache is donated."""
 
-PIECE = 16
+COPY_BYTES = 16
 """Bytes per copy into shared memory: rows of the cache must be aligned to it."""
 
-MOST_BYTES = 2**36
+MAX_CACHE_BYTES = 2**36
 """The largest size of a cache array in bytes: offsets count pieces in 32 bits."""
 
 
@@ -30,15 +30,15 @@ def _reasons(record: Any) -> Iterable[str]:
     if record.kv_layout == paged_cache.LATENT:
         yield "a cache of latent vectors"
         return
-    if keys.dtype != values.dtype or str(keys.dtype) not in (str(query.dtype), *EIGHT_BITS):
+    if keys.dtype != values.dtype or str(keys.dtype) not in (str(query.dtype), *EIGHT_BIT_DTYPES):
         yield f"a cache of {keys.dtype} and {values.dtype} is neither of the query's {query.dtype} nor of 8 bits"
     rows, sequences = query.shape[0], record.kv_lens.shape[0]
     if record.query_start is not None and rows > sequences:
         yield f"{rows} query rows of {sequences} sequences are more than one each"
     sizes = query.shape[-1], paged_cache.value_size(record), keys.shape[-1], values.shape[-1]
-    if any(size * keys.dtype.itemsize % PIECE for size in sizes):
-        yield f"rows of {sizes[0]} and {sizes[1]} numbers of {keys.dtype} are no multiples of {PIECE} bytes"
-    if max(keys.size, values.size) * keys.dtype.itemsize >= MOST_BYTES:
+    if any(size * keys.dtype.itemsize % COPY_BYTES for size in sizes):
+        yield f"rows of {sizes[0]} and {sizes[1]} elements of {keys.dtype} are not multiples of {COPY_BYTES} bytes"
+    if max(keys.size, values.size) * keys.dtype.itemsize >= MAX_CACHE_BYTES:
         yield "an array of the cache has 64 GiB or more"
 
 
@@ -48,8 +48,8 @@ IMPLEMENTATIONS = (
         name="cuda_paged",
         platform="cuda",
         forward="ejkernel_cuda.paged_decode.forward:forward",
-        requires=decoding_requires(handles=HANDLES, extra=_reasons),
-        config=ConfigSpace(heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedBlocks),
+        requires=decode_requires(handles=HANDLES, extra=_reasons),
+        config=ConfigSpace(heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedDecodeGrid),
         priority=25,
         cases="ejkernel_cuda.paged_decode.cases:cases",
     ),

@@ -12,12 +12,12 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.planning.in_place import unfused
 from ejkernel_cuda.dense_decode.config import HEADS_PER_BLOCK
-from ejkernel_cuda.dense_decode.forward import FAR
-from ejkernel_cuda.library import registered
-from ejkernel_cuda.paged_decode.config import PagedBlocks, launched
+from ejkernel_cuda.dense_decode.forward import UNBOUNDED_WINDOW
+from ejkernel_cuda.library import register_handler
+from ejkernel_cuda.paged_decode.config import PagedDecodeGrid, launch_grid
 
 
-def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Array, ...], None]:
+def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.Array, ...], None]:
     """Returns output [T, H, Dv], lse [T, H] and, if new tokens are written, the updated pages.
 
     A first launch writes the new tokens into their slots. Partial results of work items that several blocks share, and
@@ -25,44 +25,44 @@ def forward(record: PagedAttention, config: PagedBlocks) -> tuple[tuple[jax.Arra
     two per block, for any lengths.
     """
     (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
-    blocks, lines = launched(record, config)
-    caches = (record.key_pages,) if record.value_pages is None else (record.key_pages, record.value_pages)
-    tokens = () if record.new_keys is None else (record.new_keys, record.new_values)
+    num_thread_blocks, num_queues = launch_grid(record, config)
+    cache_arrays = (record.key_pages,) if record.value_pages is None else (record.key_pages, record.value_pages)
+    new_tokens = () if record.new_keys is None else (record.new_keys, record.new_values)
     # Operands 1 and 2 are the cache. If new tokens are written, they alias results: the update is in place if the
     # caller donates the cache.
-    written = caches if tokens else ()
-    results = (
+    written_caches = cache_arrays if new_tokens else ()
+    result_shapes = (
         jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),
         jax.ShapeDtypeStruct((rows, heads), jnp.float32),
-        jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, size), jnp.float32),
-        jax.ShapeDtypeStruct((2 * blocks, HEADS_PER_BLOCK, 2), jnp.float32),
-        jax.ShapeDtypeStruct((2 * blocks, 2), jnp.int32),
+        jax.ShapeDtypeStruct((2 * num_thread_blocks, HEADS_PER_BLOCK, size), jnp.float32),
+        jax.ShapeDtypeStruct((2 * num_thread_blocks, HEADS_PER_BLOCK, 2), jnp.float32),
+        jax.ShapeDtypeStruct((2 * num_thread_blocks, 2), jnp.int32),
     )
     call = functools.partial(
         jax.ffi.ffi_call(
-            registered("ejkernel_paged_decode"),
-            (*results, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)),
-            input_output_aliases={1 + n: len(results) + n for n in range(len(written))},
+            register_handler("ejkernel_paged_decode"),
+            (*result_shapes, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written_caches)),
+            input_output_aliases={1 + n: len(result_shapes) + n for n in range(len(written_caches))},
             # Each batch element has a cache, and a vectorised call would copy all of them.
             vmap_method="sequential",
         ),
-        **_attributes(record, lines),
+        **_scalar_attributes(record, num_queues),
     )
     operands = (
         record.query,
         record.key_pages,
         # Empty if the array of keys also has the values.
         jnp.zeros(0, record.key_pages.dtype) if record.value_pages is None else record.value_pages,
-        *(_integers(x) for x in (record.block_tables, record.kv_lens, record.kv_starts)),
-        *(_integers(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs.reshape(-1))),
+        *(_as_int32(x) for x in (record.block_tables, record.kv_lens, record.kv_starts)),
+        *(_as_int32(x) for x in (record.query_start, None if record.num_seqs is None else record.num_seqs.reshape(-1))),
         jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
-        *(x.astype(record.key_pages.dtype) for x in tokens if x is not None),
+        *(x.astype(record.key_pages.dtype) for x in new_tokens if x is not None),
     )
-    output, lse, *others = unfused(call, *operands) if written else call(*operands)
-    return (output, lse, *others[3:]), None
+    output, lse, *other_results = unfused(call, *operands) if written_caches else call(*operands)
+    return (output, lse, *other_results[3:]), None
 
 
-def _attributes(record: PagedAttention, lines: int) -> dict[str, Any]:
+def _scalar_attributes(record: PagedAttention, num_queues: int) -> dict[str, Any]:
     """Returns the scalar attributes of the call."""
     left, right = band(record)
     return {
@@ -71,16 +71,16 @@ def _attributes(record: PagedAttention, lines: int) -> dict[str, Any]:
         "cache_heads": np.int32(record.key_pages.shape[record.kv_layout.index("h")]),
         "pages": np.int32(paged_cache.page_count(record)),
         "page_size": np.int32(paged_cache.page_size(record)),
-        "lines": np.int32(lines),
-        "left": np.int32(FAR if left is None else min(left, FAR)),
-        "right": np.int32(FAR if right is None else max(min(right, FAR), -FAR)),
+        "lines": np.int32(num_queues),
+        "left": np.int32(UNBOUNDED_WINDOW if left is None else min(left, UNBOUNDED_WINDOW)),
+        "right": np.int32(UNBOUNDED_WINDOW if right is None else max(min(right, UNBOUNDED_WINDOW), -UNBOUNDED_WINDOW)),
         "scale": np.float32(record.softmax_scale),
         "cap": np.float32(record.logits_soft_cap or 0.0),
         "value_scale": np.float32(record.value_scale),
     }
 
 
-def _integers(x: jax.Array | None) -> jax.Array:
+def _as_int32(x: jax.Array | None) -> jax.Array:
     """Converts to int32; an absent array becomes an empty one."""
     return jnp.zeros(0, jnp.int32) if x is None else x.astype(jnp.int32)
 

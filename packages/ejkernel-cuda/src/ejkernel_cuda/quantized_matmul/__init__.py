@@ -10,15 +10,15 @@ from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
 from ejkernel_cuda.quantized_matmul import config
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """The largest number of rows of x for which the weights, and not the products, are the bottleneck."""
-SMALLEST_GROUP = 64
+MIN_GROUP_SIZE = 64
 """The smallest group of codes. With `transpose` the scale is applied to a group's sums; without, a group must be
 exactly a warp's columns.
 """
-LARGEST = 2**31 - 1
+MAX_ELEMENTS = 2**31 - 1
 """The largest number of elements of an array: indices of rows and tiles have 32 bits."""
-FIRST_COLUMNS = 4096
+MIN_PRIORITY_COLUMNS = 4096
 """With `transpose=False`, the smallest number of columns for which the kernels have priority over Triton's. Smaller
 matrices have not been timed, and leave multiprocessors without a block.
 """
@@ -26,34 +26,34 @@ matrices have not been timed, and leave multiprocessors without a block.
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    form, (rows, k) = record.format, record.x.shape
+    quantized_format, (rows, k) = record.format, record.x.shape
     capability = current_device().compute_capability
     if capability is not None and capability >= 10.0:
         yield f"compute capability {capability}: the kernels are compiled for 9.0 alone"
-    if form.mode != "affine" or form.bits != 4:
-        yield f"{form.mode} codes of {form.bits} bits: the kernels multiply affine ones of 4"
+    if quantized_format.mode != "affine" or quantized_format.bits != 4:
+        yield f"{quantized_format.mode} codes of {quantized_format.bits} bits: the kernels multiply affine ones of 4"
     if record.scales.dtype.name != "float16":
         yield f"scales are {record.scales.dtype}: the kernels read float16"
-    if rows > MOST_ROWS:
-        yield f"x has {rows} rows, more than {MOST_ROWS}"
-    if record.packed.size > LARGEST:
-        yield f"w has {record.packed.size} words, more than {LARGEST}"
+    if rows > MAX_ROWS:
+        yield f"x has {rows} rows, more than {MAX_ROWS}"
+    if record.packed.size > MAX_ELEMENTS:
+        yield f"w has {record.packed.size} words, more than {MAX_ELEMENTS}"
     if k % 8:
-        yield f"rows of {k} numbers of x are not multiples of 16 bytes"
+        yield f"rows of {k} elements of x are not multiples of 16 bytes"
     yield from _layout_reasons(record)
 
 
 def _layout_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the kernel for the record's layout cannot serve it."""
     group, (rows, groups) = record.format.group_size, record.scales.shape
-    if group < SMALLEST_GROUP:
-        yield f"groups of {group} are smaller than {SMALLEST_GROUP}"
+    if group < MIN_GROUP_SIZE:
+        yield f"groups of {group} are smaller than {MIN_GROUP_SIZE}"
     if record.transpose:
         if rows % 4:
             yield f"{rows} columns are not a multiple of 4"
         return
-    if group > SMALLEST_GROUP:
-        yield f"groups of {group}: without transpose, groups have {SMALLEST_GROUP}"
+    if group > MIN_GROUP_SIZE:
+        yield f"groups of {group}: without transpose, groups have {MIN_GROUP_SIZE}"
     if groups % 2:
         yield f"rows of {groups} scales are not multiples of 4 bytes"
 
@@ -62,7 +62,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     """Returns a priority above Triton's 10, except for few columns without transpose
     (docs/lab/quantized_matmul_gpu.md).
     """
-    return 5 if not record.transpose and columns(record) < FIRST_COLUMNS else 20
+    return 5 if not record.transpose and columns(record) < MIN_PRIORITY_COLUMNS else 20
 
 
 IMPLEMENTATIONS = (

@@ -11,14 +11,14 @@ from ejkernel.modules.operations.quantized_matmul import QuantizedMatmulArgument
 from ejkernel.ops.model import Case
 
 
-def _row(name: str, used: tuple[str, ...] = ("zeros",), options: Any = None, **sizes: Any) -> Row[Any]:
+def _row(name: str, handled: tuple[str, ...] = ("zeros",), options: Any = None, **sizes: Any) -> Row[Any]:
     """Returns a row of the table of cases, in bfloat16 and with groups of 64 by default."""
     fields: dict[str, Any] = {"group_size": 64, "dtype": jnp.bfloat16, **sizes}
-    made = MatmulSizes(**fields)
-    return (name, made, lambda k: options or {}, used, ())
+    sizes_of_case = MatmulSizes(**fields)
+    return (name, sizes_of_case, lambda k: options or {}, handled, ())
 
 
-_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
+_CASE_SIZES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("one row", {"m": 1, "k": 192, "n": 384}),
     ("rows of scales that are aligned", {"m": 9, "k": 512, "n": 512}),
     ("three tiles of rows", {"m": 33, "k": 384, "n": 640}),
@@ -28,7 +28,7 @@ _ROWS: tuple[Row[Any], ...] = (
     *(
         _row(f"int4, {name}{', transposed' if transpose else ''}", transpose=transpose, **sizes)
         for transpose in (False, True)
-        for name, sizes in _SHAPES
+        for name, sizes in _CASE_SIZES
     ),
     _row("int4, groups of 128, transposed", m=20, k=384, n=320, group_size=128, transpose=True),
     # Enough contracted elements that `candidates` includes blocks that contract all of them.

@@ -13,23 +13,23 @@ from ejkernel_cuda import library
 HANDLES = frozenset({"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"})
 """Optional fields that the kernel honours."""
 
-STEP = 8
+MAX_TOKENS_PER_SEQUENCE = 8
 """The largest number of tokens per sequence; for packed sequences, on average."""
 
-LONGEST = 256
+MAX_EXTRA_TOKENS = 256
 """The largest number of tokens minus sequences in a packed call. One sequence may have all these tokens, and the kernel
 processes them in chunks of 8.
 """
 
-FEWEST, FEWEST_CHANNELS = 4, 7
+MIN_TOKENS, MIN_TOKENS_WITH_CHANNEL_GATES = 4, 7
 """The number of tokens per sequence, without and with gates per key channel, from which on the kernel is faster than
 Triton's on an H200 (docs/lab/linear_recurrence_gpu.md).
 """
 
-KEYS = (64, 128)
+KEY_DIMS = (64, 128)
 """Key dimensions that the kernel is compiled for."""
 
-WARP_VALUES, BLOCK_VALUES = 32, 128
+VALUE_CHANNELS_PER_WARP, VALUE_CHANNELS_PER_BLOCK = 32, 128
 """Value channels per warp and per block."""
 
 
@@ -38,11 +38,12 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
     tokens, sequences = record.query.shape[1], 1
     if record.cu_seqlens is not None:
         sequences = record.cu_seqlens.shape[0] - 1
-        if tokens - sequences > LONGEST:
-            longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
-            yield f"query: {longest} of {tokens} tokens, more than {LONGEST + 1}"
-    if tokens > STEP * sequences:
-        yield f"query: {tokens} tokens of {sequences} sequences are more than a step of {STEP} tokens a sequence has"
+        if tokens - sequences > MAX_EXTRA_TOKENS:
+            longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
+            yield f"query: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1} in one sequence"
+    if tokens > MAX_TOKENS_PER_SEQUENCE * sequences:
+        maximum = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
+        yield f"query: {tokens} tokens of {sequences} sequences; {maximum}"
     if not sequences:
         yield "cu_seqlens: there is no sequence"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
@@ -54,14 +55,14 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
 def _state_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve the record's states and gates."""
     keys, columns = record.query.shape[3], record.value.shape[3]
-    channels = by_channel(record)
-    if keys not in KEYS:
-        yield f"{keys} key channels are not among {', '.join(map(str, KEYS))}"
-    wanted = BLOCK_VALUES if channels else WARP_VALUES
-    if columns % wanted:
-        yield f"{columns} value channels are no multiple of {wanted}"
-    if record.transposed_states and (channels or record.beta is not None):
-        yield "transposed states with gates of channels or with beta"
+    has_channel_gates = by_channel(record)
+    if keys not in KEY_DIMS:
+        yield f"query has head dimension {keys}; the kernel wants one of {', '.join(map(str, KEY_DIMS))}"
+    required_multiple = VALUE_CHANNELS_PER_BLOCK if has_channel_gates else VALUE_CHANNELS_PER_WARP
+    if columns % required_multiple:
+        yield f"value has head dimension {columns}; the kernel wants a multiple of {required_multiple}"
+    if record.transposed_states and (has_channel_gates or record.beta is not None):
+        yield "transposed states with gates per key channel or with beta"
     for name in ("initial_state", "sequence_state"):
         state = getattr(record, name)
         if state is not None and str(state.dtype) != "float32":
@@ -73,8 +74,8 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     measured.
     """
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    fewest = FEWEST_CHANNELS if by_channel(record) else FEWEST
-    return 25 if record.query.shape[1] >= fewest * sequences else -1
+    min_tokens = MIN_TOKENS_WITH_CHANNEL_GATES if by_channel(record) else MIN_TOKENS
+    return 25 if record.query.shape[1] >= min_tokens * sequences else -1
 
 
 IMPLEMENTATIONS = (

@@ -15,15 +15,15 @@ from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
 from ejkernel.ops.model import Case
 
 SIZES: dict[str, Any] = {"h": 2, "k": 64, "v": 32, "dtype": jnp.bfloat16}
-KEPT = {"return_state": True}
+RETURN_STATE = {"return_state": True}
 
 
 def _delta(gate: str, **constants: Any) -> Any:
     """Returns an input maker with beta, a decay per head or per key channel, and a state."""
 
     def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-        made = gates("beta", "gk" if gate == "channels" else "decay", "initial_state", **constants)(key, sizes)
-        return {("decay" if name == "gk" else name): x for name, x in made.items()}
+        inputs = gates("beta", "gk" if gate == "channels" else "decay", "initial_state", **constants)(key, sizes)
+        return {("decay" if name == "gk" else name): x for name, x in inputs.items()}
 
     return make
 
@@ -32,24 +32,24 @@ def _packed_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns packed sequences, one without tokens, one without a slot, and one with more tokens than a chunk."""
     slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 2))
     starts, indices = jnp.array([0, 1, 1, 14, 15], jnp.int32), jnp.array([-1, 3, 5, 2], jnp.int32)
-    made = gates("g", **KEPT)(key, sizes)
-    return {**made, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
+    inputs = gates("g", **RETURN_STATE)(key, sizes)
+    return {**inputs, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
 
-_STATE = ("decay", "initial_state")
-_GATED: tuple[Row, ...] = (
+_HANDLED_STATE = ("decay", "initial_state")
+_GATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, gate of heads",
         RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128}),
-        gates("g", "initial_state", **KEPT),
-        _STATE,
+        gates("g", "initial_state", **RETURN_STATE),
+        _HANDLED_STATE,
         (),
     ),
     (
         "CUDA step, gate of channels",
         RecurrenceSizes(t=7, g=1, **{**SIZES, "v": 128}),
-        gates("gate of channels", "initial_state", **KEPT),
-        _STATE,
+        gates("gate of channels", "initial_state", **RETURN_STATE),
+        _HANDLED_STATE,
         (),
     ),
     (
@@ -60,14 +60,14 @@ _GATED: tuple[Row, ...] = (
         ("awkward",),
     ),
 )
-_PLAIN: tuple[Row, ...] = (
+_UNGATED_CASES: tuple[Row, ...] = (
     ("CUDA step, no gates", RecurrenceSizes(t=4, g=2, **{**SIZES, "dtype": jnp.float16}), gates(), (), ("awkward",)),
 )
-_DELTA: tuple[Row, ...] = (
+_DELTA_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of heads",
         RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128, "v": 64}),
-        _delta("heads", **KEPT),
+        _delta("heads", **RETURN_STATE),
         ("beta", "decay", "initial_state"),
         (),
     ),
@@ -81,7 +81,7 @@ _CHANNELS: tuple[Row, ...] = (
         (),
     ),
 )
-_STATE_SPACE: tuple[state_space.Row, ...] = (
+_STATE_SPACE_CASES: tuple[state_space.Row, ...] = (
     (
         "CUDA step with a state",
         state_space.StateSpaceSizes(t=4, p=64, e=64, dtype=jnp.bfloat16),
@@ -96,9 +96,9 @@ _STATE_SPACE: tuple[state_space.Row, ...] = (
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     return {
-        "gated_linear_attention": make_cases(GLAttentionArguments, _GATED),
-        "recurrent_attention": make_cases(RecurrentAttentionArguments, _PLAIN),
-        "gated_delta_rule": make_cases(GatedDeltaRuleArguments, _DELTA),
+        "gated_linear_attention": make_cases(GLAttentionArguments, _GATED_CASES),
+        "recurrent_attention": make_cases(RecurrentAttentionArguments, _UNGATED_CASES),
+        "gated_delta_rule": make_cases(GatedDeltaRuleArguments, _DELTA_CASES),
         "kernel_delta_attention": make_cases(KernelDeltaAttentionArguments, _CHANNELS),
-        "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE),
+        "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE_CASES),
     }

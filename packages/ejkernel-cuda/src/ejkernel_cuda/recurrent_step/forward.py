@@ -10,7 +10,7 @@ from jax import custom_batching
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.planning.in_place import unfused
-from ejkernel_cuda.library import registered
+from ejkernel_cuda.library import register_handler
 
 
 def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -30,11 +30,11 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
     packed, columns = record.cu_seqlens is not None, record.value.shape[3]
     initial = record.sequence_state if packed else record.initial_state
     sequences = rows if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    plain = (sequences, heads, *((columns, keys) if record.transposed_states else (keys, columns)))
-    final = jax.ShapeDtypeStruct(plain if initial is None else initial.shape, float32)
+    state_shape = (sequences, heads, *((columns, keys) if record.transposed_states else (keys, columns)))
+    final = jax.ShapeDtypeStruct(state_shape if initial is None else initial.shape, float32)
     call = functools.partial(
         jax.ffi.ffi_call(
-            registered("ejkernel_recurrent_step"),
+            register_handler("ejkernel_recurrent_step"),
             (jax.ShapeDtypeStruct((rows, tokens, heads, columns), record.query.dtype), final),
             # Operand 9 is the array of states, which the kernel updates in place.
             input_output_aliases={} if initial is None else {9: 1},
@@ -46,7 +46,7 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
     )
     operands = (
         *(record.query, record.key, record.value),
-        *(_numbers(x, record) for x in (record.decay, record.beta, record.dt, record.skip)),
+        *(_convert_gates(x, record) for x in (record.decay, record.beta, record.dt, record.skip)),
         *(
             jnp.zeros(0, jnp.int32) if x is None else x.astype(jnp.int32)
             for x in (record.cu_seqlens, record.state_slots)
@@ -54,14 +54,14 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         jnp.zeros(0, float32) if initial is None else initial.astype(float32),
     )
     # Under `jax.vmap` the loop's body has the barriers of `unfused`, so that they also apply to its slices.
-    run = call if initial is None else custom_batching.sequential_vmap(functools.partial(unfused, call))
-    output, states = run(*operands)
+    call_with_states = call if initial is None else custom_batching.sequential_vmap(functools.partial(unfused, call))
+    output, states = call_with_states(*operands)
     return (output, states), ()
 
 
-def _numbers(x: jax.Array | None, record: LinearRecurrence) -> jax.Array:
+def _convert_gates(x: jax.Array | None, record: LinearRecurrence) -> jax.Array:
     """Returns gates or factors in the query's dtype or in float32; an absent array becomes an empty one."""
     if x is None:
         return jnp.zeros(0, jnp.float32)
-    channels = x.ndim == 4 and x.shape[3] > 1  # always read as float32
-    return x if x.dtype == record.query.dtype and not channels else x.astype(jnp.float32)
+    has_channel_gates = x.ndim == 4 and x.shape[3] > 1  # always read as float32
+    return x if x.dtype == record.query.dtype and not has_channel_gates else x.astype(jnp.float32)

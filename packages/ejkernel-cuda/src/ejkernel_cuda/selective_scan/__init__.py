@@ -10,10 +10,10 @@ from ejkernel.ops.params import Direction
 from ejkernel_cuda import library
 from ejkernel_cuda.selective_scan import config
 
-SMALL = 8
+SMALL_STATE_DIM = 8
 """The state dimension up to which Triton's backward pass is faster: 3.13 ms with this forward pass instead of 3.72."""
 
-FEWEST = 128
+MIN_WARPGROUPS = 128
 """The number of warpgroups from which on the backward kernel is faster than Triton's, which splits sequences into
 segments.
 """
@@ -31,11 +31,11 @@ def _gradient_reasons(record: Any) -> Iterable[str]:
     """Yields the additional reasons why the backward kernel cannot serve a record."""
     yield from _reasons(record)
     channels = record.x.shape[2]
-    if channels % config.PIECE_CHANNELS:
-        yield f"{channels} channels are no multiple of {config.PIECE_CHANNELS}"
+    if channels % config.CHANNEL_ALIGNMENT:
+        yield f"x has {channels} channels; the kernel wants a multiple of {config.CHANNEL_ALIGNMENT}"
     capability = current_device().compute_capability
     if capability is not None and capability >= 12.0:
-        yield f"compute capability {capability}: the kernel takes more shared memory than there is"
+        yield f"compute capability {capability}: the kernel needs more shared memory than the chip has"
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
@@ -44,18 +44,20 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
 
     Triton's backward pass is faster with small states and with few rows, which were not measured here.
     """
-    if direction == "backward" and (record.decay.shape[1] <= SMALL or config.warpgroups(record) < FEWEST):
+    if direction == "backward" and (
+        record.decay.shape[1] <= SMALL_STATE_DIM or config.warpgroups(record) < MIN_WARPGROUPS
+    ):
         return -1
     return 20
 
 
-def _requires(capability: float, extra: Callable[[Any], Iterable[str]]) -> Requires:
+def _make_requires(capability: float, extra: Callable[[Any], Iterable[str]]) -> Requires:
     return Requires(
         devices=frozenset({"nvidia"}),
         modules=(library.MODULE,),
         min_compute_capability=capability,
         dtypes=frozenset(DTYPES),
-        head_dims=range(1, config.LARGEST + 1),
+        head_dims=range(1, config.MAX_STATE_DIM + 1),
         handles=scan_sequences.HANDLES | {"initial_state"},
         extra=extra,
     )
@@ -69,8 +71,8 @@ IMPLEMENTATIONS = (
         forward="ejkernel_cuda.selective_scan.forward:forward",
         backward="ejkernel_cuda.selective_scan.backward:backward",
         gradients=frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"}),
-        requires=_requires(8.0, _reasons),
-        backward_requires=_requires(9.0, _gradient_reasons),
+        requires=_make_requires(8.0, _reasons),
+        backward_requires=_make_requires(9.0, _gradient_reasons),
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,

@@ -8,8 +8,8 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import sequences, with_state_gradients
 from ejkernel.types.pullback import Pullback
-from ejkernel_cuda.library import registered
-from ejkernel_cuda.selective_scan.config import LARGEST, WARPGROUP_CHANNELS, GradientTile
+from ejkernel_cuda.library import register_handler
+from ejkernel_cuda.selective_scan.config import MAX_STATE_DIM, WARPGROUP_CHANNELS, GradientTile
 from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
 
 
@@ -25,35 +25,35 @@ def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
         The gradient of each requested field, in its shape and dtype.
     """
     record: SelectiveScan = pullback.record
-    (rows, tokens, channels), size = record.x.shape, record.decay.shape[1]
-    outputs, final = pullback.cotangent
-    x, step, decay, columns, skip = scan_operands(record, LARGEST)
+    (rows, tokens, channels), state_dim = record.x.shape, record.decay.shape[1]
+    output_cotangent, final = pullback.cotangent
+    x, step, decay, columns, skip = scan_operands(record, MAX_STATE_DIM)
     shape, float32, states = jax.ShapeDtypeStruct, jnp.float32, sequences(record)
     call = jax.ffi.ffi_call(
-        registered("ejkernel_selective_scan_gradient"),
+        register_handler("ejkernel_selective_scan_gradient"),
         (
             shape(x.shape, x.dtype),
             shape(step.shape, step.dtype),
-            shape((rows, cdiv(channels, WARPGROUP_CHANNELS), tokens, 2, LARGEST), float32),
-            shape((states, channels, size), float32),
+            shape((rows, cdiv(channels, WARPGROUP_CHANNELS), tokens, 2, MAX_STATE_DIM), float32),
+            shape((states, channels, state_dim), float32),
             shape((states, channels), float32),
-            shape((states, channels, size), float32),
+            shape((states, channels, state_dim), float32),
         ),
         vmap_method="broadcast_all",
     )
-    inputs = (x, step, decay, columns, skip, pullback.residuals.states, outputs, final.astype(float32))
-    dx, dstep, partial, ddecay, dskip, dfirst = call(
+    inputs = (x, step, decay, columns, skip, pullback.residuals.states, output_cotangent, final.astype(float32))
+    dx, dstep, partial_sums, ddecay, dskip, dinitial = call(
         *inputs, *packed_operands(record), warpgroups=np.int32(config.warpgroups)
     )
     # Each warpgroup has summed dB and dC over its channels; the sum over warpgroups has a fixed order.
-    pairs = partial.sum(axis=1)
-    found = {
+    bc_gradients = partial_sums.sum(axis=1)
+    gradients = {
         "x": dx,
         "step": dstep,
         "decay": ddecay.sum(axis=0),
-        "write": pairs[:, :, 0, :size],
-        "read": pairs[:, :, 1, :size],
+        "write": bc_gradients[:, :, 0, :state_dim],
+        "read": bc_gradients[:, :, 1, :state_dim],
         "skip": dskip.sum(axis=0),
-        "initial_state": dfirst,
+        "initial_state": dinitial,
     }
-    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}

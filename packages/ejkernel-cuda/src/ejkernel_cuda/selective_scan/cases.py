@@ -11,7 +11,7 @@ from ejkernel.modules.operations.state_space_v1 import OP, StateSpaceV1Arguments
 from ejkernel.ops.model import Case
 
 # Name, (rows, tokens, channels, state dimension), dtype of x and others, dtype of dt, whether with initial states.
-_ROWS = (
+_CASE_SIZES = (
     ("many rows, bfloat16", (128, 70, 24, 16), jnp.bfloat16, jnp.bfloat16, False),
     ("many rows, dt float32", (64, 67, 136, 13), jnp.bfloat16, jnp.float32, True),
     ("many rows, float16", (128, 129, 16, 16), jnp.float16, jnp.float16, True),
@@ -20,19 +20,19 @@ _ROWS = (
 )
 
 
-def _case(name: str, sizes: tuple[int, int, int, int], dtype: Any, step: Any, initial: bool) -> Case:
-    rows, tokens, channels, size = sizes
+def _make_case(name: str, sizes: tuple[int, int, int, int], dtype: Any, step: Any, initial: bool) -> Case:
+    rows, tokens, channels, state_dim = sizes
     shape = jax.ShapeDtypeStruct
-    token, pair = shape((rows, tokens, channels), dtype), shape((rows, tokens, size), dtype)
-    decay, skip = shape((channels, size), jnp.float32), shape((channels,), jnp.float32)
-    required = (token, decay, pair, pair, skip, shape(token.shape, step))
-    given: dict[str, Any] = dict(zip(OP.signature.parameters, required, strict=False))
+    token, pair = shape((rows, tokens, channels), dtype), shape((rows, tokens, state_dim), dtype)
+    decay, skip = shape((channels, state_dim), jnp.float32), shape((channels,), jnp.float32)
+    required_arrays = (token, decay, pair, pair, skip, shape(token.shape, step))
+    arguments_by_name: dict[str, Any] = dict(zip(OP.signature.parameters, required_arrays, strict=False))
     if initial:
-        given["initial_state"] = shape((rows, channels, size), jnp.float32)
-    arguments = StateSpaceV1Arguments(**given)
+        arguments_by_name["initial_state"] = shape((rows, channels, state_dim), jnp.float32)
+    arguments = StateSpaceV1Arguments(**arguments_by_name)
     return tagged(name, lambda key: make_inputs(arguments, key), ("initial_state",) if initial else (), ())
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"state_space_v1": tuple(_case(*row) for row in _ROWS)}
+    return {"state_space_v1": tuple(_make_case(*row) for row in _CASE_SIZES)}

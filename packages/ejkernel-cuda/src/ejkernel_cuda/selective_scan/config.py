@@ -8,10 +8,10 @@ from ejkernel.families.selective_scan.scan_sequences import sequences
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 
-LARGEST = 16
+MAX_STATE_DIM = 16
 """The largest state dimension of the kernels."""
 
-PIECE_CHANNELS = 8
+CHANNEL_ALIGNMENT = 8
 """Channels must be a multiple of this for rows to be aligned for copies of 16 bytes."""
 
 WARPGROUP_CHANNELS = 128
@@ -47,19 +47,19 @@ class GradientTile:
     warpgroups: int
 
 
-ANY = ScanTile(channels=1, lanes=1)
+ANY_CHANNELS_TILE = ScanTile(channels=1, lanes=1)
 """The tile for any number of channels."""
 
-WIDE, EVEN, NARROW = (ScanTile(channels=c, lanes=n) for c, n in ((2, 2), (2, 4), (1, 4)))
-"""The tiles for multiples of `PIECE_CHANNELS`, from the fewest instructions per element to the most warps."""
+WIDE_TILE, MEDIUM_TILE, NARROW_TILE = (ScanTile(channels=c, lanes=n) for c, n in ((2, 2), (2, 4), (1, 4)))
+"""The tiles for multiples of `CHANNEL_ALIGNMENT`, from the fewest instructions per element to the most warps."""
 
-ENOUGH_WARPS = {WIDE: 1024, EVEN: 512}
+MIN_WARPS = {WIDE_TILE: 1024, MEDIUM_TILE: 512}
 """The number of warps from which on a tile is faster than the next one, which has more warps for the same channels.
 
 Measured on an H200 (docs/lab/selective_scan_gpu.md) with 4096 channels and 1, 2, 4 and 8 rows.
 """
 
-BUSY_WARPGROUPS = 256
+MIN_WARPGROUPS_FOR_PAIRS = 256
 """The number of warpgroups from which on two per block are 2% faster; with fewer, pairs would leave multiprocessors
 idle.
 """
@@ -73,23 +73,27 @@ def warpgroups(record: SelectiveScan) -> int:
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
     """Returns the tile with the fewest instructions that fills the chip, or else the one with the most warps."""
     if direction == "backward":
-        return GradientTile(warpgroups=2 if warpgroups(record) >= BUSY_WARPGROUPS else 1)
+        return GradientTile(warpgroups=2 if warpgroups(record) >= MIN_WARPGROUPS_FOR_PAIRS else 1)
     rows, channels = sequences(record), record.x.shape[2]
-    if channels % PIECE_CHANNELS:
-        return ANY
-    for tile, enough in ENOUGH_WARPS.items():
-        if rows * channels // tile.warp_channels >= enough:
+    if channels % CHANNEL_ALIGNMENT:
+        return ANY_CHANNELS_TILE
+    for tile, min_warps in MIN_WARPS.items():
+        if rows * channels // tile.warp_channels >= min_warps:
             return tile
-    return NARROW
+    return NARROW_TILE
 
 
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[ScanTile | GradientTile, ...]:
     """Returns all tiles that the library has for a record."""
     if direction == "backward":
         return tuple(GradientTile(warpgroups=n) for n in (1, 2))
-    return (ANY,) if record.x.shape[2] % PIECE_CHANNELS else (WIDE, EVEN, NARROW, ANY)
+    return (
+        (ANY_CHANNELS_TILE,)
+        if record.x.shape[2] % CHANNEL_ALIGNMENT
+        else (WIDE_TILE, MEDIUM_TILE, NARROW_TILE, ANY_CHANNELS_TILE)
+    )
 
 
-def padded(size: int, tile: ScanTile) -> int:
+def padded_state_dim(state_dim: int, tile: ScanTile) -> int:
     """Returns the padded state dimension of the forward kernel."""
-    return 8 if size <= 8 and tile == WIDE else LARGEST
+    return 8 if state_dim <= 8 and tile == WIDE_TILE else MAX_STATE_DIM

@@ -7,8 +7,8 @@ import numpy as np
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import sequences, with_states
-from ejkernel_cuda.library import registered
-from ejkernel_cuda.selective_scan.config import PIECE_CHANNELS, ScanTile, padded
+from ejkernel_cuda.library import register_handler
+from ejkernel_cuda.selective_scan.config import CHANNEL_ALIGNMENT, ScanTile, padded_state_dim
 
 
 @with_states
@@ -21,24 +21,24 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
     Raises:
         ValueError: The configuration's tile does not divide the number of channels.
     """
-    (rows, tokens, channels), size = record.x.shape, record.decay.shape[1]
-    if config.lanes > 1 and channels % PIECE_CHANNELS:
-        raise ValueError(f"{config}: got {channels} channels, wants a multiple of {PIECE_CHANNELS}")
+    (rows, tokens, channels), state_dim = record.x.shape, record.decay.shape[1]
+    if config.lanes > 1 and channels % CHANNEL_ALIGNMENT:
+        raise ValueError(f"{config}: got {channels} channels, wants a multiple of {CHANNEL_ALIGNMENT}")
     float32, cu_seqlens = jnp.float32, record.cu_seqlens
     packed = cu_seqlens is not None
     intervals = packed_scan.interval_count(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
     call = jax.ffi.ffi_call(
-        registered("ejkernel_selective_scan"),
+        register_handler("ejkernel_selective_scan"),
         (
             jax.ShapeDtypeStruct(record.x.shape, record.x.dtype),
-            jax.ShapeDtypeStruct((rows, intervals, size, channels), float32),
-            jax.ShapeDtypeStruct((sequences(record), channels, size), float32),
+            jax.ShapeDtypeStruct((rows, intervals, state_dim, channels), float32),
+            jax.ShapeDtypeStruct((sequences(record), channels, state_dim), float32),
         ),
         vmap_method="broadcast_all",
     )
     initial = jnp.zeros(0, float32) if record.initial_state is None else record.initial_state.astype(float32)
     output, states, final = call(
-        *scan_operands(record, padded(size, config)),
+        *scan_operands(record, padded_state_dim(state_dim, config)),
         initial,
         *packed_operands(record),
         channels=np.int32(config.channels),
@@ -55,7 +55,7 @@ def packed_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array]:
     return record.cu_seqlens.astype(jnp.int32), packed_scan.first_intervals(record.cu_seqlens)
 
 
-def scan_operands(record: SelectiveScan, size: int) -> tuple[jax.Array, ...]:
+def scan_operands(record: SelectiveScan, state_dim: int) -> tuple[jax.Array, ...]:
     """Returns x, dt, A, the pairs of B and C, and D, in the kernels' layout.
 
     B and C of every token are one float32 array [B, T, 2, size], padded with zeros: they are small, and the kernels
@@ -64,6 +64,6 @@ def scan_operands(record: SelectiveScan, size: int) -> tuple[jax.Array, ...]:
     float32 = jnp.float32
     # The kernels read dt in x's dtype or in float32, to which any other dtype converts exactly.
     step = record.step if record.step.dtype == record.x.dtype else record.step.astype(float32)
-    pairs = jnp.stack([record.write.astype(float32), record.read.astype(float32)], axis=2)
-    columns = jnp.pad(pairs, ((0, 0), (0, 0), (0, 0), (0, size - record.decay.shape[1])))
+    bc_pairs = jnp.stack([record.write.astype(float32), record.read.astype(float32)], axis=2)
+    columns = jnp.pad(bc_pairs, ((0, 0), (0, 0), (0, 0), (0, state_dim - record.decay.shape[1])))
     return record.x, step, record.decay.astype(float32), columns, record.skip.astype(float32)

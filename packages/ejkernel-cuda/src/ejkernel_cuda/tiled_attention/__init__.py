@@ -14,11 +14,11 @@ from ejkernel.ops import Implementation, Requires
 from ejkernel.ops.device import current_device
 
 
-def deterministic() -> bool:
+def requests_deterministic_ops() -> bool:
     """Returns whether XLA's flags request deterministic operations."""
     names = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_deterministic_ops")
-    given = os.environ.get("XLA_FLAGS", "").split()
-    return any(flag.partition("=")[0] in names and flag.partition("=")[2] in ("", "true", "1") for flag in given)
+    xla_flags = os.environ.get("XLA_FLAGS", "").split()
+    return any(flag.partition("=")[0] in names and flag.partition("=")[2] in ("", "true", "1") for flag in xla_flags)
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -59,7 +59,7 @@ _REQUIRES = Requires(
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns cuDNN's implementation, with its backward pass if that is deterministic."""
-    backward = deterministic()
+    backward = requests_deterministic_ops()
     return (
         Implementation(
             family="tiled_attention",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
-from ejkernel_cuda.tiled_attention.kernels.cudnn import call, finite, inputs_of, present
+from ejkernel_cuda.tiled_attention.kernels.cudnn import call, drop_none, query_key_value, replace_infinite_bias
 
 # The matrix products of attention by name: contracted and batch axes of both operands, for arrays in their memory
 # layout.
@@ -26,10 +26,10 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     if record.bias is not None:
         # Rows that attend to nothing have lse -inf. With 0 instead, their weights exp(s - lse) are 0, and so are all
         # gradients.
-        record, lse = finite(record), jnp.where(lse == -jnp.inf, 0, lse)
-    saved = (lse, pullback.cotangent)
+        record, lse = replace_infinite_bias(record), jnp.where(lse == -jnp.inf, 0, lse)
+    lse_and_cotangent = (lse, pullback.cotangent)
     # The order of operands of XLA's custom call: the output comes after the bias.
-    operands = present(*inputs_of(record), *saved, record.bias, pullback.output)
-    made = call(record, "Backward", BACKWARD_PRODUCTS, operands, inputs_of(record), present(record.bias))
+    operands = drop_none(*query_key_value(record), *lse_and_cotangent, record.bias, pullback.output)
+    gradients = call(record, "Backward", BACKWARD_PRODUCTS, operands, query_key_value(record), drop_none(record.bias))
     # Not strict, since without a bias its gradient is missing.
-    return dict(zip(("query", "key", "value", "bias"), made, strict=False))
+    return dict(zip(("query", "key", "value", "bias"), gradients, strict=False))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, band
 from ejkernel.planning.batch_rows import in_rows
-from ejkernel_cuda.tiled_attention.kernels.cudnn import call, finite, inputs_of, present
+from ejkernel_cuda.tiled_attention.kernels.cudnn import call, drop_none, query_key_value, replace_infinite_bias
 
 # The matrix products of attention by name: contracted and batch axes of both operands, for arrays in their memory
 # layout.
@@ -19,32 +19,34 @@ def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResi
     """Returns output [B, T, H, Dv] and lse [B, H, T]."""
     if record.bias is None:
         return _run(record)
-    attends = _rows_that_attend(record)
-    output, residuals = _run(finite(record))
+    attends = _query_attends(record)
+    output, residuals = _run(replace_infinite_bias(record))
     lse = jnp.where(attends, residuals.lse, -jnp.inf)
     return jnp.where(attends.swapaxes(1, 2)[..., None], output, 0), SoftmaxResiduals(lse=lse)
 
 
-def _rows_that_attend(record: TiledAttention) -> jax.Array:
+def _query_attends(record: TiledAttention) -> jax.Array:
     """Returns whether each query attends to any key, as bool [B|1, H|1, T]; the record has a bias, where -inf masks."""
     assert record.bias is not None  # checked by the caller
     left, right = band(record)
     steps = jnp.arange(record.key.shape[1]) - jnp.arange(record.query.shape[1])[:, None]
-    seen = record.bias > -jnp.inf
-    seen = seen if left is None else seen & (steps >= -left)
-    return jnp.any(seen if right is None else seen & (steps <= right), axis=-1)
+    attended = record.bias > -jnp.inf
+    attended = attended if left is None else attended & (steps >= -left)
+    return jnp.any(attended if right is None else attended & (steps <= right), axis=-1)
 
 
 def _run(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     inputs = {"query": record.query, "key": record.key, "value": record.value}
-    given = inputs if record.bias is None else {**inputs, "bias": record.bias}
+    xla_flags = inputs if record.bias is None else {**inputs, "bias": record.bias}
 
-    def run(given: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
+    def run(xla_flags: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
         # `in_rows` keeps an operand that all rows share at one row, which cuDNN supports for a bias only.
-        broadcast = {name: jnp.broadcast_to(given[name], (rows, *given[name].shape[1:])) for name in inputs}
-        return _forward(dataclasses.replace(record, **{**given, **broadcast}))
+        query_key_value_rows = {
+            name: jnp.broadcast_to(xla_flags[name], (rows, *xla_flags[name].shape[1:])) for name in inputs
+        }
+        return _forward(dataclasses.replace(record, **{**xla_flags, **query_key_value_rows}))
 
-    output, lse = in_rows(run, given, record.query.shape[0])
+    output, lse = in_rows(run, xla_flags, record.query.shape[0])
     return output, SoftmaxResiduals(lse=lse)
 
 
@@ -52,4 +54,4 @@ def _forward(record: TiledAttention) -> tuple[jax.Array, ...]:
     b, t, h, _ = record.query.shape
     output = jax.ShapeDtypeStruct((b, t, h, record.value.shape[-1]), record.query.dtype)
     lse = jax.ShapeDtypeStruct((b, h, t), jnp.float32)
-    return call(record, "", FORWARD_PRODUCTS, present(*inputs_of(record), record.bias), (output,), (lse,))
+    return call(record, "", FORWARD_PRODUCTS, drop_none(*query_key_value(record), record.bias), (output,), (lse,))

@@ -13,30 +13,30 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention, band
 
-HEADS_FIRST = (0, 2, 1, 3)
+HEADS_FIRST_PERMUTATION = (0, 2, 1, 3)
 """The permutation between [B, T, H, D], the arrays' layout, and [B, H, T, D], the declared shape of the calls'
 results.
 """
 
-MASKED = {"bfloat16": -1e30, "float16": -6e4}
+MASKING_BIAS = {"bfloat16": -1e30, "float16": -6e4}
 """A bias so low that its weight is 0 next to any other one, and finite in the dtype."""
 
 
-def finite(record: TiledAttention) -> TiledAttention:
+def replace_infinite_bias(record: TiledAttention) -> TiledAttention:
     """Returns the record with -inf in the bias replaced. In a row whose biases are all -inf, cuDNN's softmax may divide
     0 by 0.
     """
     assert record.bias is not None  # checked by the caller
-    bias = jnp.where(record.bias == -jnp.inf, MASKED[record.bias.dtype.name], record.bias)
+    bias = jnp.where(record.bias == -jnp.inf, MASKING_BIAS[record.bias.dtype.name], record.bias)
     return dataclasses.replace(record, bias=bias.astype(record.bias.dtype))
 
 
-def inputs_of(record: TiledAttention) -> tuple[jax.Array, ...]:
+def query_key_value(record: TiledAttention) -> tuple[jax.Array, ...]:
     """Returns query, key and value."""
     return record.query, record.key, record.value
 
 
-def present(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
+def drop_none(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
     """Returns the arrays that are not None."""
     return tuple(x for x in arrays if x is not None)
 
@@ -64,22 +64,25 @@ def call(
     """
     # XLA's pass expects results of shape [B, H, T, D]; the declared layout stores them as [B, T, H, D], so that the
     # transposition at the end moves no data.
-    turned = [jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST], x.dtype) for x in arrays]
-    plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others]
+    heads_first_shapes = [jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST_PERMUTATION], x.dtype) for x in arrays]
+    other_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others]
     # XLA's compiler replaces this size once it has built cuDNN's graph.
-    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
+    workspace_shape = jax.ShapeDtypeStruct((0,), jnp.uint8)
     results = jax.ffi.ffi_call(
         f"__cudnn$fmha{'' if record.bias is None else 'ScaleBias'}Softmax{direction}",
-        (*turned, *plain, workspace),
-        output_layouts=(*[HEADS_FIRST] * len(turned), *[None] * (len(plain) + 1)),
+        (*heads_first_shapes, *other_shapes, workspace_shape),
+        output_layouts=(*[HEADS_FIRST_PERMUTATION] * len(heads_first_shapes), *[None] * (len(other_shapes) + 1)),
         vmap_method="sequential",
         custom_call_api_version=2,
-        legacy_backend_config=json.dumps(_description(record, products)),
+        legacy_backend_config=json.dumps(_backend_config(record, products)),
     )(*operands)
-    return (*(x.transpose(HEADS_FIRST) for x in results[: len(turned)]), *results[len(turned) : -1])
+    return (
+        *(x.transpose(HEADS_FIRST_PERMUTATION) for x in results[: len(heads_first_shapes)]),
+        *results[len(heads_first_shapes) : -1],
+    )
 
 
-def _description(record: TiledAttention, products: dict[str, Any]) -> dict[str, Any]:
+def _backend_config(record: TiledAttention, products: dict[str, Any]) -> dict[str, Any]:
     """Returns the call's description, with the fields of the protocol buffer that XLA's compiler reads."""
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     left, right = band(record)
@@ -88,7 +91,7 @@ def _description(record: TiledAttention, products: dict[str, Any]) -> dict[str, 
         "dimensions": [str(n) for n in (b, h, t, s)],
         "layout": {"minor_to_major": ["3", "2", "1", "0"]},
     }
-    described = {
+    backend_config = {
         "algorithm": {"algo_id": "0", "math_type": "TENSOR_OP_MATH", "is_cudnn_frontend": True},
         "fmha_scale": record.softmax_scale,
         "intermediate_tensor_shape": scores,
@@ -99,10 +102,10 @@ def _description(record: TiledAttention, products: dict[str, Any]) -> dict[str, 
         "max_seg_per_batch": 1,
     }
     for name, ((left_contracted, right_contracted), (left_batch, right_batch)) in products.items():
-        described[f"{name}_dot_dimension_numbers"] = {
+        backend_config[f"{name}_dot_dimension_numbers"] = {
             "lhs_contracting_dimensions": [str(left_contracted)],
             "rhs_contracting_dimensions": [str(right_contracted)],
             "lhs_batch_dimensions": [str(n) for n in left_batch],
             "rhs_batch_dimensions": [str(n) for n in right_batch],
         }
-    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": described}
+    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": backend_config}
