@@ -152,7 +152,7 @@ def requests_deterministic_ops(monkeypatch):
     reload()
 
 
-@pytest.mark.usefixtures("deterministic")
+@pytest.mark.usefixtures("requests_deterministic_ops")
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_are_one_more_call(biased):
     bias = pairs(1, 8, 128, 128) if biased else None

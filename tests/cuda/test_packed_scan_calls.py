@@ -42,8 +42,8 @@ def both(given):
 
 @pytest.mark.parametrize("slots", [None, 9])
 def test_packed_calls_lower(slots, monkeypatch):
-    monkeypatch.setattr(forward_pass, "registered", lambda symbol: symbol)
-    monkeypatch.setattr(backward_pass, "registered", lambda symbol: symbol)
+    monkeypatch.setattr(forward_pass, "register_handler", lambda symbol: symbol)
+    monkeypatch.setattr(backward_pass, "register_handler", lambda symbol: symbol)
     given = record(slots)
     text = jax.jit(both).trace(given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@ejkernel_selective_scan(") == text.count("@ejkernel_selective_scan_gradient(") == 1

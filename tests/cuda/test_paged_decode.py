@@ -86,9 +86,9 @@ def test_it_refuses_calls_by_name(changes, sentence):
             {"cache": jnp.float16},
             "a cache of float16 and float16 is neither of the query's bfloat16 nor of 8 bits",
         ),
-        ({"size": 72}, "rows of 72 and 72 numbers of float8_e4m3fn are no multiples of 16 bytes"),
-        ({"size": 60, "cache": jnp.bfloat16}, "rows of 60 and 60 numbers of bfloat16 are no multiples of 16 bytes"),
-        ({"value_size": 24}, "rows of 128 and 24 numbers of float8_e4m3fn are no multiples of 16 bytes"),
+        ({"size": 72}, "rows of 72 and 72 elements of float8_e4m3fn are not multiples of 16 bytes"),
+        ({"size": 60, "cache": jnp.bfloat16}, "rows of 60 and 60 elements of bfloat16 are not multiples of 16 bytes"),
+        ({"value_size": 24}, "rows of 128 and 24 elements of float8_e4m3fn are not multiples of 16 bytes"),
         (
             {"key_pages": array(2**20, 64, 8, 128, dtype=jnp.float8_e4m3fn)},
             "an array of the cache has 64 GiB or more",
@@ -178,7 +178,7 @@ def writing_call(op, cache, pages):
 
 @pytest.mark.parametrize(("op", "cache"), WRITTEN)
 def test_new_tokens_are_written_by_the_call_into_the_cache_that_it_is_given(op, cache, monkeypatch):
-    monkeypatch.setattr(call, "registered", lambda symbol: symbol)
+    monkeypatch.setattr(call, "register_handler", lambda symbol: symbol)
     _, arguments = writing_call(op, cache, 64)
     operation = registry().ops[op]
 

@@ -178,7 +178,7 @@ def test_cases_are_served():
         ({"group_size": 128}, "groups of 128: without transpose, groups have 64"),
         ({"n": 64 * 21}, "rows of 21 scales are not multiples of 4 bytes"),
         ({"n": 130, "transpose": True}, "130 columns are not a multiple of 4"),
-        ({"k": 100}, "rows of 100 numbers of x are not multiples of 16 bytes"),
+        ({"k": 100}, "rows of 100 elements of x are not multiples of 16 bytes"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

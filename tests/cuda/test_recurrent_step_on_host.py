@@ -143,7 +143,7 @@ def test_calls_of_few_tokens_are_served_after_triton(changes, first):
         ({"tokens": 9}, "query: 9 tokens of 1 sequences; the decode step supports at most 8 tokens per sequence"),
         (
             {"packed": True},
-            "query: one of 64 packed sequences may have 449 tokens; the decode step supports at most 257 in one sequence",
+            "query: one of 64 packed sequences may have 449 tokens; the decode step supports at most 257",
         ),
         ({"size": 96}, "query has head dimension 96; the kernel wants one of 64, 128"),
         ({"columns": 48}, "value has head dimension 48; the kernel wants a multiple of 32"),

@@ -129,8 +129,8 @@ def test_every_case_of_its_own_has_a_backward_pass():
 @pytest.fixture
 def lowered(monkeypatch):
     """The program of a function of arrays for CUDA, although no library is there."""
-    monkeypatch.setattr(forward_pass, "registered", lambda symbol: symbol)
-    monkeypatch.setattr(backward_pass, "registered", lambda symbol: symbol)
+    monkeypatch.setattr(forward_pass, "register_handler", lambda symbol: symbol)
+    monkeypatch.setattr(backward_pass, "register_handler", lambda symbol: symbol)
     return lambda function, *given: jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -40,7 +40,7 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
         sequences = record.cu_seqlens.shape[0] - 1
         if tokens - sequences > MAX_EXTRA_TOKENS:
             longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
-            yield f"query: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1} in one sequence"
+            yield f"query: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1}"
     if tokens > MAX_TOKENS_PER_SEQUENCE * sequences:
         maximum = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
         yield f"query: {tokens} tokens of {sequences} sequences; {maximum}"

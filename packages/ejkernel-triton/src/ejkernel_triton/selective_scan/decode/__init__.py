@@ -31,7 +31,7 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"x: {tokens} tokens of {sequences} sequences; {maximum}"
     if record.cu_seqlens is not None and tokens - sequences > MAX_EXTRA_TOKENS:
         longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
-        yield f"x: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1} in one sequence"
+        yield f"x: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1}"
     yield from scan_reasons(record)
 
 
