@@ -125,7 +125,7 @@ def test_configurations_fit_the_record():
     given = record(kv_heads=8)
     assert config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=30, num_work_queues=5)) == (28, 4)
     assert config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=1, num_work_queues=8)) == (8, 8)
-    with pytest.raises(ValueError, match="want at least 1"):
+    with pytest.raises(ValueError, match="of at least 1"):
         config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=0, num_work_queues=1))
     rule = config.heuristic(given, H200, "forward")
     assert config.candidates(given, H200, "forward")[0] == rule
