@@ -33,7 +33,7 @@ const char* describe(Map* map, const void* matrix, const Described& form) {
       encode(&encoded, form.dtype, 2, const_cast<void*>(matrix), sizes, strides, tile, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, form.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
-    return "the driver makes none";
+    return "the driver cannot encode a tensor map";
   }
   static_assert(sizeof(encoded) == sizeof(*map), "a tensor map has 128 bytes");
   std::memcpy(map, &encoded, sizeof(encoded));

@@ -134,13 +134,13 @@ ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const Paged
       break;
     default: break;
   }
-  return kErrors.invalid("a cache of this dtype is not served");
+  return kErrors.invalid("the dtype of the cache is not supported");
 }
 
 // Checks a call and fills its record; its cache is the one in the arguments.
 ffi::Error prepare(const Arguments& a, PagedDecode& call) {
   if (a.strides.size() != 7 || a.query.dimensions().size() != 3 || a.output.dimensions().size() != 3) {
-    return kErrors.invalid("wants seven strides, and queries and outputs of three axes");
+    return kErrors.invalid("strides wants seven elements, and query and output want three axes");
   }
   const auto query = a.query.element_type();
   if ((query != ffi::BF16 && query != ffi::F16) || a.output.element_type() != query) {
@@ -176,7 +176,7 @@ ffi::Error add_tokens(
     if (tokens[n].element_type() != given[n].element_type() ||
         int64_t(tokens[n].element_count()) != int64_t(call.rows) * call.kv_heads * sizes[n] || row < sizes[n] ||
         row * bytes % 16 != 0 || cache_heads < call.kv_heads || !holds(padded, given[n], a.strides, n * 3, row)) {
-      return kErrors.invalid("new tokens and cache do not belong together");
+      return kErrors.invalid("the shapes of new tokens and cache do not match");
     }
     write.parts[n] = {
         static_cast<const uint4*>(tokens[n].untyped_data()),
@@ -207,7 +207,7 @@ ffi::Error paged_decode(
   for (size_t n = 0; n < written.size(); ++n) {
     ffi::AnyBuffer to = **written.get<ffi::AnyBuffer>(n);
     if (n > 1 || to.element_type() != caches[n]->element_type() || to.size_bytes() != caches[n]->size_bytes()) {
-      return kErrors.invalid("a written cache is not like the given one");
+      return kErrors.invalid("an updated cache wants the shape and dtype of the cache");
     }
     const cudaError_t copied = copy_elsewhere(stream, *caches[n], to);
     if (copied != cudaSuccess) return kErrors.check("copy", copied);
@@ -217,7 +217,7 @@ ffi::Error paged_decode(
   if (error.failure()) return error;
   const size_t arrays = values.element_count() == 0 ? 1 : 2;
   if (tokens.size() != (written.size() == 0 ? 0 : 2) || (written.size() != 0 && written.size() != arrays)) {
-    return kErrors.invalid("wants new keys and values, and their caches back");
+    return kErrors.invalid("wants both new_keys and new_values, and both updated caches as results");
   }
   if (tokens.size() > 0) {
     error = add_tokens(

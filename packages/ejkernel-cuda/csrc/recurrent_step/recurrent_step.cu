@@ -26,7 +26,7 @@ template <typename T, int K>
 ffi::Error launch_for_kind(cudaStream_t stream, const RecurrentStep& call, const Kind& kind) {
   const bool delta = call.beta.data != nullptr;
   if (kind.transposed && (delta || kind.channels)) {
-    return kErrors.invalid("transposed states have a gate a head and no beta");
+    return kErrors.invalid("transposed states want one gate per head and no beta");
   }
   if (kind.transposed) return launch<T, K, false, false, true>(stream, call);
   if (kind.channels) {
@@ -40,7 +40,7 @@ ffi::Error launch_for_keys(cudaStream_t stream, const RecurrentStep& call, const
   switch (kind.keys) {
     case 64: return launch_for_kind<T, 64>(stream, call, kind);
     case 128: return launch_for_kind<T, 128>(stream, call, kind);
-    default: return kErrors.invalid("keys have neither 64 nor 128 channels");
+    default: return kErrors.invalid("key has a head dimension other than 64 and 128");
   }
 }
 
@@ -72,7 +72,9 @@ ffi::Error recurrent_step(
     ffi::Result<ffi::Buffer<ffi::F32>> final, bool transposed, float scale) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), o = output->dimensions();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || o.size() != 4) return kErrors.invalid("an axis is missing");
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || o.size() != 4) {
+    return kErrors.invalid("query, key, value and output want four axes");
+  }
   RecurrentStep call{};
   call.query = query.untyped_data(), call.key = key.untyped_data(), call.value = value.untyped_data();
   call.rows = q[0], call.tokens = q[1], call.heads = o[2], call.values = v[3];
@@ -100,14 +102,16 @@ ffi::Error recurrent_step(
                     (call.bounds == nullptr || call.rows == 1);
   if (!shapes || !held || !fits(decay, call, each, type) || !fits(beta, call, o[2], type) ||
       !fits(dt, call, o[2], type) || !fits(skip, call, o[2], type)) {
-    return kErrors.invalid("the shapes or dtypes of the arrays do not belong together");
+    return kErrors.invalid("the shapes or dtypes of the arrays do not match");
   }
   if (key.element_type() != type || value.element_type() != type || output->element_type() != type) {
     return kErrors.invalid("query, key, value and output differ in dtype");
   }
   if (kind.channels && decay.element_type() != ffi::F32) return kErrors.invalid("gates of channels are not of float32");
-  if (v[3] % kStepValues != 0) return kErrors.invalid("value channels are no multiple of 32");
-  if (kind.channels && v[3] % kStepThreads != 0) return kErrors.invalid("gates of channels want n 128 value channels");
+  if (v[3] % kStepValues != 0) return kErrors.invalid("value has a head dimension that is not a multiple of 32");
+  if (kind.channels && v[3] % kStepThreads != 0) {
+    return kErrors.invalid("gates per key channel want a multiple of 128 value channels");
+  }
   const char* const unsupported = "queries are neither of bfloat16 nor of float16";
   return dispatch_dtype<__nv_bfloat16, __half>(
       type, kErrors, unsupported, [&](auto number) { return launch_for_keys<decltype(number)>(stream, call, kind); });
